@@ -1,0 +1,35 @@
+# Every target makes .venv and installs what it needs; a machine needs only python3, git and make.
+PYTHON ?= python3
+BIN := .venv/bin
+MODEL ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test check format clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+.venv/bin/pip:
+	$(PYTHON) -m venv .venv
+
+.venv/.installed-%: pyproject.toml constraints.txt | .venv/bin/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export and ask a real model
+	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
+
+test: .venv/.installed-test  ## the whole suite (add ARGS="-k rope" to choose)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/.installed-test  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/.installed-test  ## format and fix what ruff can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and everything built
+	rm -rf .venv .assets runs .mypy_cache .pytest_cache .ruff_cache

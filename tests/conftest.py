@@ -1,0 +1,33 @@
+"""What every test starts from: no network but loopback, one thread, one seed, a tiny Llama."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+import tigon
+from tests.assets_fixtures import alpaca, smollm2
+from tests.models.contract import tiny_llama
+
+__all__ = ["alpaca", "smollm2"]
+
+torch.set_num_threads(1)  # models this small lose by sharing, and badly on a busy machine
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def model() -> tigon.Llama:
+    """A tiny Llama in training mode."""
+    return tiny_llama()

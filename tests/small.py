@@ -1,0 +1,83 @@
+"""A tokenizer, a model and chats small enough to train in seconds, as files."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from tokenizers import decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+import tigon
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = "the model reads some of these words and says a few others back to whoever asked it"
+WORDS = TEXT.split()
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 321,  # odd, so that two ranks share it unevenly
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": True,
+}
+
+
+def write_tokenizer(directory: Path) -> Path:
+    tokenizer = tokenizers.Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """A random Llama with its tokenizer, in Hugging Face format."""
+    torch.manual_seed(0)
+    source = write_tokenizer(directory.with_name(directory.name + "-tokenizer"))
+    model = tigon.Llama.from_config({**LLAMA, **changes})
+    model.save_pretrained(directory, tokenizer=tigon.Tokenizer.from_pretrained(source))
+    return directory
+
+
+def chats(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
+    """Conversations of very uneven lengths, with user turns before and between the answers."""
+    draw = random.Random(seed)
+
+    def say(role: str, longest: int) -> dict[str, str]:
+        words = draw.choices(WORDS, k=draw.randint(1, longest))
+        return {"role": role, "content": " ".join(words)}
+
+    return [
+        [
+            say(role, 8 if role == "user" else draw.choice([2, 12]))
+            for _ in range(draw.choice([1, 1, 2]))
+            for role in ("user", "assistant")
+        ]
+        for _ in range(count)
+    ]
+
+
+def write_chats(path: Path, count: int, seed: int = 0) -> Path:
+    rows = [json.dumps({"messages": messages}) for messages in chats(count, seed)]
+    path.write_text("\n".join(rows) + "\n")
+    return path

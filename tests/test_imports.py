@@ -1,0 +1,214 @@
+"""The arrows between packages: imports run down only, at the top of the file, without cycles."""
+
+import ast
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Who may import whom; what an arrow leads to may be imported too
+ARROWS: dict[str, set[str]] = {
+    "kernels": set(),
+    "weights": set(),
+    "layers": {"kernels"},
+    "generation": {"layers"},
+    "models": {"generation", "weights"},
+    "tokenizer": {"weights"},
+    "data": {"tokenizer"},
+    "train": {"data", "models"},
+    "eval": {"data", "models"},
+    "commands": {"eval", "models", "tokenizer", "train"},
+    "cli": {"commands", "train"},
+}
+# Narrower than the arrow: the tokenizer wants files, not tensors
+ONLY = {("tokenizer", "weights"): {"tigon.weights.hub"}}
+# For annotations alone, under TYPE_CHECKING
+TYPES = {("models", "tokenizer")}
+# These load at run time what is below them: torch takes seconds, and --help must not
+LAZY = {"tigon", "tigon.cli"}
+# Extras; imported where they are used, with an error that says what to install
+OPTIONAL = {"datasets", "lm_eval", "matplotlib", "tensorboard", "transformers", "wandb"}
+IMPORT_NAMES = {"pyyaml": "yaml"}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str  # who imports
+    path: Path
+    line: int
+    target: str  # the module imported
+    local: bool  # inside a function
+    typing: bool  # under TYPE_CHECKING
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.line}: {self.module} imports {self.target}"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Dotted name -> file."""
+    found = {}
+    for path in sorted((root / "tigon").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
+    def visit(node: ast.AST, local: bool, typing: bool) -> Iterator[Import]:
+        for target in targets(node):
+            yield Import(name, path, getattr(node, "lineno", 0), target, local, typing)
+        local = local or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for field, value in ast.iter_fields(node):
+            guarded = (
+                isinstance(node, ast.If)
+                and field == "body"
+                and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+            )
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, local, typing or guarded)
+
+    def targets(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join(above) if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield full if full in known else base
+        elif isinstance(node, ast.Call) and name not in LAZY:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            if called in ("import_module", "__import__"):
+                yield f"{called}()"
+
+    yield from visit(ast.parse(path.read_text()), False, False)
+
+
+def package(module: str) -> str:
+    return module.split(".")[1] if "." in module else module
+
+
+def below(name: str) -> set[str]:
+    return ARROWS[name].union(*(below(other) for other in ARROWS[name]))
+
+
+def dependencies(root: Path) -> set[str]:
+    """Import names of what an installation without extras brings."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    names = {d.split(";")[0].split(">")[0].split("=")[0].strip() for d in project["dependencies"]}
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+@cache
+def violations(root: Path) -> list[str]:
+    known = modules(root)
+    found = [i for name, path in known.items() for i in imports(name, path, known)]
+    required = dependencies(root)
+    wrong = []
+    graph: dict[str, set[str]] = {}
+    for i in found:
+        top = i.target.split(".")[0]
+        if top == "tigon":
+            if not i.typing:
+                graph.setdefault(i.module, set()).add(i.target)
+            wrong += [f"{i.where}, {fault}" for fault in faults(i)]
+        elif top in OPTIONAL:
+            if not i.local:
+                wrong.append(f"{i.where}, which is optional, at the top of the file")
+        elif top.endswith("()"):
+            wrong.append(f"{i.where}, which hides an import")
+        elif i.local or top not in required | sys.stdlib_module_names:
+            wrong.append(f"{i.where}, {'inside a function' if i.local else 'no dependency'}")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        wrong.append(f"cycle: {' <- '.join(error.args[1])}")
+    return wrong
+
+
+def faults(i: Import) -> Iterator[str]:
+    source, target = package(i.module), package(i.target)
+    if i.local:
+        yield "inside a function"
+    if (i.module in LAZY and i.typing) or source == target:
+        return
+    if target == "tigon":
+        if i.module != "tigon.commands" and i.module != "tigon.cli":
+            yield "which is above everything"
+    elif source not in ARROWS or target not in ARROWS:
+        yield f"and ARROWS has no row for {source if source not in ARROWS else target}"
+    elif i.typing and (source, target) in TYPES:
+        return
+    elif target not in below(source):
+        yield "against the arrows"
+    elif i.target not in ONLY.get((source, target), {i.target}):
+        yield f"and may only import {ONLY[source, target]}"
+
+
+def test_arrows() -> None:
+    assert violations(ROOT) == []
+
+
+def test_the_whole_tree_is_read() -> None:
+    known = modules(ROOT)
+    assert {package(name) for name in known} - {"tigon"} == set(ARROWS)
+    found = {(i.module, i.target) for name in known for i in imports(name, known[name], known)}
+    assert {
+        ("tigon.models._load", "tigon.weights"),
+        ("tigon.models._base", "tigon.models._load"),
+        ("tigon.tokenizer._tokenizer", "tigon.weights.hub"),
+        ("tigon.layers.norm", "tigon.kernels.rms_norm"),
+        ("tigon.eval.parity", "transformers"),
+    } <= found
+
+
+BREACHES = {
+    "kernels/rope.py": ("from tigon.layers import KVCache", "against the arrows"),
+    "kernels/gated_act.py": ("from ..layers.mlp import GatedMLP", "against the arrows"),
+    "kernels/rms_norm.py": ("import tigon.weights", "against the arrows"),
+    "weights/hub.py": ("import tigon", "which is above everything"),
+    "weights/writer.py": ("from tigon.models import MODELS", "against the arrows"),
+    "layers/mlp.py": ("from tigon import models", "against the arrows"),
+    "layers/head.py": ("if True:\n    from tigon.weights import Part", "against the arrows"),
+    "generation.py": ("try:\n    import tigon.models\nfinally:\n    pass", "against the arrows"),
+    "models/_loss.py": ("from tigon.data import Loader", "against the arrows"),
+    "models/_base.py": ("from tigon.tokenizer import Tokenizer", "against the arrows"),
+    "tokenizer/chat.py": ("from tigon.weights import Checkpoint", "and may only import"),
+    "data/loader.py": ("from tigon.models import CausalLM", "against the arrows"),
+    "train/optim.py": ("from tigon.eval import parity", "against the arrows"),
+    "eval/perplexity.py": ("from tigon.train import main", "against the arrows"),
+    "models/llama.py": ("def f():\n    from tigon.layers import MLP", "inside a function"),
+    "models/_inputs.py": ("def f():\n    import json", "inside a function"),
+    "layers/rope.py": (
+        "from importlib import import_module\nimport_module('x')",
+        "hides an import",
+    ),
+    "layers/norm.py": ("import transformers", "which is optional, at the top of the file"),
+    "layers/linear.py": ("import requests", "no dependency"),
+    "layers/cache.py": ("from tigon.layers.attention import Attention", "cycle: "),
+    "models/_config.py": ("from tigon.models import MODELS", "cycle: "),
+    "tools.py": ("from tigon.layers import KVCache", "ARROWS has no row for tools"),
+}
+
+
+@pytest.mark.parametrize("file", BREACHES)
+def test_a_breach_is_found(file: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tigon", tmp_path / "tigon")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    line, message = BREACHES[file]
+    path = tmp_path / "tigon" / file
+    path.write_text(f"{path.read_text() if path.exists() else ''}\n{line}\n")
+    new = set(violations(tmp_path)) - set(violations(ROOT))
+    assert any(message in text for text in new), new

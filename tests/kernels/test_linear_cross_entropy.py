@@ -1,0 +1,237 @@
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.test_cross_entropy import OPTIONS
+from tests.kernels.test_cross_entropy import exact as exact_losses
+from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
+from tigon.kernels.cross_entropy import METRICS, Options
+
+MODULE = sys.modules["tigon.kernels.linear_cross_entropy"]
+N, C, V = 37, 19, 211
+rows = pytest.mark.parametrize("rows", [4, 10_000])
+
+
+def chunk(monkeypatch: pytest.MonkeyPatch, rows: int, vocab: int = V) -> None:
+    monkeypatch.setattr(MODULE, "LOGITS_BYTES", 16 * vocab * rows)
+
+
+def inputs(n: int = N, c: int = C, vocab: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    targets = torch.randint(0, vocab, (n,))
+    targets[::5] = -100
+    hidden, weight, bias = torch.randn(n, c), 0.5 * torch.randn(vocab, c), torch.randn(vocab)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+
+
+@rows
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_forward_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, rows: int, options: Options, reduction: str
+) -> None:
+    chunk(monkeypatch, rows)
+    *tensors, targets = inputs()
+    hidden, weight, bias = tensors
+    w = torch.randn(N, requires_grad=True)
+    upstream = torch.randn(N) if reduction == "none" else torch.tensor(3.0)
+    loss, _ = linear_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        token_weights=w,
+        denominator=7.0 if reduction == "sum" else 1.0,
+        reduction=reduction,
+        options=options,
+    )
+    logits = F.linear(hidden.double(), weight.double(), bias.double())
+    expected = exact_losses(logits, targets, options) * w
+    expected = expected.sum() / 7 if reduction == "sum" else expected
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    actual = torch.autograd.grad(loss, (*tensors, w), upstream)
+    reference = torch.autograd.grad(expected, (*tensors, w), upstream.double())
+    for a, b in zip(actual, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_reference_is_the_definition() -> None:
+    hidden, weight, bias, targets = inputs()
+    logits = F.linear(hidden.double(), weight.double(), bias.double())
+    expected = F.cross_entropy(logits, targets)
+    loss = linear_cross_entropy_ref(
+        hidden, weight, targets, bias=bias, denominator=(targets != -100).sum()
+    )
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@rows
+def test_strided_tensors(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    chunk(monkeypatch, rows)
+    hidden, weight, _, targets = inputs()
+    plain, _ = linear_cross_entropy(hidden, weight, targets)
+    loss, _ = linear_cross_entropy(
+        hidden.T.contiguous().T, weight.T.contiguous().T, torch.stack((targets, targets), 1)[:, 0]
+    )
+    torch.testing.assert_close(loss, plain)
+    for a, b in zip(
+        torch.autograd.grad(loss, (hidden, weight)),
+        torch.autograd.grad(plain, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("denominator", [8, 8.0, torch.tensor(8), torch.tensor(8.0)])
+def test_denominator(denominator: float | Tensor) -> None:
+    hidden, weight, _, targets = inputs()
+    whole, _ = linear_cross_entropy(hidden, weight, targets)
+    loss, _ = linear_cross_entropy(hidden, weight, targets, denominator=denominator)
+    torch.testing.assert_close(loss, whole / 8)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weight)[0], torch.autograd.grad(whole, weight)[0] / 8
+    )
+
+
+@rows
+def test_metrics_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    hidden, weight, _, targets = inputs()
+    _, whole = linear_cross_entropy(hidden, weight, targets, metrics=METRICS)
+    chunk(monkeypatch, rows)
+    with_metrics, parts = linear_cross_entropy(hidden, weight, targets, metrics=METRICS)
+    assert list(parts) == list(METRICS)
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value)
+    assert whole["nll"].sum().item() == pytest.approx(with_metrics.item(), rel=1e-5)
+
+
+@rows
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("n", [0, 1, 6])
+def test_no_target(monkeypatch: pytest.MonkeyPatch, rows: int, n: int, reduction: str) -> None:
+    chunk(monkeypatch, rows)
+    *tensors, targets = inputs(n=n)
+    targets[:] = -100
+    loss, metrics = linear_cross_entropy(
+        tensors[0], tensors[1], targets, bias=tensors[2], reduction=reduction, metrics=METRICS
+    )
+    assert (loss == 0).all() and metrics["accuracy"] == 0
+    assert loss.shape == (() if reduction == "sum" else (n,))
+    for x, grad in zip(tensors, torch.autograd.grad(loss.sum(), tensors), strict=True):
+        assert grad.shape == x.shape and (grad == 0).all()
+
+
+def errors(
+    dtype: torch.dtype, tensors: list[Tensor], targets: Tensor, w: Tensor
+) -> list[tuple[str, float, float]]:
+    """(what, our error, eager's error) against fp32 on the same rounded numbers."""
+    count = (targets != -100).sum()
+    low = [x.detach().to(dtype).requires_grad_() for x in tensors]
+    wide = [x.detach().float().requires_grad_() for x in low]
+    exact = linear_cross_entropy_ref(
+        wide[0], wide[1], targets, bias=wide[2], token_weights=w, denominator=count
+    )
+    ours, _ = linear_cross_entropy(
+        low[0], low[1], targets, bias=low[2], token_weights=w, denominator=count
+    )
+    logits = F.linear(*low)
+    eager = (F.cross_entropy(logits.float(), targets, reduction="none") * w).sum() / count
+    found = [("loss", abs((ours - exact).item()), abs((eager - exact).item()))]
+    gradients = (
+        torch.autograd.grad(ours, low),
+        torch.autograd.grad(eager, low),
+        torch.autograd.grad(exact, wide),
+    )
+    for name, a, b, c in zip(("hidden", "weight", "bias"), *gradients, strict=True):
+        assert a.dtype == dtype
+        scale = c.norm()
+        errors = [((x.float() - c).norm() / scale).item() for x in (a, b)]
+        found.append((name, errors[0], errors[1]))
+    return found
+
+
+@pytest.mark.parametrize("rows", [3, 200, 10_000])
+def test_bf16_is_at_most_twice_as_wrong_as_eager(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    *tensors, targets = inputs(n=640, c=48, vocab=300)
+    chunk(monkeypatch, rows, 300)  # up to 171 chunks: a sum in bf16 would be 7 times as wrong
+    for name, ours, eager in errors(torch.bfloat16, tensors, targets, torch.rand(640)):
+        assert ours <= 2 * eager + 1e-6, name
+
+
+@pytest.mark.parametrize("rows", [128, 10_000])
+def test_fp16_gradients_do_not_underflow(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    *tensors, targets = inputs(n=2048, c=32, vocab=1024)
+    tensors[1].detach().mul_(0.1)  # an untrained head: every probability is about 1 / V
+    chunk(monkeypatch, rows, 1024)
+    for name, ours, eager in errors(torch.float16, tensors, targets, torch.ones(2048)):
+        assert ours <= 1e-3, name
+        assert ours <= 2 * eager + 1e-6, name
+
+
+def test_fp16_sums_do_not_overflow() -> None:
+    hidden = torch.full((2048, 4), 60.0).half().requires_grad_()
+    weight = torch.zeros(8, 4).half().requires_grad_()
+    targets = torch.zeros(2048, dtype=torch.long)
+    loss, _ = linear_cross_entropy(hidden, weight, targets, denominator=2048)
+    (grad,) = torch.autograd.grad(loss, weight)
+    expected = torch.full((8, 4), 60 / 8)
+    expected[0] -= 60  # 2048 times that is more than fp16 can hold
+    torch.testing.assert_close(grad.float(), expected)
+
+
+def test_nothing_is_written_to() -> None:
+    *tensors, targets = inputs()
+    watched = [*tensors, targets, torch.rand(N), torch.tensor(5)]
+    before = [(x.detach().clone(), x._version) for x in watched]
+    for reduction in ("sum", "none"):
+        loss, _ = linear_cross_entropy(
+            tensors[0],
+            tensors[1],
+            targets,
+            bias=tensors[2],
+            token_weights=watched[4],
+            denominator=watched[5],
+            reduction=reduction,
+            metrics=METRICS,
+        )
+        loss.sum().backward()
+    for x, (value, version) in zip(watched, before, strict=True):
+        assert torch.equal(x, value) and x._version == version
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"targets": torch.zeros(38).long()}, r"targets \(38,\) is not \[N\] = \[37\]"),
+        ({"targets": torch.zeros(4).long()}, r"targets \(4,\) is not \[N\] = \[37\]"),
+        ({"token_weights": torch.ones(3)}, r"token_weights \(3,\) is not \[N\] = \[37\]"),
+        ({"weight": torch.ones(V, 20)}, r"\(37, 19\) and weight \(211, 20\) are not"),
+        ({"hidden": torch.ones(2, N, C)}, r"hidden \(2, 37, 19\)"),
+        ({"reduction": "mean"}, "reduction='mean' is not 'sum' or 'none'"),
+        ({"metrics": ("entropie",)}, r"unknown metrics \['entropie'\]"),
+        ({"targets": torch.full((N,), V)}, rf"label {V} at \[0\] is neither -100 nor in"),
+    ],
+    ids=str,
+)
+def test_bad_input(change: dict[str, object], message: str) -> None:
+    hidden, weight, _, targets = inputs()
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments)
+
+
+def test_an_upstream_factor_is_not_rounded_to_bf16() -> None:
+    x = torch.randn(64, 32).bfloat16().requires_grad_()
+    w = torch.randn(101, 32).bfloat16().requires_grad_()
+    t = torch.randint(0, 101, (64,))
+    factor = 1.003  # bf16 has 1.0 and 1.0078 beside it
+    plain = torch.autograd.grad(linear_cross_entropy(x, w, t)[0], (x, w))
+    scaled = torch.autograd.grad(linear_cross_entropy(x, w, t)[0] * factor, (x, w))
+    for a, b in zip(scaled, plain, strict=True):
+        ratio = (a.float() * b.float()).sum() / b.float().square().sum()
+        assert ratio.item() == pytest.approx(factor, abs=5e-4)

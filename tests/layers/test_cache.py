@@ -1,0 +1,89 @@
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.layers import KVCache
+
+B, K, D = 3, 2, 4
+
+
+def chunks(*lengths: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values as attention hands them over: views with the tokens before the heads."""
+    return [
+        (torch.randn(B, t, K, D).transpose(1, 2), torch.randn(B, t, K, D).transpose(1, 2))
+        for t in lengths
+    ]
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,) * 9, (5, 1, 1), (300, 1, 700, 1), (1, 2, 254, 1)], ids=str
+)
+def test_holds_all_tokens_of_every_layer(lengths: tuple[int, ...]) -> None:
+    cache, layers = KVCache(), (chunks(*lengths), chunks(*lengths))
+    assert cache.length == 0
+    returned = []
+    for step in range(len(lengths)):
+        for layer, parts in enumerate(layers):
+            k, v = cache.update(layer, *(x.clone() for x in parts[step]))
+            seen = parts[: step + 1]
+            returned.append((k, torch.cat([k for k, _ in seen], 2)))
+            returned.append((v, torch.cat([v for _, v in seen], 2)))
+        assert cache.length == sum(lengths[: step + 1])
+        for actual, expected in returned:  # also what earlier steps were given
+            assert torch.equal(actual, expected)
+
+
+def test_growth_copies_seldom() -> None:
+    cache, buffers = KVCache(), set()
+    for _ in range(2000):
+        k, _ = cache.update(0, torch.ones(B, K, 1, D), torch.ones(B, K, 1, D))
+        buffers.add(k.untyped_storage().data_ptr())
+    assert len(buffers) <= 6
+
+
+def test_the_callers_tensors_are_not_written_to() -> None:
+    (k, v), (k2, v2) = chunks(3, 1)
+    given = [x.clone() for x in (k, v, k2, v2)]
+    cache = KVCache()
+    cache.update(0, k, v)
+    cache.update(0, k2, v2)
+    for x, before in zip((k, v, k2, v2), given, strict=True):
+        assert torch.equal(x, before)
+        assert x._version == 0
+
+
+def test_select_keeps_and_reorders_rows() -> None:
+    cache = KVCache()
+    first, second, third = chunks(2, 1, 1)
+    for part in (first, second):
+        cache.update(0, *part)
+    rows = torch.tensor([2, 0, 2])
+    cache.select(rows)
+    assert cache.length == 3
+    k, v = cache.update(0, *third)
+    for actual, i in ((k, 0), (v, 1)):
+        expected = torch.cat((first[i][rows], second[i][rows], third[i]), 2)
+        assert torch.equal(actual, expected)
+
+
+def test_gradients_reach_every_chunk() -> None:
+    cache, parts = KVCache(), chunks(2, 1, 3)
+    leaves = [(k.clone().requires_grad_(), v.clone().requires_grad_()) for k, v in parts]
+    total = torch.zeros(())
+    weights = [torch.randn(B, K, n, D) for n in (2, 3, 6)]
+    for leaf, w in zip(leaves, weights, strict=True):
+        k, v = cache.update(0, *leaf)
+        total = total + (k.square() * w).sum() + (v.square() * w).sum()
+    total.backward()
+    for i, start in enumerate((0, 2, 3)):
+        for leaf in leaves[i]:
+            n = leaf.shape[2]
+            weight = sum(w[:, :, start : start + n] for w in weights[i:])
+            torch.testing.assert_close(leaf.grad, 2 * leaf.detach() * weight)
+
+
+def test_another_number_of_rows() -> None:
+    cache = KVCache()
+    cache.update(0, *chunks(2)[0])
+    with pytest.raises(ValueError, match="holds 3 rows, this batch has 2"):
+        cache.update(0, *(x[:2] for x in chunks(1)[0]))

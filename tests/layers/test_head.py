@@ -1,0 +1,153 @@
+"""The head against plain autograd in float64: bias, softcap, scale, LoRA, and chunks of rows."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from tests.models.contract import assert_same_gradients, gradients
+from tigon.layers import LMHead
+
+FUSED = sys.modules["tigon.kernels.linear_cross_entropy"]
+B, T, C, V = 2, 7, 23, 131
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "softcap": {"softcap": 1.5},
+    "logit_scale": {"logit_scale": 0.3},
+    "all": {"bias": True, "softcap": 1.5, "logit_scale": 0.7},
+}
+heads = pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+chunks = pytest.mark.parametrize("rows", [3, 10_000])
+
+
+class LoRA(nn.Module):
+    """weight + B A, as a parametrisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, C))
+        self.b = nn.Parameter(0.2 * torch.randn(V, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.b @ self.a
+
+
+def make_head(**options: Any) -> LMHead:
+    head = LMHead(C, V, **options)
+    for p in head.parameters():
+        nn.init.normal_(p, std=0.7)
+    return head
+
+
+def plain_logits(hidden: Tensor, head: LMHead, softcap: float | None, scale: float) -> Tensor:
+    bias = None if head.bias is None else head.bias.double()
+    logits = F.linear(hidden.double(), head.weight.double(), bias) * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    targets = torch.randint(0, V, (B, T))
+    targets[torch.rand(B, T) < 0.3] = -100
+    return torch.randn(B, T, C, requires_grad=True), targets, torch.rand(B, T) + 0.1
+
+
+def compare(head: LMHead, options: dict[str, Any], reduction: str, return_logits: bool) -> None:
+    hidden, targets, weights = inputs()
+    logits = plain_logits(hidden, head, options.get("softcap"), options.get("logit_scale", 1.0))
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = losses.view(B, T) * weights
+    upstream = torch.randn(B, T)
+    expected = losses.sum() / 17 if reduction == "sum" else (losses * upstream).sum()
+    out = head(
+        hidden,
+        targets,
+        token_weights=weights,
+        denominator=17 if reduction == "sum" else 1.0,
+        reduction=reduction,
+        return_logits=return_logits,
+    )
+    actual = out.loss if reduction == "sum" else (out.loss * upstream).sum()
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(
+        *torch.autograd.grad(actual, hidden, retain_graph=True),
+        *torch.autograd.grad(expected, hidden, retain_graph=True),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+    assert_same_gradients(gradients(actual, head), gradients(expected, head))
+    if return_logits:
+        torch.testing.assert_close(out.logits.double(), logits, rtol=1e-5, atol=1e-5)
+
+
+@heads
+@chunks
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_gradients_equal_plain_autograd(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    rows: int,
+    reduction: str,
+    return_logits: bool,
+) -> None:
+    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * rows)
+    compare(make_head(**options), options, reduction, return_logits)
+
+
+@heads
+@pytest.mark.parametrize("frozen_weight", [True, False])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_lora_on_the_head(options: dict[str, Any], frozen_weight: bool, reduction: str) -> None:
+    head = make_head(**options)
+    lora = LoRA()
+    parametrize.register_parametrization(head, "weight", lora)
+    head.parametrizations.weight.original.requires_grad_(not frozen_weight)
+    for return_logits in (False, True):
+        compare(head, options, reduction, return_logits)
+    hidden, targets, _ = inputs()
+    found = gradients(head(hidden, targets).loss, head)
+    assert found["parametrizations.weight.0.a"].abs().max() > 0
+
+
+@heads
+def test_logits_without_targets(options: dict[str, Any]) -> None:
+    head, (hidden, _, _) = make_head(**options), inputs()
+    expected = plain_logits(hidden, head, options.get("softcap"), options.get("logit_scale", 1.0))
+    out = head(hidden)
+    assert out.loss is None
+    torch.testing.assert_close(out.logits.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "hidden"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_each_gradient_alone(frozen: str, reduction: str) -> None:
+    head = make_head(bias=True, softcap=1.5)
+    hidden, targets, _ = inputs()
+    tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    logits = plain_logits(hidden, head, 1.5, 1.0).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+    rest = [x for name, x in tensors.items() if name != frozen]
+    expected = torch.autograd.grad(loss, rest)
+    tensors[frozen].requires_grad_(False)
+    actual = head(hidden, targets, reduction=reduction).loss.sum()
+    for a, b in zip(torch.autograd.grad(actual, rest), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@heads
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_metrics_are_of_the_final_logits(options: dict[str, Any], return_logits: bool) -> None:
+    head, (hidden, targets, _) = make_head(**options), inputs()
+    z = plain_logits(hidden, head, options.get("softcap"), options.get("logit_scale", 1.0))
+    valid = targets != -100
+    out = head(hidden, targets, metrics=("z", "max_logit"), return_logits=return_logits)
+    z_expected, max_expected = z.logsumexp(-1) * valid, z.amax(-1) * valid
+    torch.testing.assert_close(out.metrics["z"].double(), z_expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out.metrics["max_logit"].double(), max_expected, rtol=1e-5, atol=1e-5
+    )

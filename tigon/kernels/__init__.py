@@ -1,0 +1,24 @@
+"""Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
+
+from tigon.kernels.attention import AttentionMask, attention, attention_ref
+from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
+from tigon.kernels.gated_act import gated_act, gated_act_ref
+from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
+from tigon.kernels.rope import rope, rope_ref
+
+__all__ = [
+    "AttentionMask",
+    "attention",
+    "attention_ref",
+    "cross_entropy",
+    "cross_entropy_ref",
+    "gated_act",
+    "gated_act_ref",
+    "linear_cross_entropy",
+    "linear_cross_entropy_ref",
+    "rms_norm",
+    "rms_norm_ref",
+    "rope",
+    "rope_ref",
+]

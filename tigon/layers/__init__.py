@@ -1,0 +1,20 @@
+"""nn.Modules over plain numbers; only model files see a config."""
+
+from tigon.layers.attention import Attention
+from tigon.layers.cache import KVCache
+from tigon.layers.head import LMHead
+from tigon.layers.linear import FusedLinear
+from tigon.layers.mlp import GatedMLP
+from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.rope import RotaryEmbedding
+
+__all__ = [
+    "AddRMSNorm",
+    "Attention",
+    "FusedLinear",
+    "GatedMLP",
+    "KVCache",
+    "LMHead",
+    "RMSNorm",
+    "RotaryEmbedding",
+]

@@ -1,0 +1,136 @@
+"""Rotary embeddings: position ids to the cosines and sines of every RoPE type.
+
+# B batch, T tokens, D rotated head dims
+Source: the formulas of transformers' modeling_rope_utils; YaRN is Peng et al. (arXiv 2309.00071),
+LongRoPE Ding et al. (arXiv 2402.13753).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+def _powers(dim: int, theta: float) -> Tensor:
+    return theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+
+
+def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
+    low, high = p["low_freq_factor"], p["high_freq_factor"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (p["original_max_position_embeddings"] / wavelength - low) / (high - low)
+    smooth = smooth.clamp(0, 1)
+    return (1 - smooth) * inv_freq / p["factor"] + smooth * inv_freq
+
+
+def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
+    theta, original = p["rope_theta"], p["original_max_position_embeddings"]
+
+    def turns_at(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = turns_at(p.get("beta_fast") or 32), turns_at(p.get("beta_slow") or 1)
+    if p.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / (
+        high - low if high != low else 0.001
+    )
+    kept = 1 - ramp.clamp(0, 1)
+    powers = _powers(dim, theta)
+    return 1 / (p["factor"] * powers) * (1 - kept) + 1 / powers * kept
+
+
+def _yarn_scaling(p: Mapping[str, Any]) -> float:
+    def magnitude(factor: float, mscale: float = 1.0) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    if p.get("mscale") and p.get("mscale_all_dim"):
+        return magnitude(p["factor"], p["mscale"]) / magnitude(p["factor"], p["mscale_all_dim"])
+    return magnitude(p["factor"])
+
+
+def _longrope_scaling(p: Mapping[str, Any]) -> float:
+    if p["factor"] <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(p["factor"]) / math.log(p["original_max_position_embeddings"]))
+
+
+# Types that also scale cos and sin, and the factor when the config does not give one.
+SCALED = {"yarn": _yarn_scaling, "longrope": _longrope_scaling}
+
+
+class RotaryEmbedding(nn.Module):
+    """position_ids [B or 1, T] -> cos, sin [B or 1, T, D / 2], rounded to the model's dtype.
+
+    `rope_parameters` is a config's, with every value present that its type needs.
+    """
+
+    inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
+
+    def __init__(self, dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int):
+        super().__init__()
+        self.dim, self.rope_parameters = dim, dict(rope_parameters)
+        self.max_position_embeddings = max_position_embeddings
+        self.rope_type = rope_parameters["rope_type"]
+        self.scaling = 1.0
+        if self.rope_type in SCALED:
+            given = rope_parameters.get("attention_factor")
+            self.scaling = (
+                SCALED[self.rope_type](rope_parameters) if given is None else float(given)
+            )
+        self.register_buffer("inv_freq", self._frequencies(), persistent=False)
+
+    def _frequencies(self) -> Tensor:
+        p = self.rope_parameters
+        powers = _powers(self.dim, p["rope_theta"])
+        if self.rope_type == "linear":
+            return 1 / powers / p["factor"]
+        if self.rope_type == "llama3":
+            return _llama3(1 / powers, p)
+        if self.rope_type == "yarn":
+            return _yarn(self.dim, p)
+        if self.rope_type == "longrope":
+            factors = [p["short_factor"], p["long_factor"]]
+            if {len(f) for f in factors} != {len(powers)}:
+                raise ValueError(
+                    f"short_factor and long_factor have {len(factors[0])} and {len(factors[1])} "
+                    f"values, but the head has {len(powers)} frequencies"
+                )
+            return 1 / (torch.tensor(factors, dtype=torch.float32, device="cpu") * powers)
+        return 1 / powers
+
+    def _apply(self, fn, recurse=True):
+        # model.to(bfloat16) would round the frequencies (relative error 4e-3); meta has none
+        super()._apply(fn, recurse)
+        if self.inv_freq.device.type != "meta":
+            self.inv_freq = self._frequencies().to(self.inv_freq.device)
+        return self
+
+    def _at(self, position_ids: Tensor) -> Tensor:
+        """Frequencies for these positions; decided on the device, without a host sync."""
+        if self.rope_type == "longrope":
+            original = self.rope_parameters["original_max_position_embeddings"]
+            return torch.where(
+                position_ids.max() + 1 > original, self.inv_freq[1], self.inv_freq[0]
+            )
+        if self.rope_type == "dynamic":
+            # theta grows with the longest position beyond the trained length
+            factor, trained = self.rope_parameters["factor"], self.max_position_embeddings
+            length = (position_ids.max() + 1).clamp(min=trained).float()
+            growth = (factor * length / trained - (factor - 1)) ** (self.dim / (self.dim - 2))
+            exponent = torch.arange(0, self.dim, 2, device=position_ids.device).float() / self.dim
+            return 1.0 / (self.rope_parameters["rope_theta"] * growth) ** exponent
+        return self.inv_freq
+
+    @torch.no_grad()
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self._at(position_ids)
+        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {self.rope_parameters}"

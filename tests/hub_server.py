@@ -1,0 +1,185 @@
+"""A server on loopback for the part of the Hugging Face hub's HTTP API that downloads use."""
+
+import hashlib
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from huggingface_hub import constants
+
+LARGE = (".safetensors", ".bin", ".gguf")  # behind a redirect to the CDN, as LFS files are
+
+
+class HubServer:
+    """Serves {root}/{organisation}/{name}/ as branch main of that repository, until it is closed.
+
+    `push` moves a branch to the files of another directory; earlier commits stay reachable.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.private: dict[str, str] = {}  # repository -> the token it asks for
+        self.gated: dict[str, str] = {}
+        self.heads: Counter[str] = Counter()  # "organisation/name/file" -> requests
+        self.gets: Counter[str] = Counter()
+        self._commits: dict[str, Path] = {}
+        self._refs: dict[tuple[str, str], str] = {}
+        self.connections: set[socket.socket] = set()
+        self._servers: list[ThreadingHTTPServer] = []
+        self.endpoint = f"http://127.0.0.1:{self._serve()}"
+        self.cdn = f"http://localhost:{self._serve()}"  # another host: no token may be sent there
+
+    def _serve(self) -> int:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        server.hub = self  # type: ignore[attr-defined]
+        self._servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        return server.server_port
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        self._servers.clear()
+        for connection in list(self.connections):  # those kept alive would be served on
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def push(self, repository: str, directory: Path, revision: str = "main") -> str:
+        """Makes the directory's files a new commit, which the branch or tag then names."""
+        commit = hashlib.sha1(f"{repository} {len(self._commits)}".encode()).hexdigest()
+        self._commits[commit] = directory
+        self._refs[repository, revision] = commit
+        return commit
+
+    def commit(self, repository: str, revision: str = "main") -> str | None:
+        if revision in self._commits:
+            return revision
+        directory = self.root / repository
+        if revision == "main" and (repository, revision) not in self._refs and directory.is_dir():
+            self.push(repository, directory)
+        return self._refs.get((repository, revision))
+
+    def files(self, commit: str) -> Path:
+        return self._commits[commit]
+
+    def exists(self, repository: str) -> bool:
+        return self.commit(repository) is not None or any(r == repository for r, _ in self._refs)
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """What a fresh process needs in its environment to use this hub and a cache of its own."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.hub.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.hub.connections.discard(self.connection)
+        super().finish()
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _answer(self, body: bool) -> None:
+        hub: HubServer = self.server.hub
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[0] == "cdn":
+            repository, commit, file = "/".join(parts[1:3]), parts[3], "/".join(parts[4:])
+            if "Authorization" in self.headers:
+                return self._error(400, "InvalidRequest", "a token has left the hub", body)
+            (hub.gets if body else hub.heads)[f"{repository}/{file}"] += 1
+            return self._send(200, (hub.files(commit) / file).read_bytes(), body)
+        api = parts[:2] == ["api", "models"]
+        repository = "/".join(parts[2:4] if api else parts[:2])
+        verb, revision, file = "revision", "main", ""
+        if api and len(parts) > 4:
+            verb, revision = parts[4], unquote(parts[5])
+        elif not api and len(parts) > 4:
+            verb, revision, file = parts[2], unquote(parts[3]), unquote("/".join(parts[4:]))
+            (hub.gets if body else hub.heads)[f"{repository}/{file}"] += 1
+
+        sent = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if sent != hub.private.get(repository, sent):
+            return self._error(401, "RepoNotFound", "Invalid username or password.", body)
+        if not hub.exists(repository):
+            return self._error(404, "RepoNotFound", "Repository not found", body)
+        if sent != hub.gated.get(repository, sent):
+            return self._error(403, "GatedRepo", "Access to this model is restricted.", body)
+        found = hub.commit(repository, revision)
+        if found is None:
+            return self._error(404, "RevisionNotFound", f"Invalid rev id: {revision}", body)
+        root = hub.files(found)
+        if api and verb == "revision":
+            names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+            info = {"id": repository, "sha": found, "siblings": [{"rfilename": n} for n in names]}
+            return self._send(200, json.dumps(info).encode(), body)
+        path = root / file
+        if api or verb != "resolve" or not path.is_file():
+            return self._error(404, "EntryNotFound", "Entry not found", body, found)
+        content = path.read_bytes()
+        headers = {"X-Repo-Commit": found, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        if not file.endswith(LARGE):
+            return self._send(200, content, body, headers)
+        headers["X-Linked-Etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers["X-Linked-Size"] = str(len(content))
+        headers["Location"] = f"{hub.cdn}/cdn/{repository}/{found}/{file}"
+        self._send(302, b"", body, headers)
+
+    def _error(self, status: int, code: str, text: str, body: bool, commit: str = "") -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": text}
+        if commit:
+            headers["X-Repo-Commit"] = commit
+        self._send(status, json.dumps({"error": text}).encode(), body, headers)
+
+    def _send(
+        self, status: int, content: bytes, body: bool, headers: dict[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub whose repositories are tmp_path/hub/{organisation}/{name}/, and an empty cache.
+
+    huggingface_hub read HF_ENDPOINT and HF_HOME when it was imported, so its constants are set.
+    """
+    server = HubServer(tmp_path / "hub")
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    yield server
+    server.close()

@@ -1,0 +1,52 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tigon.weights import Checkpoint, Part, Repository, load_into, reading, write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("pinned", [4096, reading.PINNED])
+def test_loads_what_the_library_loads(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: torch.dtype,
+    target: torch.dtype,
+    pinned: int,
+) -> None:
+    monkeypatch.setattr(reading, "PINNED", pinned)
+    shapes = [(999, 1001), (5000, 2048), (7,), ()]
+    tensors = {f"w{i}": torch.randn(shape).to(source) for i, shape in enumerate(shapes)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(Repository(tmp_path))
+    parameters = {
+        name: torch.full(tensor.shape, torch.nan, dtype=target, device="cuda")
+        for name, tensor in tensors.items()
+    }
+    layout = {name: (Part(name, tuple(t.shape)),) for name, t in tensors.items()}
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(20):
+        busy = busy @ busy  # what the memory's last owner has queued must not come after us
+    for parameter in parameters.values():
+        parameter.add_(busy[0, 0])
+    load_into(parameters, layout, checkpoint, workers=4)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(parameters[name].cpu(), tensor.to(target))
+    columns = torch.zeros(999, 2000, dtype=target, device="cuda")
+    checkpoint.read_into("w0", columns[:, :1001])
+    assert torch.equal(columns[:, :1001].cpu(), tensors["w0"].to(target))
+    assert not columns[:, 1001:].any()
+
+
+def test_writes_from_the_device(tmp_path: Path) -> None:
+    tensor = torch.randn(300, 200, device="cuda").t()
+    write_checkpoint(tmp_path, [("w", (200, 300), torch.float32, lambda: tensor)])
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], tensor.cpu())

@@ -1,0 +1,102 @@
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from tigon.weights.header import DTYPES, read_header, write_header
+
+Header = dict[str, Any]
+
+
+def build(header: Header | bytes, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(dtype: Any, shape: Any, *offsets: int) -> Header:
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+A, B = entry("F32", [2], 0, 8), entry("F32", [1], 8, 12)
+OK = {"a": A, "b": B}
+
+BAD = {
+    "empty": (b"", "first 8 bytes announce a header of 0 bytes and the file has 0"),
+    "not safetensors": (b"\x80\x02}q\x00X\x05\x00\x00\x00", "is no safetensors file"),
+    "length past the end": (struct.pack("<Q", 1 << 40) + b"{}", f"a header of {1 << 40} bytes"),
+    "header cut off": (build(OK, bytes(12))[:40], "is no safetensors file"),
+    "no JSON": (build(b'{"a": ', b""), "header is no valid JSON"),
+    "no UTF-8": (build(b'{"\xff": 1}', b""), "header is no valid JSON"),
+    "nested too deep": (build(b"[" * 100_000, b""), "header is no valid JSON"),
+    "no object": (build(b"[1]", b""), "header is a JSON list"),
+    "same name twice": (build(b'{"a": 1, "a": 2}', b""), "it names 'a' twice"),
+    "no entry": (build({"a": 3}, b""), "tensor 'a' is described by 3"),
+    "no dtype": (build({"a": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "dtype None"),
+    "dtype unknown": (build({"a": entry("F33", [2], 0, 8)}, bytes(8)), "unknown dtype 'F33'"),
+    "quantised": (build({"a": entry("F8_E4M3", [8], 0, 8)}, bytes(8)), "quantised checkpoint"),
+    "negative size": (build({"a": entry("F32", [-2], 0, 8)}, bytes(8)), r"shape \[-2\]"),
+    "fractional size": (build({"a": entry("F32", [2.0], 0, 8)}, bytes(8)), r"shape \[2.0\]"),
+    "one offset": (build({"a": entry("F32", [2], 8)}, bytes(8)), r"data_offsets \[8\]"),
+    "offsets reversed": (build({"a": entry("F32", [2], 8, 0)}, bytes(8)), r"\[8, 0\]"),
+    "shape and offsets": (
+        build({"a": entry("F32", [3], 0, 8)}, bytes(8)),
+        r"tensor 'a' is F32 \[3\], 12 bytes, but its data_offsets \[0, 8\] hold 8",
+    ),
+    "wrong dtype": (build({"a": entry("F16", [2], 0, 8)}, bytes(8)), "'a' is F16 .* 4 bytes"),
+    "overlap": (build({"a": A, "b": entry("F32", [1], 4, 8)}, bytes(8)), "'b' overlaps 'a'"),
+    "hole": (build({"a": A, "b": entry("F32", [1], 12, 16)}, bytes(16)), "hole of 4 bytes after"),
+    "truncated": (build(OK, bytes(11)), "is truncated: its tensors take 12 bytes and 11 are there"),
+    "tail": (build(OK, bytes(15)), "has 3 bytes after its last tensor"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
+    content, message = BAD[case]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_header(path)
+    assert str(path) in str(error.value)
+    if case != "quantised":
+        with pytest.raises(SafetensorError):
+            load_file(path)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    content = build(OK, bytes(12))
+    path = tmp_path / "cut.safetensors"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"cut.safetensors is (truncated|no safetensors)"):
+            read_header(path)
+
+
+def test_header_says_what_the_library_says(tmp_path: Path) -> None:
+    tensors = {str(dtype): torch.ones(3, 5).to(dtype) for dtype in DTYPES.values()}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 4), "é\n": torch.ones(1)}
+    path = tmp_path / "x.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    infos = read_header(path)
+    content = path.read_bytes()
+    with safe_open(path, "pt") as reference:
+        assert infos.keys() == set(reference.keys())
+    for name, tensor in tensors.items():
+        info = infos[name]
+        assert (info.shape, info.dtype) == (tuple(tensor.shape), tensor.dtype)
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert content[info.offset : info.offset + info.nbytes] == raw
+
+
+def test_written_header_is_aligned_and_readable(tmp_path: Path) -> None:
+    for name in ("a", "ab", "abc", "é", 'quote"'):
+        header = write_header([(name, (2, 3), torch.bfloat16)], {})
+        assert len(header) % 8 == 0
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(header + bytes(12))
+        assert load_file(path)[name].shape == (2, 3)

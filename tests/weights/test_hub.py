@@ -1,0 +1,222 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.hub_server import HubServer
+from tigon.weights import Checkpoint, Repository
+
+NAME = "lab/tiny"
+
+
+def fill(directory: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = directory / name.replace("__", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return directory
+
+
+def test_local_directory(tmp_path: Path) -> None:
+    fill(tmp_path / "sub", config__json="{}")
+    assert Repository(tmp_path, subfolder="sub").file("config.json").read_text() == "{}"
+    assert Repository(str(tmp_path / "sub")).optional_file("other.json") is None
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no file config.json"):
+        Repository(tmp_path).file("config.json")
+    with pytest.raises(ValueError, match="local directory and has no revision 'v2'"):
+        Repository(tmp_path, revision="v2")
+    with pytest.raises(NotADirectoryError, match=r"config.json is a file; give the directory"):
+        Repository(tmp_path / "sub" / "config.json")
+
+
+@pytest.mark.parametrize("path", ["./model", "../a/b", "~/no-such-model", "/no/such", Path("a/b")])
+def test_what_looks_like_a_path_is_never_looked_up(path: str | Path, hub: HubServer) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no directory {path} "):
+        Repository(path)
+
+
+def test_only_files_asked_for_are_requested(hub: HubServer) -> None:
+    root = fill(hub.root / NAME, config__json="{}", pytorch_model__bin="b", big__safetensors="c")
+    tensors = {"w": torch.randn(100, 30), "b": torch.randn(7)}
+    save_file(tensors, root / "model.safetensors")
+    repository = Repository(NAME)
+    assert repository.file("config.json").read_text() == "{}"
+    assert repository.optional_file("generation_config.json") is None
+    checkpoint = Checkpoint.open(repository)
+    out = torch.empty(100, 30)
+    checkpoint.read_into("w", out)
+    assert torch.equal(out, tensors["w"])
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    assert hub.heads.keys() - {f"{NAME}/{name}" for name in names} == set()
+    assert hub.gets == {f"{NAME}/config.json": 1, f"{NAME}/model.safetensors": 1}
+
+    again = Repository(NAME)
+    assert again.file("config.json") == repository.file("config.json")
+    assert again.optional_file("generation_config.json") is None
+    assert hub.heads[f"{NAME}/generation_config.json"] == 1  # known to be absent in that commit
+    assert hub.gets.total() == 2
+
+
+def test_all_shards_of_the_index_are_fetched(hub: HubServer, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(hub.root / NAME, max_shard_size="20KB")
+    (hub.root / NAME / "model-99999-of-99999.safetensors").write_bytes(b"not named by the index")
+    checkpoint = Checkpoint.open(Repository(NAME))
+    shards = sorted((hub.root / NAME).glob("model-0*.safetensors"))
+    assert len(shards) > 3
+    fetched = {name.removeprefix(f"{NAME}/") for name in hub.gets}
+    assert fetched == {path.name for path in shards} | {"model.safetensors.index.json"}
+    assert checkpoint.tensors.keys() == model.state_dict().keys()
+    for path in shards:
+        for name, tensor in load_file(path).items():
+            out = torch.empty_like(tensor)
+            checkpoint.read_into(name, out)
+            assert torch.equal(out, tensor)
+
+
+def test_revision(hub: HubServer, tmp_path: Path) -> None:
+    fill(hub.root / NAME, config__json="main")
+    commit = hub.push(NAME, fill(tmp_path / "old", config__json="old"), revision="v1.0")
+    hub.push(NAME, fill(tmp_path / "pr", config__json="pr"), revision="refs/pr/1")
+    assert Repository(NAME).file("config.json").read_text() == "main"
+    assert Repository(NAME, revision="v1.0").file("config.json").read_text() == "old"
+    assert Repository(NAME, revision=commit).file("config.json").read_text() == "old"
+    assert Repository(NAME, revision="refs/pr/1").file("config.json").read_text() == "pr"
+    offline = Repository(NAME, revision="refs/pr/1", local_files_only=True)
+    assert offline.file("config.json").read_text() == "pr"
+    message = r"config.json of lab/tiny \(revision v9\): no such branch, tag or commit"
+    with pytest.raises(FileNotFoundError, match=message):
+        Repository(NAME, revision="v9").file("config.json")
+
+
+@pytest.mark.parametrize("first", ["config.json", "absent.json"])
+def test_all_files_come_from_the_first_ones_commit(
+    hub: HubServer, tmp_path: Path, first: str
+) -> None:
+    hub.push(NAME, fill(tmp_path / "1", config__json="1", a__json="1", b__json="1"))
+    repository = Repository(NAME)
+    repository.optional_file(first)
+    hub.push(NAME, fill(tmp_path / "2", config__json="2", a__json="2", b__json="2"))
+    assert repository.file("a.json").read_text() == "1"
+    assert Repository(NAME, local_files_only=True).optional_file("b.json") is None
+    assert Repository(NAME).file("b.json").read_text() == "2"
+    assert repository.file("b.json").read_text() == "1"
+
+
+def test_subfolder(hub: HubServer) -> None:
+    fill(hub.root / NAME, config__json="top")
+    fill(hub.root / NAME / "a/b", config__json="deep", x__bin="")
+    repository = Repository(NAME, subfolder="a/b")
+    assert repository.file("config.json").read_text() == "deep"
+    message = r"lab/tiny \(revision main\) has no file a/b/other.json"
+    with pytest.raises(FileNotFoundError, match=message):
+        repository.file("other.json")
+    assert repository.listing() == ["config.json", "x.bin"]
+
+
+def test_tokens(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lab/private", "lab/gated"):
+        fill(hub.root / name, config__json="secret")
+    hub.private["lab/private"] = hub.gated["lab/gated"] = "hf_right"
+    for token in (None, "hf_wrong"):
+        with pytest.raises(FileNotFoundError, match=r"of lab/private .* if it is private"):
+            Repository("lab/private", token=token).file("config.json")
+        message = f"config.json of lab/gated .* is gated: accept its terms at {hub.endpoint}/lab"
+        with pytest.raises(PermissionError, match=message):
+            Repository("lab/gated", token=token).optional_file("config.json")
+    assert Repository("lab/gated", token="hf_right").file("config.json").read_text() == "secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert Repository("lab/private").file("config.json").read_text() == "secret"
+
+
+def test_cache_dir_and_local_files_only(hub: HubServer, tmp_path: Path) -> None:
+    fill(hub.root / NAME, config__json="{}", extra__json="{}")
+    cache = tmp_path / "elsewhere"
+    path = Repository(NAME, cache_dir=cache).file("config.json")
+    assert path.is_relative_to(cache)
+    requests = hub.heads.total() + hub.gets.total()
+    offline = Repository(NAME, cache_dir=cache, local_files_only=True)
+    assert offline.optional_file("extra.json") is None
+    assert offline.file("config.json") == path
+    message = r"extra.json of lab/tiny \(revision main\) is not in the cache .*elsewhere"
+    with pytest.raises(FileNotFoundError, match=message):
+        offline.file("extra.json")
+    for ask in (Repository.file, Repository.optional_file):
+        with pytest.raises(FileNotFoundError, match=r"is not in the cache .* load it once online"):
+            ask(Repository(NAME, local_files_only=True), "config.json")
+    assert hub.heads.total() + hub.gets.total() == requests
+
+
+def test_missing_repository_and_bad_names(hub: HubServer) -> None:
+    message = "config.json of lab/none .*: no such directory here and no such repository on http"
+    for ask in (Repository.file, Repository.optional_file):
+        with pytest.raises(FileNotFoundError, match=message):
+            ask(Repository("lab/none"), "config.json")
+    with pytest.raises(FileNotFoundError, match="'a/b/c' is neither an existing directory nor"):
+        Repository("a/b/c").file("config.json")
+
+
+def test_hub_out_of_reach(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(hub.root / NAME, config__json="{}", extra__json="{}")
+    first = Repository(NAME)
+    first.file("config.json")
+    assert first.optional_file("absent.json") is None
+    hub.close()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+    again = Repository(NAME)
+    assert again.file("config.json").read_text() == "{}"
+    assert again.optional_file("absent.json") is None
+    message = f"cannot reach {hub.endpoint} for extra.json of lab/tiny .* check the network"
+    with pytest.raises(ConnectionError, match=message):
+        again.optional_file("extra.json")
+
+
+def test_pickles_are_never_downloaded(hub: HubServer) -> None:
+    fill(hub.root / NAME, config__json="{}", pytorch_model__bin="pickle")
+    message = r"lab/tiny has neither .*; its pickled weights \(pytorch_model.bin\) are not read"
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint.open(Repository(NAME))
+    assert hub.gets.total() == 0
+    assert not any("pytorch_model" in name for name in hub.heads)
+
+
+SCRIPT = """
+from tigon.weights import Repository
+repository = Repository("lab/tiny")
+print(repository.file("config.json").read_text(), repository.optional_file("absent.json"))
+try:
+    repository.file("extra.json")
+except FileNotFoundError as error:
+    print(error)
+"""
+
+
+def test_offline_mode_in_a_fresh_process(hub: HubServer, tmp_path: Path) -> None:
+    fill(hub.root / NAME, config__json="{}", extra__json="{}")
+    home = tmp_path / "home"
+    Repository(NAME, cache_dir=home / "hub").file("config.json")
+    requests = hub.heads.total() + hub.gets.total()
+    output = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | hub.environment(home) | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    assert output[0] == "{} None"
+    assert output[1].startswith("extra.json of lab/tiny (revision main) is not in the cache")
+    assert hub.heads.total() + hub.gets.total() == requests

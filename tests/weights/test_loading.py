@@ -1,0 +1,175 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tigon.weights import Checkpoint, Layout, Part, Repository, load_into, loading
+
+
+def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+    save_file(tensors, directory / "model.safetensors")
+    return Checkpoint.open(Repository(directory))
+
+
+def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
+    tensors = {
+        f"{prefix}q": torch.randn(8, 4),
+        f"{prefix}k": torch.randn(3, 4),
+        f"{prefix}v": torch.randn(3, 4),
+        f"{prefix}norm": torch.randn(4),
+    }
+    layout = {
+        "qkv": (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 11)),
+        "norm": (Part("norm", (4,)),),
+    }
+    return tensors, layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [8, 64 << 20])
+def test_fused_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    monkeypatch.setattr(loading, "CHUNK", chunk)
+    tensors, layout = fused_qkv()
+    parameters = {
+        "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
+        "norm": torch.full((4,), torch.nan, dtype=dtype),
+    }
+    load_into(parameters, layout, save(tmp_path, tensors), workers=3)
+    expected = torch.cat([tensors["q"], tensors["k"], tensors["v"]]).to(dtype)
+    assert torch.equal(parameters["qkv"], expected)
+    assert torch.equal(parameters["norm"], tensors["norm"].to(dtype))
+
+
+def test_stacked_experts_and_scalars(tmp_path: Path) -> None:
+    experts, inter, width = 3, 4, 5
+    tensors = {
+        f"{e}.{name}": torch.randn(inter, width) for e in range(experts) for name in ("w1", "w3")
+    }
+    tensors["scale"] = torch.tensor(1.5)
+    parts = [
+        Part(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
+        for e in range(experts)
+        for i, name in enumerate(("w1", "w3"))
+    ]
+    parameters = {"gate_up": torch.empty(experts, 2 * inter, width), "scale": torch.empty(())}
+    layout = {"gate_up": tuple(parts), "scale": (Part("scale", ()),)}
+    load_into(parameters, layout, save(tmp_path, tensors))
+    for e in range(experts):
+        expected = torch.cat([tensors[f"{e}.w1"], tensors[f"{e}.w3"]])
+        assert torch.equal(parameters["gate_up"][e], expected)
+    assert parameters["scale"].item() == 1.5
+
+
+def test_other_names_in_the_file(tmp_path: Path) -> None:
+    tensors, layout = fused_qkv("text.")
+    tensors["vision"] = torch.ones(3)
+    parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
+    source_of = {name: f"text.{name}" for name in ("q", "k", "v", "norm")}
+    checkpoint = save(tmp_path, tensors)
+    load_into(parameters, layout, checkpoint, source_of=source_of, ignored={"vision"})
+    assert torch.equal(parameters["qkv"][8:11], tensors["text.k"])
+    with pytest.raises(ValueError, match=r"1 unexpected: vision$"):
+        load_into(parameters, layout, checkpoint, source_of=source_of)
+
+
+def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+    tensors, layout = fused_qkv()
+    tensors["k"] = torch.randn(2, 4)
+    tensors["norm"] = torch.ones(4, dtype=torch.int8)
+    tensors |= {f"extra.{i:02}": torch.ones(1) for i in range(12)}
+    del tensors["v"]
+    parameters = {"qkv": torch.full((14, 4), 7.0), "norm": torch.full((4,), 7.0)}
+    with pytest.raises(ValueError) as error:
+        load_into(parameters, layout, save(tmp_path, tensors), into="Llama")
+    extra = ", ".join(f"extra.{i:02}" for i in range(10))
+    assert str(error.value) == (
+        f"the checkpoint {tmp_path} does not fit Llama:\n"
+        "  1 missing: v\n"
+        f"  12 unexpected: {extra}, ...\n"
+        "  2 of another shape or kind: k is [2, 4], not [3, 4], norm is torch.int8, "
+        "not torch.float32"
+    )
+    assert all((parameter == 7).all() for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (Part("q", (8, 4)), Part("k", (3, 4), 8)),
+        (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 8)),
+        (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 11), Part("q", (8, 4), 14)),
+        (Part("norm", (4,)),),
+        (Part("q", (8, 5)), Part("k", (6, 5), 8)),
+    ],
+)
+def test_layout_that_leaves_rows_unfilled(tmp_path: Path, parts: tuple[Part, ...]) -> None:
+    tensors, layout = fused_qkv()
+    parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
+    with pytest.raises(ValueError, match=r"qkv is \[14, 4\], not filled by"):
+        load_into(parameters, layout | {"qkv": parts}, save(tmp_path, tensors))
+
+
+def test_meta_parameters_are_refused(tmp_path: Path) -> None:
+    tensors, layout = fused_qkv()
+    parameters = {name: torch.empty(1, device="meta") for name in layout}
+    with pytest.raises(ValueError, match="qkv is on the meta device: allocate it first"):
+        load_into(parameters, layout, save(tmp_path, tensors))
+
+
+def test_a_failing_read_ends_the_load(tmp_path: Path) -> None:
+    tensors, layout = fused_qkv()
+    checkpoint = save(tmp_path, tensors)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
+    with pytest.raises(ValueError, match="ended at byte"):
+        load_into(parameters, layout, checkpoint)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PEAK = """
+import sys
+import torch
+from tigon.weights import Checkpoint, Part, Repository, load_into
+
+def high_water():
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+dtype = getattr(torch, sys.argv[2])
+torch.ones(1000).to(torch.bfloat16)
+before = high_water()
+checkpoint = Checkpoint.open(Repository(sys.argv[1]))
+parameters = {n: torch.empty(i.shape, dtype=dtype) for n, i in checkpoint.tensors.items()}
+layout = {n: (Part(n, i.shape),) for n, i in checkpoint.tensors.items()}
+load_into(parameters, layout, checkpoint, workers=2)
+wanted = sum(p.nbytes for p in parameters.values())
+assert all(p[-1, -1] == p.shape[0] for p in parameters.values())
+print((high_water() - before) / wanted)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 MB in bf16, each tensor filled with its number of rows."""
+    directory = tmp_path_factory.mktemp("large")
+    shapes = [(32000, 1024), (16, 1024), *[(4096, 1024)] * 16]
+    tensors = {
+        f"w{i}": torch.full(shape, float(shape[0]), dtype=torch.bfloat16)
+        for i, shape in enumerate(shapes)
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_is_that_of_the_parameters(large: Path, dtype: str) -> None:
+    command = [sys.executable, "-c", PEAK, str(large), dtype]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 0.95 < float(output) < 1.1

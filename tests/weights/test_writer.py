@@ -1,0 +1,227 @@
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tigon.weights import Checkpoint, Entry, Repository, new_directory, write_checkpoint, writer
+from tigon.weights.header import DTYPES
+
+INDEX = "model.safetensors.index.json"
+
+
+def entries(tensors: dict[str, Tensor]) -> list[Entry]:
+    return [(name, t.shape, t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
+    raw = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+    return (raw % 2).bool().view(shape) if dtype == torch.bool else raw.view(dtype).view(shape)
+
+
+def test_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
+    tensors = {f"{dtype}.{i}": random_bits(dtype, 3, 5) for dtype in DTYPES.values() for i in "ba"}
+    tensors |= {"scalar": torch.tensor(1.5), "none": torch.empty(0, 3), 'é"\\': torch.ones(1)}
+    tensors["strided"] = torch.randn(6, 4).t()
+    tensors["parameter"] = torch.nn.Parameter(torch.randn(2, 2))
+    write_checkpoint(tmp_path, entries(tensors))
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, tmp_path / "reference", metadata={"format": "pt"})
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "reference"]
+    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=300,  # one tensor over the limit below
+        dtype="bfloat16",
+    )
+    return LlamaForCausalLM(config).bfloat16()
+
+
+@pytest.mark.parametrize("max_shard_size", ["15KB", "9kb", 4000, "1TB"])
+def test_shards_and_index_are_those_of_transformers(
+    tmp_path: Path, max_shard_size: int | str
+) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
+    (tmp_path / "ours").mkdir()
+    write_checkpoint(tmp_path / "ours", entries(model.state_dict()), max_shard_size=max_shard_size)
+    names = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    ours_only = set(names) - {path.name for path in (tmp_path / "hf").iterdir()}
+    assert not ours_only
+    assert len(names) == 1 if max_shard_size == "1TB" else len(names) > 5
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_what_was_loaded_is_written_again_bit_for_bit(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "a", max_shard_size="15KB")
+    checkpoint = Checkpoint.open(Repository(tmp_path / "a"))
+
+    def read(name: str) -> Tensor:
+        out = torch.empty(checkpoint.tensors[name].shape, dtype=checkpoint.tensors[name].dtype)
+        checkpoint.read_into(name, out)
+        return out
+
+    with new_directory(tmp_path / "b") as directory:
+        write_checkpoint(
+            directory,
+            [(n, i.shape, i.dtype, lambda n=n: read(n)) for n, i in checkpoint.tensors.items()],  # type: ignore
+        )
+    expected: dict[str, Tensor] = {}
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        expected |= load_file(path)
+    written = load_file(tmp_path / "b" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(
+        torch.equal(written[n].view(torch.int16), t.view(torch.int16)) for n, t in expected.items()
+    )
+
+
+def test_mode_follows_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        with new_directory(tmp_path / "out") as directory:
+            write_checkpoint(
+                directory, entries({n: torch.ones(9) for n in "ab"}), max_shard_size=40
+            )
+    finally:
+        os.umask(old)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes.keys() == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)} | {INDEX}
+    assert set(modes.values()) == {0o644}
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
+
+
+def test_none_takes_part_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    taken: list[str] = []
+
+    def entry(name: str, dtype: torch.dtype) -> Entry:
+        def get() -> Tensor:
+            taken.append(name)
+            return torch.ones(4, dtype=dtype)
+
+        return name, (4,), dtype, get
+
+    write_checkpoint(None, [entry("b", torch.half), entry("c", torch.half), entry("a", torch.int)])
+    assert taken == ["a", "b", "c"]  # the file's order: wider types first, then by name
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("max_shard_size", [16, "5GB"])
+def test_nothing_is_left_of_a_failed_write(tmp_path: Path, max_shard_size: int | str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def fail() -> Tensor:
+        raise OSError("disk on fire")
+
+    tensors: list[Entry] = [*entries({"a": torch.ones(4)}), ("b", (4,), torch.float32, fail)]
+    with pytest.raises(OSError, match="disk on fire"):
+        write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
+    tensors[1] = ("b", (4,), torch.float32, lambda: torch.ones(2, 2, dtype=torch.half))
+    with pytest.raises(ValueError, match=r"'b' was announced as torch.float32 \[4\] and came as"):
+        write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_bad_requests(tmp_path: Path) -> None:
+    a = entries({"a": torch.ones(4)})
+    with pytest.raises(ValueError, match="tensor 'a' is given twice"):
+        write_checkpoint(tmp_path, a + a)
+    with pytest.raises(ValueError, match=r"tensor 'z' is torch.complex64"):
+        write_checkpoint(tmp_path, entries({"z": torch.ones(1, dtype=torch.complex64)}))
+    with pytest.raises(ValueError, match="5GiB"):
+        write_checkpoint(tmp_path, a, max_shard_size="5GiB")
+    assert list(tmp_path.iterdir()) == []
+    write_checkpoint(tmp_path, a)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(FileExistsError, match=r"model.safetensors"):
+        write_checkpoint(tmp_path, entries({"a": torch.zeros(4)}))
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    with new_directory(target) as directory:
+        (directory / "sub").mkdir()
+        (directory / "sub" / "x").write_text("x")
+        assert not target.exists()
+        assert directory.parent == target.parent and directory.name.startswith(".out.tmp-")
+    assert (target / "sub" / "x").read_text() == "x"
+    assert os.listdir(target.parent) == ["out"]
+
+
+def test_new_directory_syncs_before_it_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = writer._fsync, os.rename
+
+    def noted_fsync(path: Path) -> None:
+        events.append(path.name)
+        fsync(path)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        events.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(writer, "_fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "x").write_text("x")
+        name = directory.name
+    assert events == ["x", name, "rename", tmp_path.name]
+
+
+def test_new_directory_leaves_nothing_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as directory:
+        (directory / "x").write_text("x")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_directory_replaces_an_empty_one_only(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with new_directory(tmp_path / "link") as directory:
+        (directory / "x").write_text("x")
+    assert (tmp_path / "empty" / "x").read_text() == "x"
+    (tmp_path / "file").touch()
+    for name, what in {"empty": "a directory with files in it", "file": "a file"}.items():
+        message = f"{tmp_path / name} exists and is {what}: remove it or choose another path"
+        with pytest.raises(FileExistsError, match=message), new_directory(tmp_path / name):
+            pytest.fail("the check comes before any work")
+    with pytest.raises(FileExistsError, match="late exists"), new_directory(tmp_path / "late"):
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late" / "y").touch()
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "late", "link"]
+
+
+def test_new_directory_cannot_replace_a_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    message = f"{tmp_path} is a mount point: name a directory inside it"
+    with pytest.raises(FileExistsError, match=message), new_directory(tmp_path):
+        pytest.fail("the check comes before any work")
+
+
+def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    leftover = tmp_path / f".out.tmp-{os.getpid()}"
+    leftover.mkdir()
+    (leftover / "half").touch()
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "x").touch()
+    assert os.listdir(tmp_path / "out") == ["x"]

@@ -1,0 +1,128 @@
+"""A safetensors checkpoint, one file or shards with an index: what it holds and how to read it."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+import torch
+from torch import Tensor
+
+from tigon.weights.header import TensorInfo, read_header
+from tigon.weights.hub import Repository
+from tigon.weights.reading import Reader
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+
+
+class Checkpoint:
+    """The validated headers of all files of a checkpoint; no tensor is read yet."""
+
+    def __init__(self, name: str, tensors: dict[str, TensorInfo]) -> None:
+        self.name = name
+        self.tensors = tensors
+
+    @classmethod
+    def open(cls, repository: Repository) -> "Checkpoint":
+        """Finds (and fetches) the repository's model.safetensors, or its index and all shards."""
+        single = repository.optional_file(SINGLE)
+        if single is not None:
+            return cls(repository.name, read_header(single))
+        index = repository.optional_file(INDEX)
+        if index is None:
+            raise FileNotFoundError(_no_weights(repository))
+        weight_map = _read_index(index)
+        shards = sorted(set(weight_map.values()))
+
+        def fetch(shard: str) -> Path:
+            try:
+                return repository.file(shard)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{error}, but {INDEX} names it") from error
+
+        with ThreadPoolExecutor(8) as pool:
+            paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
+        return cls(repository.name, _merge(index, weight_map, paths))
+
+    def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
+        """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise KeyError(f"{self.name} has no tensor {name!r}")
+        rows = (row, row + len(out)) if out.dim() else (0, 0)
+        if (
+            out.dim() != len(info.shape)
+            or out.shape[1:] != info.shape[1:]
+            or not 0 <= row <= rows[1] <= (info.shape or (0,))[0]
+        ):
+            raise ValueError(
+                f"{self.name}: tensor {name!r} has shape {list(info.shape)}; "
+                f"its rows from {row} on do not fill {list(out.shape)}"
+            )
+        if out.is_meta:
+            raise ValueError(f"tensor {name!r} cannot be read into a meta tensor: allocate it")
+        with Reader() as reader:
+            read_rows(reader, info, out.detach(), row)
+
+
+def read_rows(reader: Reader, info: TensorInfo, out: Tensor, row: int) -> None:
+    """Fills `out` with as many rows of the tensor from `row` on."""
+    row_bytes = info.nbytes // info.shape[0] if row else 0
+    with torch.no_grad():
+        reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
+
+
+def _no_weights(repository: Repository) -> str:
+    names = repository.listing()
+    message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return (
+            f"{message}; its pickled weights ({', '.join(pickles[:3])}) are not read, as they can "
+            "run code: convert them once with transformers, "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(directory)"
+        )
+    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    return f"{message}; other weights there: {', '.join(others[:3]) or 'none'}"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> shard file, checked to stay in the index's directory."""
+    try:
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no valid JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path} has no weight_map from tensor names to shard files")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise ValueError(f"{path}: tensor {name!r} is in {shard!r}, no .safetensors file")
+        parts = PurePosixPath(shard)
+        if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
+            raise ValueError(f"{path}: the shard {shard!r} is outside the checkpoint's directory")
+    return weight_map
+
+
+def _merge(
+    index: Path, weight_map: dict[str, str], paths: dict[str, Path]
+) -> dict[str, TensorInfo]:
+    """All tensors of all shards; where two hold one of the same name, the one the index means."""
+    tensors: dict[str, TensorInfo] = {}
+    for shard, path in paths.items():
+        for name, info in read_header(path).items():
+            if weight_map.get(name, shard) != shard:
+                continue
+            if name in tensors:
+                raise ValueError(
+                    f"{index} does not list tensor {name!r}, which is in two shards: "
+                    f"{tensors[name].path.name} and {shard}"
+                )
+            tensors[name] = info
+    if absent := sorted(weight_map.keys() - tensors.keys()):
+        raise ValueError(
+            f"{index} names {len(absent)} tensors that their shards do not hold, the first "
+            f"{absent[0]!r} in {weight_map[absent[0]]}: the files are not of one checkpoint"
+        )
+    return tensors

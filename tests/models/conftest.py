@@ -1,0 +1,3 @@
+from tests.hub_server import hub
+
+__all__ = ["hub"]

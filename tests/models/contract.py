@@ -1,0 +1,76 @@
+"""The loss of DESIGN's forward contract, computed by loops over full logits in float64."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tigon
+
+# No size is the product of two others, head_dim is not hidden / heads, kv heads are shared
+TINY: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 56,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "rms_norm_eps": 1e-3,
+}
+V = TINY["vocab_size"]
+
+
+def tiny_llama(**changes: Any) -> tigon.Llama:
+    """fp32, in training mode, with weights so random and large that no mistake hides."""
+    torch.manual_seed(0)
+    model = tigon.Llama.from_config({**TINY, **changes}, dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.2 * torch.randn_like(p))
+    return model
+
+
+def token_losses(
+    logits: Tensor,  # [B, T, V]
+    labels: Tensor,  # [B, T], not shifted
+    starts: Iterable[tuple[int, int]] = (),  # (row, position) of packed sequences' first tokens
+) -> dict[tuple[int, int], Tensor]:
+    """(row, position) -> the loss of predicting that row's next label, where there is one."""
+    logp = logits.double().log_softmax(-1)
+    starts = set(starts)
+    return {
+        (b, t): -logp[b, t, int(labels[b, t + 1])]
+        for b in range(labels.shape[0])
+        for t in range(labels.shape[1] - 1)
+        if labels[b, t + 1] != -100 and (b, t + 1) not in starts
+    }
+
+
+def mean(losses: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
+
+
+def gradients(loss: Tensor, model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
+    """Gradients of every trainable parameter, by name."""
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(trainable.values()), **kwargs)
+    return dict(zip(trainable, found, strict=True))
+
+
+def assert_same_gradients(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], rel: float = 1e-5
+) -> None:
+    """Each within `rel` of the largest entry of the expected one."""
+    assert actual.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad.abs().max() > 0, f"{name}: a zero gradient compares nothing"
+        error = (actual[name] - grad).abs().max()
+        assert error <= rel * grad.abs().max(), f"{name}: {error} of {grad.abs().max()}"
+
+
+def tokens(batch: int = 2, length: int = 13, ignored: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Random ids and labels, of which a share is ignored."""
+    ids = torch.randint(0, V, (batch, length))
+    return ids, ids.masked_fill(torch.rand(batch, length) < ignored, -100)

@@ -1,0 +1,234 @@
+"""config.json of both generations, in and out, against transformers' own reading."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, reference
+from tigon.layers import RotaryEmbedding
+from tigon.models import Llama, from_pretrained
+from tigon.models._config import Config, ConfigError
+
+OURS = Llama.config_class
+SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "theta": {"rope_theta": 300.0},
+    "parameters": {"rope_parameters": DEFAULT},
+    "parameters without theta": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 300.0},
+    "parameters before theta": {"rope_parameters": DEFAULT, "rope_theta": 5.0},
+    "null scaling": {"rope_parameters": DEFAULT, "rope_theta": 300.0, "rope_scaling": None},
+    "scaling": {"rope_scaling": SCALING, "rope_theta": 300.0},
+    "scaling without theta": {"rope_scaling": SCALING},
+    "scaling of the old kind": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "two names of the type": {"rope_scaling": {"type": "x", "rope_type": "linear", "factor": 2.0}},
+    "scaling replaces parameters": {"rope_scaling": SCALING, "rope_parameters": DEFAULT},
+    "all three": {
+        "rope_scaling": SCALING | {"rope_theta": 70.0},
+        "rope_parameters": DEFAULT,
+        "rope_theta": 40.0,
+    },
+    "no original length": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, **BANDS},
+        "max_position_embeddings": 128,
+    },
+    "no length at all": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "original length outside": {
+        "rope_scaling": LONG | {"original_max_position_embeddings": 99},
+        "original_max_position_embeddings": 16,
+        "max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_rope_is_read_as_transformers_reads_it(spelling: str) -> None:
+    raw = {"hidden_size": 120, "num_attention_heads": 6, "model_type": "llama"}
+    raw |= SPELLINGS[spelling]
+    ours = OURS.from_dict(json.loads(json.dumps(raw)))
+    theirs = LlamaConfig(**json.loads(json.dumps(raw)))
+    positions = torch.arange(3000)[None]
+    rope = RotaryEmbedding(20, ours.rope_parameters, ours.max_position_embeddings)
+    expected = LlamaRotaryEmbedding(theirs)(torch.empty(0), positions)
+    for table, reference_table in zip(rope(positions, torch.float32), expected, strict=True):
+        assert torch.equal(table, reference_table[..., :10])
+    for name, value in theirs.rope_parameters.items():
+        assert ours.rope_parameters.get(name, value) == value
+
+
+@pytest.mark.parametrize(
+    "rope", ["default", "linear", "dynamic", "llama3", "yarn", "longrope long"]
+)
+def test_a_checkpoint_of_transformers_4_gives_the_same_logits(rope: str, tmp_path: Path) -> None:
+    theirs = reference("llama", {"rope_parameters": ROPES[rope], "head_dim": 20}, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_scaling"] = None if rope == "default" else parameters
+    if rope == "longrope long":
+        config["original_max_position_embeddings"] = parameters.pop(
+            "original_max_position_embeddings"
+        )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.arange(80).view(2, 40)
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        logits = from_pretrained(tmp_path)(ids).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_dtype_under_either_name() -> None:
+    for raw in (
+        {"dtype": "bfloat16"},
+        {"torch_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "torch_dtype": "float16"},
+        {"dtype": None, "torch_dtype": "bfloat16"},
+    ):
+        assert OURS.from_dict(raw).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_what_is_written_reads_back(rope: str) -> None:
+    raw = {"model_type": "llama", **SIZES, "dtype": "bfloat16", "rope_parameters": ROPES[rope]}
+    raw |= {"pad_token_id": 3, "eos_token_id": [2, 5], "transformers_version": "4.40.0"}
+    raw |= {"attention_bias": True, "_name_or_path": "x", "auto_map": {"AutoConfig": "a--b.C"}}
+    ours = OURS.from_dict(raw)
+    written = json.loads(json.dumps(ours.to_dict()))
+    assert OURS.from_dict(written) == ours
+
+    theirs = AutoConfig.for_model(**json.loads(json.dumps(raw))).to_dict()
+    again = AutoConfig.for_model(**json.loads(json.dumps(written))).to_dict()
+    kept = theirs["rope_parameters"]
+    for key, value in kept.items():
+        assert again["rope_parameters"][key] == value or (key == "factor" and value is None)
+    changed = {k for k in theirs if theirs[k] != again.get(k)}
+    assert changed <= {"rope_parameters", "architectures", "_name_or_path", "auto_map"}
+    assert again["architectures"] == ["LlamaForCausalLM"]
+    assert "auto_map" not in written  # the code it names is not exported
+
+    # and what transformers 4 and vLLM look for
+    parameters = written["rope_parameters"]
+    assert written["rope_theta"] == parameters["rope_theta"]
+    assert written["rope_scaling"] == (None if rope == "default" else parameters)
+    assert written["torch_dtype"] == written["dtype"] == "bfloat16"
+    assert written["head_dim"] == 20
+    if parameters["rope_type"] == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        assert written["original_max_position_embeddings"] == original
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    ours, theirs = OURS.from_dict({}).to_dict(), LlamaConfig().to_dict()
+    shared = ours.keys() & theirs.keys() - {"architectures"}
+    assert {k: ours[k] for k in shared} == {k: theirs[k] for k in shared}
+    assert theirs.keys() - shared <= {
+        *("_name_or_path", "architectures", "attention_dropout", "chunk_size_feed_forward"),
+        *("id2label", "is_encoder_decoder", "label2id", "output_attentions", "pretraining_tp"),
+        *("output_hidden_states", "problem_type", "return_dict", "transformers_version"),
+        "use_cache",
+    }
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "text for a number": ({"hidden_size": "64"}, r"hidden_size='64' is not int"),
+    "fraction": ({"intermediate_size": 11.5}, r"intermediate_size=11.5 is not int"),
+    "bool for a number": ({"vocab_size": True}, r"vocab_size=True is not int"),
+    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=None is not float"),
+    "number for a bool": ({"tie_word_embeddings": 1}, r"tie_word_embeddings=1 is not bool"),
+    "list of texts": ({"eos_token_id": ["a"]}, r"eos_token_id=\['a'\] is not int"),
+    "dtype": ({"torch_dtype": 5}, r"dtype=5 is not str"),
+    "another type": ({"model_type": "qwen2"}, r"model_type 'qwen2' is not 'llama'"),
+    "heads": (
+        {"num_attention_heads": 6, "num_key_value_heads": 4},
+        r"num_attention_heads=6 is not a multiple of num_key_value_heads=4",
+    ),
+    "head_dim": (
+        {"hidden_size": 100, "num_attention_heads": 3},
+        r"hidden_size=100 is not a multiple of num_attention_heads=3, and head_dim is not given",
+    ),
+    "activation": ({"hidden_act": "relu2"}, r"hidden_act='relu2' is not one of silu, swish, gelu"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        r"quantization_config \(gptq\): Tigon reads unquantised checkpoints; use the original",
+    ),
+    "quantised somehow": ({"quantization_config": True}, r"quantization_config \(True\)"),
+    "sliding window": (
+        {"sliding_window": 4096},
+        r"sliding_window=4096 changes what the model computes, and LlamaConfig \(model_type",
+    ),
+    "experts": ({"num_local_experts": 8}, r"num_local_experts=8 changes what the model"),
+    "softcap": ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 changes"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 changes"),
+    "partial rotary inside": (
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        r"partial_rotary_factor=0.5 is not known",
+    ),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}},
+        r"unknown rope_type 'mrope'; there are default, linear, dynamic, llama3, yarn, longrope",
+    ),
+    "rope key": ({"rope_scaling": YARN | {"foo": 1}}, r"rope_type 'yarn' does not know {'foo': 1}"),
+    "rope per layer type": (
+        {"rope_parameters": {"full_attention": DEFAULT}},
+        r"does not know {'full_attention'",
+    ),
+    "rope without a key": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+        r"rope_type 'llama3' needs high_freq_factor; the config has {.*'factor': 8.0",
+    ),
+    "rope without factors": ({"rope_scaling": {"type": "longrope"}}, r"short_factor, long_factor"),
+    "rope no object": ({"rope_scaling": "linear"}, r"rope_scaling='linear' is not dict"),
+    "rope value": ({"rope_scaling": YARN | {"factor": "4"}}, r"factor='4' is not float"),
+    "rope list": ({"rope_scaling": LONG | {"long_factor": 2.0}}, r"long_factor=2.0 is not list"),
+    "theta": ({"rope_theta": None}, r"rope_theta=None is not float"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_are_named(case: str) -> None:
+    changes, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        Llama.from_config({"hidden_size": 64, "num_attention_heads": 4, **changes}, device="meta")
+
+
+def test_a_required_key() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Other(Config):
+        model_type = "other"
+        architecture = "OtherForCausalLM"
+
+    sizes = {k: v for k, v in SIZES.items() if k not in ("hidden_size", "vocab_size")}
+    with pytest.raises(ConfigError, match="the config lacks vocab_size, hidden_size"):
+        Other.from_dict(sizes)
+
+
+def test_unknown_keys_warn_once_together() -> None:
+    raw = {"is_llama_config": True, "my_note": [1], "use_cache": True, "sliding_window": None}
+    with pytest.warns(UserWarning) as caught:
+        OURS.from_dict(raw)
+    assert [str(w.message) for w in caught] == [
+        "config keys not understood and ignored: {'is_llama_config': True, 'my_note': [1]}"
+    ]
+
+
+def test_dropout_is_announced() -> None:
+    with pytest.warns(UserWarning, match="attention_dropout=0.1 is not applied"):
+        OURS.from_dict({"attention_dropout": 0.1})
+
+
+def test_what_transformers_writes_never_warns() -> None:
+    raw = LlamaConfig(attention_dropout=0.0).to_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OURS.from_dict(raw | {"auto_map": {}, "_attn_implementation": "sdpa"})

@@ -1,0 +1,261 @@
+"""The fused head under autograd: values stay values, nothing is mutated, nothing silently wrong."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.contract import (
+    V,
+    assert_same_gradients,
+    gradients,
+    mean,
+    tiny_llama,
+    token_losses,
+    tokens,
+)
+from tigon.kernels.cross_entropy import METRICS
+from tigon.models import CausalLM
+
+FUSED = sys.modules["tigon.kernels.linear_cross_entropy"]
+T = 13
+
+
+def storage(tensor: Tensor) -> bytes:
+    return tensor.detach().numpy().tobytes()
+
+
+class Outputs(TorchDispatchMode):
+    """Shapes of everything computed, and of the results of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+        self.products: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.shapes.append(tensor.shape)
+                if func._opname in ("mm", "addmm", "bmm"):
+                    self.products.append(tensor.shape)
+        return out
+
+
+def test_no_logits_tensor_exists(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * 30)  # 30 rows at a time
+    ids, labels = tokens(batch=16, ignored=0.0)
+    with Outputs() as fused:
+        out = model(ids, labels=labels, metrics=METRICS)
+        out.loss.backward()
+    with Outputs() as plain:
+        model(ids, labels=labels, return_logits=True)
+    assert [s for s in fused.shapes if s[-1:] == (V,) and s.numel() > 56 * V] == []
+    assert [s for s in plain.shapes if s[-1:] == (V,) and s.numel() == 16 * T * V] != []
+
+
+def test_logits_are_computed_once(model: CausalLM) -> None:
+    ids, labels = tokens()
+    for arguments in ({}, {"return_logits": True}, {"return_logits": True, "metrics": METRICS}):
+        with Outputs() as seen:
+            model(ids, labels=labels, **arguments)
+        rows = [s.numel() // V for s in seen.products if s[-1] == V]
+        targets = int((labels[:, 1:] != -100).sum())
+        assert rows == [2 * T if arguments else targets]  # ignored rows cost nothing here
+
+
+def test_evaluation_computes_no_gradient(model: CausalLM) -> None:
+    ids, labels = tokens()
+    with torch.no_grad(), Outputs() as seen:
+        model(ids, labels=labels)
+    assert [s for s in seen.products if s == model.lm_head.weight.shape] == []
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sum", "none"])
+def test_returned_logits_are_values_that_survive_the_backward(
+    model: CausalLM, reduction: str
+) -> None:
+    ids, labels = tokens()
+    clean = storage(model(ids).logits)
+    alone = model(ids, labels=labels, loss_reduction=reduction).loss
+    out = model(ids, labels=labels, loss_reduction=reduction, return_logits=True)
+    assert storage(out.logits) == clean
+    torch.testing.assert_close(out.loss, alone, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(
+        gradients(out.loss.sum(), model, retain_graph=True), gradients(alone.sum(), model)
+    )
+    assert storage(out.logits) == clean and out.logits._version == 0
+
+
+def test_returned_logits_are_differentiable_beside_the_loss(model: CausalLM) -> None:
+    ids, labels = tokens()
+    plain = model(ids).logits
+    expected = mean(token_losses(plain, labels).values()) + plain.logsumexp(-1).square().mean()
+    out = model(ids, labels=labels, return_logits=True)
+    total = out.loss + out.logits.logsumexp(-1).square().mean()
+    assert_same_gradients(gradients(total, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+@pytest.mark.parametrize("keep", [0, 4, torch.tensor([3, 9, 11])], ids=["all", "4", "index"])
+def test_metrics_are_those_of_the_full_logits(
+    model: CausalLM, keep: Any, return_logits: bool
+) -> None:
+    ids, labels = tokens()
+    labels[1] = -100
+    z = model(ids, logits_to_keep=keep).logits.double()
+    batch = {"labels": labels, "logits_to_keep": keep, "return_logits": return_logits}
+    out = model(ids, **batch, metrics=METRICS)
+    assert torch.equal(out.loss, model(ids, **batch).loss)
+    targets = torch.full_like(labels, -100)
+    targets[:, :-1] = labels[:, 1:]
+    targets = targets[:, keep] if isinstance(keep, Tensor) else targets[:, -keep:]
+    valid = targets != -100
+    p = z.softmax(-1)
+    nll = -p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1).log()
+    expected = {
+        "entropy": -(p * p.log()).sum(-1) * valid,
+        "max_logit": z.amax(-1) * valid,
+        "nll": nll * valid,
+        "z": z.exp().sum(-1).log() * valid,
+    }
+    assert out.metrics.keys() == set(METRICS)
+    for name, value in expected.items():
+        torch.testing.assert_close(out.metrics[name].double(), value, rtol=1e-5, atol=1e-5)
+        assert not out.metrics[name].requires_grad
+    assert torch.equal(out.metrics["predicted_tokens"], z.argmax(-1).where(valid, -100))
+    right = (z.argmax(-1) == targets)[valid].double().mean().nan_to_num(0.0)
+    assert out.metrics["accuracy"].item() == pytest.approx(right.item())
+
+
+def test_accuracy_counts_right_answers(model: CausalLM) -> None:
+    ids, _ = tokens()
+    best = model(ids).logits.argmax(-1)
+    best[0, :6] = (best[0, :6] + 1) % V
+    best[1, 5:] = -100
+    accuracy = model(ids, shift_labels=best, metrics=("accuracy",)).metrics["accuracy"]
+    assert accuracy.item() == pytest.approx(12 / 18)
+
+
+def test_unknown_metric(model: CausalLM) -> None:
+    ids, labels = tokens()
+    for return_logits in (False, True):
+        with pytest.raises(ValueError, match=r"unknown metrics \['acc'\]; there are accuracy, "):
+            model(ids, labels=labels, metrics=("nll", "acc"), return_logits=return_logits)
+
+
+def test_frozen_body_and_trainable_head(model: CausalLM) -> None:
+    ids, labels = tokens()
+    expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)
+    model.model.requires_grad_(False)
+    for reduction in ("token", "none"):
+        loss = model(ids, labels=labels, loss_reduction=reduction).loss
+        loss = loss if reduction == "token" else loss.sum() / model.num_items(labels)
+        found = gradients(loss, model)
+        assert_same_gradients(found, {"lm_head.weight": expected["lm_head.weight"]})
+
+
+def test_frozen_head_and_trainable_body(model: CausalLM) -> None:
+    ids, labels = tokens()
+    expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)
+    del expected["lm_head.weight"]
+    model.lm_head.requires_grad_(False)
+    with Outputs() as seen:
+        found = gradients(model(ids, labels=labels).loss, model)
+    assert_same_gradients(found, expected)
+    assert model.lm_head.weight.shape not in seen.products  # no gradient made and thrown away
+
+
+@pytest.mark.parametrize("reduction", ["token", "none"])
+def test_tied_weights_get_both_gradients(reduction: str) -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids, labels = tokens()
+    losses = list(token_losses(model(ids).logits, labels).values())
+    expected = gradients(torch.stack(losses).sum(), model)
+    reduction = "sum" if reduction == "token" else reduction
+    loss = model(ids, labels=labels, loss_reduction=reduction).loss.sum()
+    assert_same_gradients(gradients(loss, model), expected)
+
+
+def test_activation_checkpointing_changes_no_gradient(model: CausalLM) -> None:
+    ids, labels = tokens()
+    expected = gradients(model(ids, labels=labels).loss, model)
+    model.activation_checkpointing = True
+    for use_cache in (None, True):
+        found = gradients(model(ids, labels=labels, use_cache=use_cache).loss, model)
+        assert_same_gradients(found, expected, rel=1e-6)
+    with Outputs() as seen:
+        loss = model(ids, labels=labels).loss
+        before = len(seen.products)
+        loss.backward()
+    model.activation_checkpointing = False
+    with Outputs() as plain:
+        loss = model(ids, labels=labels).loss
+        assert len(plain.products) == before
+        loss.backward()
+    assert len(seen.products) > len(plain.products)  # blocks were computed again
+
+
+@pytest.mark.parametrize("reduction", ["token", "none"])
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_second_backward_is_equal_or_raises(
+    model: CausalLM, reduction: str, return_logits: bool
+) -> None:
+    ids, labels = tokens()
+    out = model(ids, labels=labels, loss_reduction=reduction, return_logits=return_logits)
+    loss = 3 * out.loss.sum()  # an upstream gradient that is not 1
+    first = gradients(loss, model, retain_graph=True)
+    kept = {name: g.clone() for name, g in first.items()}
+    for g in first.values():
+        g.zero_()  # what a caller does with gradients is no concern of the graph
+    second = gradients(loss, model)
+    assert [name for name in kept if not torch.equal(kept[name], second[name])] == []
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(loss, model)
+
+
+@pytest.mark.parametrize("reduction", ["token", "none"])
+def test_second_derivatives_raise_or_are_right(model: CausalLM, reduction: str) -> None:
+    ids, labels = tokens()
+    loss = model(ids, labels=labels, loss_reduction=reduction).loss.sum()
+    with pytest.raises(RuntimeError, match="create_graph=True: linear_cross_entropy has no second"):
+        gradients(loss, model, create_graph=True)
+
+    def penalty(loss: Tensor) -> dict[str, Tensor]:
+        (grad,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
+        return gradients(loss + grad.square().sum(), model)
+
+    expected = mean(token_losses(model(ids).logits, labels).values())
+    out = model(ids, labels=labels, return_logits=True)
+    assert_same_gradients(penalty(out.loss), penalty(expected))
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sum", "none"])
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_no_input_is_written_to(model: CausalLM, reduction: str, return_logits: bool) -> None:
+    _, labels = tokens(batch=1)
+    batch = {
+        "inputs_embeds": torch.randn(1, T, 56, requires_grad=True),
+        "labels": labels,
+        "loss_weights": torch.rand(1, T, requires_grad=True),
+        "position_ids": torch.cat((torch.arange(6), torch.arange(7)))[None],
+        "attention_mask": torch.tensor([[0] + [1] * 12]),
+        "cu_seq_lens": torch.tensor([0, 6, 13]),
+        "logits_to_keep": torch.tensor([-1, 0, 3, 4, 5, 9]),
+    }
+    if reduction in ("token", "sequence"):
+        batch["num_items_in_batch"] = torch.tensor(3)
+    watched = {**batch, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: (storage(x), x._version) for name, x in watched.items()}
+    out = model(**batch, loss_reduction=reduction, return_logits=return_logits, metrics=METRICS)
+    out.loss.sum().backward()
+    after = {name: (storage(x), x._version) for name, x in watched.items()}
+    assert [name for name in before if before[name] != after[name]] == []
+    shifted = {**batch, "shift_labels": labels, "labels": None}
+    model(**shifted, loss_reduction=reduction)
+    assert storage(labels) == before["labels"][0]

@@ -1,0 +1,128 @@
+"""The same numbers under torch.compile(fullgraph=True) and under autocast."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.contract import V, assert_same_gradients, gradients, tokens
+from tigon.kernels.cross_entropy import METRICS
+from tigon.models import CausalLM
+
+FUSED = sys.modules["tigon.kernels.linear_cross_entropy"]
+IDS = torch.arange(26).view(2, 13) * 3
+LABELS = torch.where(torch.arange(26).view(2, 13) % 3 == 1, -100, IDS)  # Liger's bug needs some
+CASES: dict[str, dict[str, Any]] = {
+    "token": {},
+    "sequence": {"loss_reduction": "sequence", "loss_weights": torch.rand(2, 13) + 0.1},
+    "none": {"loss_reduction": "none"},
+    "num_items": {"num_items_in_batch": torch.tensor(5), "metrics": METRICS},
+    "kept": {"logits_to_keep": torch.tensor([[1, 2, 12], [4, 5, 6]])},
+    "packed": {"cu_seq_lens": torch.tensor([0, 4, 13, 26])},
+    "restarting": {"position_ids": torch.tensor([[*range(6), *range(7)]] * 2)},
+    "padded": {"attention_mask": torch.tensor([[0] * 4 + [1] * 9, [1] * 13])},
+    "with logits": {"return_logits": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_equal_when_compiled(model: CausalLM, backend: str, arguments: dict[str, Any]) -> None:
+    plain = model(IDS, labels=LABELS, **arguments)
+    upstream = torch.rand_like(plain.loss)
+    expected = gradients((plain.loss * upstream).sum(), model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    out = compiled(IDS, labels=LABELS, **arguments)
+    torch.testing.assert_close(out.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    found = gradients((out.loss * upstream).sum(), model)
+    assert_same_gradients(found, expected)
+    for name, value in plain.metrics.items():
+        torch.testing.assert_close(out.metrics[name], value)
+    if plain.logits is not None:
+        torch.testing.assert_close(out.logits, plain.logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_in_one_graph(
+    model: CausalLM, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * 10)
+    assert_equal_when_compiled(model, "aot_eager", CASES[case])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_inductor(model: CausalLM) -> None:
+    assert_equal_when_compiled(model, "inductor", {"metrics": ("accuracy", "nll")})
+
+
+def test_logits_and_evaluation_in_one_graph(model: CausalLM) -> None:
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IDS, logits_to_keep=2).logits, model(IDS).logits[:, -2:])
+    with torch.no_grad():
+        loss = compiled(IDS, labels=LABELS).loss
+    torch.testing.assert_close(loss, model(IDS, labels=LABELS).loss)
+
+
+def test_all_ignored_in_one_graph(model: CausalLM) -> None:
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(
+        IDS, labels=torch.full_like(IDS, -100)
+    ).loss
+    assert loss == 0
+    assert all((g == 0).all() for g in gradients(loss, model).values())
+
+
+def test_a_wrong_label_is_an_error_in_one_graph(model: CausalLM) -> None:
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"a label is neither -100 nor in \[0, 97\)"):
+        compiled(IDS, labels=LABELS + 60)
+
+
+def autocast_gradients(
+    model: CausalLM, batch: dict[str, Any], **arguments: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch, **arguments).loss
+    return loss, gradients(loss, model)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sum"])
+def test_autocast_is_as_exact_as_plain_autograd(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
+    """Many chunks, as their sum has to stay in fp32 though matrix products are in bf16."""
+    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * 8)
+    ids, labels = tokens(batch=16)
+    batch = {"input_ids": ids, "labels": labels, "loss_reduction": reduction}
+    exact_loss = model(**batch).loss
+    exact = gradients(exact_loss, model)["lm_head.weight"]
+    eager_loss, eager = autocast_gradients(model, batch, return_logits=True)
+    loss, found = autocast_gradients(model, batch)
+    assert loss.dtype == torch.float32
+    assert (loss - exact_loss).abs() <= 2 * (eager_loss - exact_loss).abs() + 1e-6 * exact_loss
+    for name, grad in found.items():
+        assert grad.dtype == torch.float32
+        assert (grad - eager[name]).norm() <= 0.02 * eager[name].norm(), name
+    error = (found["lm_head.weight"] - exact).norm()
+    assert error <= 1.1 * (eager["lm_head.weight"] - exact).norm()
+
+
+@pytest.mark.parametrize("part", ["model", "blocks"])
+def test_one_graph_serves_other_lengths(model: CausalLM, part: str) -> None:
+    plain = [model(IDS[:, :n], labels=LABELS[:, :n]).loss for n in (13, 9, 7)]
+    if part == "model":
+        model.compile(backend="aot_eager", fullgraph=True)
+    else:
+        for block in model.model.layers:
+            block.compile(backend="aot_eager", fullgraph=True)
+    for n, expected in zip((13, 9, 7), plain, strict=True):
+        loss = model(IDS[:, :n], labels=LABELS[:, :n]).loss
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)

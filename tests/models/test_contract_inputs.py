@@ -1,0 +1,101 @@
+"""Bad input is an error that names the value."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.contract import tokens
+from tigon.layers import KVCache
+from tigon.models import CausalLM
+
+IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
+
+
+def changed(position: tuple[int, int], value: int) -> torch.Tensor:
+    labels = LABELS.clone()
+    labels[position] = value
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": LABELS[:, :-1]}, r"labels \(2, 12\) is not \[batch, tokens\] = \[2, 13\]"),
+        ({"labels": LABELS.flatten()}, r"labels \(26,\) is not \[batch, tokens\]"),
+        ({"shift_labels": LABELS[:1]}, r"shift_labels \(1, 13\) is not \[batch, tokens\]"),
+        (
+            {"labels": LABELS, "loss_weights": torch.ones(2, 12)},
+            r"loss_weights \(2, 12\) is not \[batch, tokens\]",
+        ),
+        ({"loss_weights": torch.ones(2, 13)}, "loss_weights without labels"),
+        ({"metrics": ("entropy",)}, r"metrics=\('entropy',\) without labels"),
+        ({"labels": changed((1, 5), 97)}, r"label 97 at .* neither -100 nor in \[0, 97\)"),
+        ({"labels": changed((0, 12), -1)}, r"label -1 at .* neither -100 nor in \[0, 97\)"),
+        ({"shift_labels": changed((0, 0), -101)}, r"label -101 at .* neither -100 nor"),
+        ({"labels": LABELS, "loss_reduction": "mean"}, "loss_reduction='mean' is not one of"),
+        ({"labels": LABELS, "num_items_in_batch": -3}, "num_items_in_batch=-3 is negative"),
+        (
+            {"labels": LABELS, "num_items_in_batch": torch.tensor([3, 4])},
+            r"num_items_in_batch \(2,\) is not one number",
+        ),
+        (
+            {"labels": LABELS, "num_items_in_batch": 3, "loss_reduction": "sum"},
+            "num_items_in_batch=3 has no meaning with loss_reduction='sum'",
+        ),
+        (
+            {"labels": LABELS, "num_items_in_batch": 3, "loss_reduction": "none"},
+            "num_items_in_batch=3 has no meaning with loss_reduction='none'",
+        ),
+        ({"attention_mask": torch.ones(2, 12)}, r"attention_mask \(2, 12\) is not .* \[2, 13\]"),
+        ({"attention_mask": torch.ones(2, 1, 13, 13)}, r"attention_mask \(2, 1, 13, 13\) is not"),
+        ({"position_ids": torch.arange(12)}, r"position_ids \(1, 12\) is not \[1 or 2, 13\]"),
+        ({"position_ids": IDS[:, :3]}, r"position_ids \(2, 3\) is not \[1 or 2, 13\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("return_logits", [False, True])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_error_names_the_value(
+    model: CausalLM,
+    arguments: dict[str, Any],
+    message: str,
+    return_logits: bool,
+    training: bool,
+) -> None:
+    model.train(training)
+    with pytest.raises(ValueError, match=message):
+        model(IDS, **arguments, return_logits=return_logits)
+
+
+def test_labels_that_are_nobodys_target_are_not_judged(model: CausalLM) -> None:
+    strange = changed((0, 0), 5000)  # the first label of a row is never predicted
+    assert torch.equal(model(IDS, labels=strange).loss, model(IDS, labels=LABELS).loss)
+
+
+def test_ids_or_embeddings(model: CausalLM) -> None:
+    embeddings = model.model.embed_tokens(IDS)
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(IDS).logits)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds, one of them"):
+        model(IDS, inputs_embeds=embeddings)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds, one of them"):
+        model(labels=LABELS)
+    with pytest.raises(ValueError, match=r"input_ids \(13,\) is not \[batch, tokens\]"):
+        model(IDS[0])
+
+
+def test_num_items_needs_labels(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="num_items needs labels or shift_labels"):
+        model.num_items(attention_mask=torch.ones(2, 13))
+
+
+def test_attention_mask_covers_the_cache(model: CausalLM) -> None:
+    ids, _ = tokens()
+    cache = KVCache()
+    model(ids[:, :9], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask \(2, 4\) is not .* = \[2, 13\]"):
+        model(ids[:, 9:], past_key_values=cache, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="cu_seq_lens with a cache that already holds 9 tokens"):
+        model(ids[:, 9:], past_key_values=cache, cu_seq_lens=torch.tensor([0, 4, 8]))
+    continued = model(ids[:, 9:], past_key_values=cache, attention_mask=torch.ones(2, 13))
+    torch.testing.assert_close(continued.logits, model(ids).logits[:, 9:])

@@ -1,0 +1,240 @@
+"""Labels to a loss: what is counted, weighed and divided, in training and evaluation alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.contract import (
+    assert_same_gradients,
+    gradients,
+    mean,
+    tiny_llama,
+    token_losses,
+    tokens,
+)
+from tigon.models import CausalLM
+
+B, T = 2, 13
+REDUCTIONS = ["token", "sequence", "sum", "none"]
+
+
+def shift(labels: Tensor) -> Tensor:
+    """Labels moved left by a loop; the last position has none."""
+    out = torch.full_like(labels, -100)
+    for t in range(labels.shape[1] - 1):
+        out[:, t] = labels[:, t + 1]
+    return out
+
+
+def reduced(losses: dict[tuple[int, int], Tensor], reduction: str) -> Tensor:
+    """The reductions' definitions over (row, position) -> loss; a row is a sequence."""
+    if reduction == "token":
+        return mean(losses.values())
+    if reduction == "sum":
+        return torch.stack(list(losses.values())).sum()
+    if reduction == "sequence":
+        rows = sorted({b for b, _ in losses})
+        return mean(mean(v for (b, _), v in losses.items() if b == row) for row in rows)
+    out = torch.zeros(B, T, dtype=torch.float64)
+    for place, loss in losses.items():
+        out[place] = loss.detach()
+    return out
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9, "first row", "tail", "all but one"])
+def test_loss(model: CausalLM, reduction: str, training: bool, ignored: Any) -> None:
+    model.train(training)
+    ids, labels = tokens(ignored=ignored if isinstance(ignored, float) else 0.0)
+    if ignored == "first row":
+        labels[0] = -100
+    elif ignored == "tail":
+        labels[:, 7:] = -100
+    elif ignored == "all but one":
+        labels[:], labels[1, 4] = -100, 8
+    losses = token_losses(model(ids).logits, labels)
+    expected = reduced(losses, reduction)
+    out = model(ids, labels=labels, loss_reduction=reduction)
+    assert out.logits is None
+    assert out.loss.dtype == torch.float32
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-6, atol=1e-6)
+    if reduction != "none":
+        assert_same_gradients(gradients(out.loss, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_training_and_evaluation_are_bitwise_equal(model: CausalLM, reduction: str) -> None:
+    ids, labels = tokens()
+    arguments = {"labels": labels, "loss_reduction": reduction, "metrics": ("entropy",)}
+    train, logits = model.train()(ids, **arguments), model(ids).logits
+    evaluated = model.eval()(ids, **arguments)
+    assert torch.equal(train.loss, evaluated.loss)
+    assert torch.equal(train.metrics["entropy"], evaluated.metrics["entropy"])
+    assert torch.equal(logits, model(ids).logits)
+    with torch.no_grad():
+        assert torch.equal(model(ids, **arguments).loss, train.loss)
+    with torch.inference_mode():
+        assert torch.equal(model(ids, **arguments).loss, train.loss)
+
+
+def test_without_labels_there_are_logits(model: CausalLM) -> None:
+    ids, _ = tokens()
+    model.defaults.metrics, model.defaults.loss_reduction = ("accuracy",), "sequence"
+    hidden = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
+    for training in (True, False):
+        out = model.train(training)(ids)
+        assert out.loss is None and out.metrics == {}
+        torch.testing.assert_close(out.logits, hidden[-1] @ model.lm_head.weight.T)
+    preference = out.logits.log_softmax(-1).sum()  # what a DPO loss does with them
+    assert all(g.isfinite().all() for g in gradients(preference, model).values())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_shift_labels_alone_are_enough(model: CausalLM, reduction: str) -> None:
+    ids, labels = tokens()
+    given = shift(labels).T.contiguous().T
+    assert not given.is_contiguous()
+    loss = model(ids, shift_labels=given, loss_reduction=reduction).loss
+    torch.testing.assert_close(loss, model(ids, labels=labels, loss_reduction=reduction).loss)
+
+
+def test_shift_labels_are_not_shifted_again_and_win_over_labels(model: CausalLM) -> None:
+    ids, labels = tokens()
+    shifted = torch.randint(0, 97, (B, T))  # the last position has a target too
+    logp = model(ids).logits.double().log_softmax(-1)
+    expected = -logp.gather(-1, shifted[..., None]).mean()
+    for given in ({}, {"labels": labels}):
+        loss = model(ids, shift_labels=shifted, **given).loss
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_all_ignored_is_zero_with_zero_gradients(
+    model: CausalLM, reduction: str, return_logits: bool
+) -> None:
+    ids, _ = tokens()
+    out = model(
+        ids,
+        labels=torch.full_like(ids, -100),
+        loss_reduction=reduction,
+        return_logits=return_logits,
+        metrics=("accuracy", "entropy", "predicted_tokens"),
+    )
+    assert (out.loss == 0).all()
+    assert out.metrics["accuracy"] == 0
+    assert (out.metrics["entropy"] == 0).all()
+    assert (out.metrics["predicted_tokens"] == -100).all()
+    found = gradients(out.loss.sum(), model)
+    assert [name for name, grad in found.items() if not (grad == 0).all()] == []
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize("items", [7, torch.tensor(7), torch.tensor(7.0), torch.tensor([7])])
+def test_num_items_in_batch_is_the_denominator(
+    model: CausalLM, reduction: str, items: int | Tensor
+) -> None:
+    ids, labels = tokens()
+    losses = token_losses(model(ids).logits, labels)
+    own = len(losses) if reduction == "token" else B
+    expected = reduced(losses, reduction) * own / 7
+    batch = {"labels": labels, "loss_reduction": reduction, "num_items_in_batch": items}
+    for return_logits in (False, True):
+        loss = model(ids, **batch, return_logits=return_logits).loss
+        assert loss.shape == ()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_same_gradients(gradients(loss, model), gradients(expected, model, retain_graph=True))
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_num_items_of_zero(model: CausalLM, items: int | Tensor) -> None:
+    ids, _ = tokens()
+    loss = model(ids, labels=torch.full_like(ids, -100), num_items_in_batch=items).loss
+    assert loss == 0
+    assert all((g == 0).all() for g in gradients(loss, model).values())
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_uneven_micro_batches_equal_one_batch(reduction: str) -> None:
+    model = tiny_llama()
+    ids, labels = tokens(batch=5)
+    labels[0], labels[1, 3:], labels[4, :11] = -100, -100, -100  # one, none and many targets
+    whole = model(ids, labels=labels, loss_reduction=reduction).loss
+    expected = gradients(whole, model)
+    parts = [slice(0, 1), slice(1, 2), slice(2, 5)]
+    shares = [model.num_items(labels[p], loss_reduction=reduction) for p in parts]
+    items = torch.stack(shares).sum()
+    total = 0.0
+    for p in parts:
+        loss = model(
+            ids[p], labels=labels[p], loss_reduction=reduction, num_items_in_batch=items
+        ).loss
+        total += loss.item()
+        loss.backward()
+    assert total == pytest.approx(whole.item(), rel=1e-6)
+    assert_same_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+def test_loss_weights_belong_to_the_labels(
+    model: CausalLM, reduction: str, shifted: bool, return_logits: bool
+) -> None:
+    ids, labels = tokens()
+    weights = torch.randn(B, T, requires_grad=True)
+    losses = token_losses(model(ids).logits, labels)
+    if reduction == "token":
+        scale = {place: 1 / len(losses) for place in losses}
+    elif reduction == "sequence":
+        scale = {(b, t): 0.5 / sum(r == b for r, _ in losses) for b, t in losses}
+    else:
+        scale = dict.fromkeys(losses, 1.0)
+    upstream = torch.randn(B, T) if reduction == "none" else torch.ones(B, T)
+    at = 0 if shifted else 1
+    expected = torch.stack(
+        [x * scale[b, t] * upstream[b, t] * weights[b, t + at] for (b, t), x in losses.items()]
+    ).sum()
+    given = {"shift_labels": shift(labels)} if shifted else {"labels": labels}
+    out = model(
+        ids,
+        **given,
+        loss_weights=weights,
+        loss_reduction=reduction,
+        return_logits=return_logits,
+    )
+    loss = (out.loss * upstream).sum() if reduction == "none" else out.loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (grad,) = torch.autograd.grad(loss, weights, retain_graph=True)
+    (expected_grad,) = torch.autograd.grad(expected, weights, retain_graph=True)
+    torch.testing.assert_close(grad, expected_grad)
+    assert_same_gradients(gradients(loss, model), gradients(expected, model))
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_per_token_losses_take_any_upstream_gradient(model: CausalLM, return_logits: bool) -> None:
+    ids, labels = tokens()
+    losses = token_losses(model(ids).logits, labels)
+    upstream = torch.randn(B, T)
+    expected = torch.stack([upstream[p].double() * x.exp() for p, x in losses.items()]).sum()
+    loss = model(ids, labels=labels, loss_reduction="none", return_logits=return_logits).loss
+    actual = (upstream * loss.exp() * (shift(labels) != -100)).sum()
+    assert_same_gradients(gradients(actual, model), gradients(expected, model))
+
+
+def test_defaults_are_set_once_and_the_call_wins(model: CausalLM) -> None:
+    ids, labels = tokens()
+    by_token = model(ids, labels=labels).loss
+    model.defaults.loss_reduction, model.defaults.return_logits = "sum", True
+    model.defaults.metrics = ("nll",)
+    out = model(ids, labels=labels)
+    torch.testing.assert_close(out.loss, by_token * model.num_items(labels))
+    assert out.logits is not None and set(out.metrics) == {"nll"}
+    call = {"loss_reduction": "token", "return_logits": False, "metrics": ()}
+    out = model(ids, labels=labels, **call)
+    assert torch.equal(out.loss, by_token)
+    assert out.logits is None and out.metrics == {}

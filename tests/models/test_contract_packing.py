@@ -1,0 +1,241 @@
+"""Packed sequences are computed and counted as if each had come alone."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.contract import assert_same_gradients, gradients, mean, tokens
+from tigon.layers import KVCache
+from tigon.models import CausalLM
+from tigon.models._inputs import resolve_inputs
+
+LENGTHS = (5, 1, 9, 4)
+TOTAL = sum(LENGTHS)
+ENDS = [0, 5, 6, 15, 19]
+CU = torch.tensor(ENDS, dtype=torch.int32)
+RESTARTS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+MAX = {"max_length_q": 9, "max_length_k": 9}
+WAYS: dict[str, dict[str, Any]] = {
+    "cu_seq_lens": {"cu_seq_lens": CU},
+    "padded cu_seq_lens": {"cu_seq_lens": torch.tensor([*ENDS, 19, 19])},
+    "position_ids": {"position_ids": RESTARTS},
+    "1-D position_ids": {"position_ids": RESTARTS[0]},
+    "both": {"cu_seq_lens": CU, "position_ids": RESTARTS},
+    "transformers' four": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, **MAX},
+    "cu_seq_lens_k": {"cu_seq_lens_k": CU},
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def packed() -> tuple[Tensor, Tensor]:
+    """[1, 19] with a label on every first token, and ignored turns in the middle of sequences."""
+    ids, labels = tokens(batch=1, length=TOTAL, ignored=0.0)
+    labels[0, 8:11] = -100  # a masked turn inside the third sequence
+    labels[0, [2, 17]] = -100
+    return ids, labels
+
+
+def alone(x: Tensor) -> list[Tensor]:
+    return [x[:, a:b] for a, b in itertools.pairwise(ENDS)]
+
+
+@ways
+@pytest.mark.parametrize("use_cache", [None, False, True])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_logits_equal_those_of_the_sequences_alone(
+    model: CausalLM, way: dict[str, Any], use_cache: bool | None, training: bool
+) -> None:
+    model.train(training)
+    ids, _ = packed()
+    expected = torch.cat([model(part).logits for part in alone(ids)], dim=1)
+    logits = model(ids, **way, use_cache=use_cache).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(model(ids).logits, expected, atol=0.1)  # packing matters here
+
+
+@ways
+@pytest.mark.parametrize("use_cache", [None, True])
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_sequence_loss_is_the_mean_of_the_losses_alone(
+    model: CausalLM, way: dict[str, Any], use_cache: bool | None, return_logits: bool
+) -> None:
+    ids, labels = packed()
+    losses = [
+        model(part, labels=target).loss
+        for part, target in zip(alone(ids), alone(labels), strict=True)
+        if part.shape[1] > 1  # a single token predicts nothing
+    ]
+    loss = model(
+        ids,
+        labels=labels,
+        **way,
+        loss_reduction="sequence",
+        use_cache=use_cache,
+        return_logits=return_logits,
+    ).loss
+    assert loss.item() == pytest.approx(mean(losses).item(), rel=1e-6)
+    assert_same_gradients(gradients(loss, model), gradients(mean(losses), model))
+
+
+@ways
+def test_token_loss_never_crosses_a_boundary(model: CausalLM, way: dict[str, Any]) -> None:
+    ids, labels = packed()
+    per_token = model(ids, labels=labels, **way, loss_reduction="none").loss
+    expected = torch.cat(
+        [
+            model(part, labels=target, loss_reduction="none").loss
+            for part, target in zip(alone(ids), alone(labels), strict=True)
+        ],
+        dim=1,
+    )
+    torch.testing.assert_close(per_token, expected, rtol=1e-5, atol=1e-5)
+    counted = int((expected != 0).sum())
+    assert counted == TOTAL - len(LENGTHS) - 5  # ignored: three in one turn, and two
+    assert model.num_items(labels, **way) == counted
+    assert model.num_items(labels, **way, loss_reduction="sequence") == 3
+    loss = model(ids, labels=labels, **way).loss
+    assert loss.item() == pytest.approx((expected.sum() / counted).item(), rel=1e-6)
+
+
+def test_masked_turns_do_not_split_a_sequence(model: CausalLM) -> None:
+    ids, labels = tokens(length=12, ignored=0.0)
+    labels[:, 3:6], labels[0, 8], labels[1, 0] = -100, -100, -100
+    once = model(ids, labels=labels).loss
+    for way in ({"cu_seq_lens": torch.tensor([0, 12, 24])}, {"position_ids": torch.arange(12)}):
+        assert torch.equal(model(ids, labels=labels, **way).loss, once)
+        assert model.num_items(labels, **way, loss_reduction="sequence") == 2
+    masked = model(ids, labels=labels, return_logits=True).logits
+    assert torch.equal(masked, model(ids).logits)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sum", "none"])
+def test_rows_pack_differently(model: CausalLM, reduction: str) -> None:
+    ids, labels = tokens(length=10)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7]])
+    cu = torch.tensor([0, 4, 7, 10, 12, 20])
+    by_position = model(ids, labels=labels, position_ids=positions, loss_reduction=reduction)
+    by_bounds = model(ids, labels=labels, cu_seq_lens=cu, loss_reduction=reduction)
+    flat = model(
+        ids.view(1, -1), labels=labels.view(1, -1), cu_seq_lens=cu, loss_reduction=reduction
+    )
+    for out in (by_position, by_bounds):
+        torch.testing.assert_close(out.loss.flatten(), flat.loss.flatten(), rtol=1e-5, atol=1e-5)
+
+
+def test_positions_that_skip_do_not_split(model: CausalLM) -> None:
+    ids, labels = tokens(length=6)
+    positions = torch.tensor([[0, 1, 5, 6, 7, 20]]).expand(2, -1)
+    assert model.num_items(labels, position_ids=positions, loss_reduction="sequence") == 2
+    flat = model(ids, position_ids=torch.arange(6)[None]).logits
+    skipped = model(ids, position_ids=positions).logits
+    torch.testing.assert_close(skipped[:, :2], flat[:, :2])
+    assert not torch.allclose(skipped[:, 2:], flat[:, 2:], atol=1e-3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("positions", [False, True], ids=["no positions", "positions"])
+def test_padding_changes_nothing(model: CausalLM, side: str, positions: bool) -> None:
+    ids, labels = tokens(length=9)
+    labels[:, 0] = -100  # else the last padding on the left would predict it
+    padded = torch.full((2, 13), 7)
+    mask = torch.zeros(2, 13, dtype=torch.long)
+    targets = torch.full((2, 13), -100)
+    for b, n in enumerate((9, 4)):
+        where = slice(13 - n, 13) if side == "left" else slice(0, n)
+        padded[b, where], mask[b, where] = ids[b, :n], 1
+        targets[b, where] = labels[b, :n]
+    extra = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if positions else {}
+    full = model(padded, attention_mask=mask, **extra).logits
+    losses = []
+    for b, n in enumerate((9, 4)):
+        part = model(ids[b : b + 1, :n], labels=labels[b : b + 1, :n], return_logits=True)
+        torch.testing.assert_close(full[b, mask[b] == 1], part.logits[0], rtol=1e-5, atol=1e-5)
+        losses.append(part.loss)
+    batch = {"labels": targets, "attention_mask": mask, **extra}
+    loss = model(padded, **batch, loss_reduction="sequence").loss
+    assert loss.item() == pytest.approx(mean(losses).item(), rel=1e-6)
+    assert_same_gradients(gradients(loss, model), gradients(mean(losses), model))
+    assert model.num_items(**batch, loss_reduction="sequence") == 2
+
+
+def test_left_padding_with_positions_can_be_continued(model: CausalLM) -> None:
+    ids, _ = tokens(batch=1, length=8)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4]])  # as generation gives them
+    batch = {"attention_mask": mask[:, :6], "position_ids": positions[:, :6]}
+    cache = model(ids[:, :6], **batch, use_cache=True).past_key_values
+    continued = model(
+        ids[:, 6:], past_key_values=cache, attention_mask=mask, position_ids=positions[:, 6:]
+    )
+    expected = model(ids[:, 3:]).logits[:, -2:]
+    torch.testing.assert_close(continued.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_restart_in_every_sequence() -> None:
+    for way in (WAYS["cu_seq_lens"], WAYS["position_ids"], WAYS["padded cu_seq_lens"]):
+        inputs = resolve_inputs(1, TOTAL, torch.device("cpu"), **way)
+        assert torch.equal(inputs.position_ids, RESTARTS)
+    rows = resolve_inputs(2, 5, torch.device("cpu"), cu_seq_lens=torch.tensor([0, 2, 5, 10]))
+    assert rows.position_ids.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_a_masked_token_inside_a_sequence_does_not_split_it(model: CausalLM) -> None:
+    ids, _ = tokens(batch=1, length=6)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 9, 3, 4]])  # padding's own position means nothing
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    real = mask[0] == 1
+    torch.testing.assert_close(logits[:, real], model(ids[:, real]).logits)
+
+
+def test_packed_sequences_with_padding_between(model: CausalLM) -> None:
+    ids, _ = tokens(batch=1, length=11)
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]])
+    positions = torch.tensor([[0, 0, 1, 2, 3, 4, 0, 1, 2, 3, 0]])
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    for part in (slice(1, 4), slice(6, 10)):
+        torch.testing.assert_close(logits[:, part], model(ids[:, part]).logits)
+
+
+def test_a_packed_batch_cannot_be_continued(model: CausalLM) -> None:
+    ids, _ = packed()
+    cache = model(ids, cu_seq_lens=CU, use_cache=True).past_key_values
+    assert isinstance(cache, KVCache) and cache.length == TOTAL
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(ids[:, :1], past_key_values=cache)
+    cache = model(ids, position_ids=torch.arange(TOTAL), use_cache=True).past_key_values
+    continued = model(ids[:, :3], past_key_values=cache).logits
+    whole = model(torch.cat((ids, ids[:, :3]), 1)).logits[:, -3:]
+    torch.testing.assert_close(continued, whole)
+
+
+@pytest.mark.parametrize(
+    ("cu", "message"),
+    [
+        ([0, 6, 5, 19], r"cu_seq_lens is not sorted: \[0, 6, 5, 19\]"),
+        ([0, 5, 18], r"from 0 to 19, the number of tokens: \[0, 5, 18\]"),
+        ([0, 5, 20], r"from 0 to 19, the number of tokens: \[0, 5, 20\]"),
+        ([1, 5, 19], r"from 0 to 19, the number of tokens: \[1, 5, 19\]"),
+        ([-1, 5, 19], r"from 0 to 19"),
+        ([19], r"integers \[sequences \+ 1\]"),
+        ([0.0, 19.0], r"integers \[sequences \+ 1\], not torch.float32"),
+        ([[0, 19]], r"\(1, 2\)"),
+    ],
+    ids=str,
+)
+def test_bad_cu_seq_lens(model: CausalLM, cu: list[Any], message: str) -> None:
+    ids, labels = packed()
+    for name in ("cu_seq_lens", "cu_seq_lens_q"):
+        with pytest.raises(ValueError, match=message):
+            model(ids, labels=labels, **{name: torch.tensor(cu)})
+    with pytest.raises(ValueError, match=message):
+        model.num_items(labels, cu_seq_lens=torch.tensor(cu))
+
+
+def test_a_sequence_does_not_span_rows(model: CausalLM) -> None:
+    ids, _ = tokens(length=10)
+    with pytest.raises(ValueError, match=r"spans two rows of 10: \[0, 4, 20\]"):
+        model(ids, cu_seq_lens=torch.tensor([0, 4, 20]))

@@ -1,0 +1,223 @@
+"""Checkpoints in and out: the same tensors, bit for bit, as transformers sees them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import tigon
+from tests.hub_server import HubServer
+from tests.models.tiny import CASES, FIRST, load_reference, reference
+from tigon.models import MODELS, CausalLM, from_pretrained
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SHARDED = "10KB"
+IDS = torch.arange(80).view(2, 40)
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of all files, through the safetensors library."""
+    found: dict[str, Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().view(torch.uint8)
+
+    assert a.keys() == b.keys()
+    return all(a[k].dtype == b[k].dtype and torch.equal(bits(a[k]), bits(b[k])) for k in a)
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> Path:
+    """The checkpoint with other tensors and config keys."""
+    content = tensors(directory)
+    change(content)
+    save_file({k: v.clone() for k, v in content.items()}, directory / "model.safetensors")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return directory
+
+
+def tied(model: CausalLM) -> bool:
+    return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@torch.no_grad()
+def assert_as_transformers(directory: Path, *, is_tied: bool) -> None:
+    ours, theirs = from_pretrained(directory), load_reference(directory)
+    assert tied(ours) == is_tied
+    assert (theirs.lm_head.weight is theirs.model.embed_tokens.weight) == is_tied
+    expected = theirs(IDS).logits
+    assert (ours(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+ROUND_TRIPS = [
+    *((model_type, case, torch.float32, "5GB") for model_type, case in FIRST),
+    ("llama", "mlp_bias", torch.bfloat16, SHARDED),
+    ("llama", "tied", torch.float16, "5GB"),
+    ("llama", "pad row, tied", torch.bfloat16, SHARDED),
+    ("llama", "one kv head", torch.float32, SHARDED),
+]
+
+
+@pytest.mark.parametrize(("model_type", "case", "dtype", "size"), ROUND_TRIPS)
+def test_load_then_export(
+    model_type: str, case: str, dtype: torch.dtype, size: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    theirs = reference(
+        model_type, CASES[model_type][case], source, dtype=dtype, max_shard_size=size
+    )
+    ours = from_pretrained(source)
+    assert ours.dtype == dtype
+    ours.save_pretrained(target, max_shard_size=size)
+
+    assert len(list(source.glob("*.safetensors"))) == len(list(target.glob("*.safetensors")))
+    assert (target / "model.safetensors.index.json").exists() == (size == SHARDED)
+    assert same(tensors(target), tensors(source))
+
+    again, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert {key: len(found) for key, found in info.items()} == dict.fromkeys(
+        ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), 0
+    )
+    assert again.dtype == dtype
+    assert same(again.state_dict(), theirs.state_dict())
+    assert type(again) is type(theirs)
+    reread = from_pretrained(target)
+    assert same(reread.state_dict(), ours.state_dict())
+    assert reread.config == ours.config
+    for name in ("config.json", "model.safetensors"):
+        if (path := target / name).exists():
+            assert path.stat().st_mode & 0o777 == 0o644
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", ["auto", torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(source: torch.dtype, target: Any, tmp_path: Path) -> None:
+    theirs = reference("llama", {"num_hidden_layers": 1}, tmp_path, dtype=source)
+    dtype = source if target == "auto" else target
+    expected = {name: t.to(dtype) for name, t in theirs.state_dict().items()}
+    from_pretrained(tmp_path, dtype=target).save_pretrained(tmp_path / "out")
+    assert same(tensors(tmp_path / "out"), expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_dtype_auto_without_a_config_key_is_the_tensors(tmp_path: Path) -> None:
+    reference("llama", {}, tmp_path, dtype=torch.bfloat16)
+    edit(tmp_path, lambda content: None, dtype=None)
+    assert from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_generation_config_travels(tmp_path: Path) -> None:
+    reference("llama", {"eos_token_id": [2, 5]}, tmp_path / "a")
+    content = {"eos_token_id": [2, 5], "top_p": 0.9, "do_sample": True}
+    (tmp_path / "a" / "generation_config.json").write_text(json.dumps(content))
+    from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == content
+    (tmp_path / "a" / "generation_config.json").unlink()
+    from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "c")
+    read = load_reference(tmp_path / "c").generation_config
+    assert (read.eos_token_id, read.bos_token_id) == ([2, 5], 1)
+
+
+def test_tie_with_an_equal_head_in_the_file(tmp_path: Path) -> None:
+    reference("llama", {"tie_word_embeddings": True}, tmp_path)
+    edit(tmp_path, lambda content: content.update({HEAD: content[EMBEDDING]}))
+    assert_as_transformers(tmp_path, is_tied=True)
+
+
+def without_prefix(content: dict[str, Tensor]) -> None:
+    for name in list(content):
+        content[name.removeprefix("model.")] = content.pop(name)
+
+
+@pytest.mark.parametrize("change", [dict.keys, without_prefix])
+def test_tie_with_another_head_in_the_file_is_no_tie(change: Any, tmp_path: Path) -> None:
+    reference("llama", {}, tmp_path / "a")
+    original = tensors(tmp_path / "a")
+    edit(tmp_path / "a", change, tie_word_embeddings=True)
+    with pytest.warns(UserWarning, match="is true, but lm_head and embed_tokens differ; they stay"):
+        assert_as_transformers(tmp_path / "a", is_tied=False)
+    with pytest.warns(UserWarning, match=f"{tmp_path / 'a'}: tie_word_embeddings"):
+        from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    assert same(tensors(tmp_path / "b"), original)
+    assert_as_transformers(tmp_path / "b", is_tied=False)
+
+
+def test_tie_with_only_the_head_in_the_file(tmp_path: Path) -> None:
+    reference("llama", {"tie_word_embeddings": True}, tmp_path)
+    edit(tmp_path, lambda content: content.update({HEAD: content.pop(EMBEDDING)}))
+    assert_as_transformers(tmp_path, is_tied=True)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_decoder_without_prefix(tie: bool, tmp_path: Path) -> None:
+    reference("llama", {"tie_word_embeddings": tie}, tmp_path)
+    edit(tmp_path, without_prefix)
+    assert_as_transformers(tmp_path, is_tied=tie)
+
+
+def test_saved_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
+    reference("llama", {}, tmp_path)
+    name = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+    edit(tmp_path, lambda content: content.update({name.format(i): torch.ones(10) for i in (0, 1)}))
+    assert_as_transformers(tmp_path, is_tied=False)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("model_type", CASES)
+def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 999, "hidden_size": 120, "num_hidden_layers": 2, "head_dim": 20}
+    sizes |= {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.05}
+    overrides = sizes | {"tie_word_embeddings": tie, "pad_token_id": 7}
+    config = reference(model_type, overrides, tmp_path / "a").config
+    torch.manual_seed(3)
+    theirs = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(3)
+    ours = MODELS[model_type].from_config(config.to_dict())
+    assert tied(ours) == tie
+    ours.save_pretrained(tmp_path / "b")
+    found, wanted = tensors(tmp_path / "b"), theirs.state_dict()
+    if tie:
+        del wanted[HEAD]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if value.std() == 0:  # norms and biases
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.03), name
+            assert abs(found[name].mean()) < 0.05 * value.std(), name
+    assert not found[EMBEDDING][7].any()
+    assert not wanted[EMBEDDING][7].any()
+
+
+def test_from_a_hub(hub: HubServer, tmp_path: Path) -> None:
+    theirs = reference("llama", {}, tmp_path / "v1" / "deep" / "er", max_shard_size=SHARDED)
+    hub.push("lab/tiny", tmp_path / "v1", revision="v1")
+    reference("llama", {"num_hidden_layers": 1}, tmp_path / "v2")
+    hub.push("lab/tiny", tmp_path / "v2")
+    (tmp_path / "v2" / "pytorch_model.bin").write_text("pickle")
+
+    ours = tigon.from_pretrained(
+        "lab/tiny", revision="v1", subfolder="deep/er", dtype=torch.float32
+    )
+    assert len(ours.model.layers) == 3
+    ours.save_pretrained(tmp_path / "out")
+    assert same(tensors(tmp_path / "out"), theirs.state_dict())
+    assert len(tigon.Llama.from_pretrained("lab/tiny").model.layers) == 1
+    requests = hub.heads.total() + hub.gets.total()
+    offline = tigon.from_pretrained("lab/tiny", local_files_only=True)
+    assert len(offline.model.layers) == 1
+    assert hub.heads.total() + hub.gets.total() == requests
+    assert not any("pytorch_model" in name for name in hub.heads | hub.gets)

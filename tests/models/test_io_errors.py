@@ -1,0 +1,229 @@
+"""Every bad checkpoint and every bad place to export to: one message that names what is wrong."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tigon
+from tests.models.tiny import YARN, reference
+
+Break = Callable[[Path], Any]
+SHARD = "model-00003-of-00006.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sound")
+    reference("llama", {}, directory / "single")
+    reference("llama", {}, directory / "sharded", max_shard_size="200KB")
+    return directory
+
+
+def configure(**changes: Any) -> Break:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def put(name: str, content: bytes) -> Break:
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def remove(name: str) -> Break:
+    return lambda directory: (directory / name).unlink()
+
+
+def unfit(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = load_file(path)
+    layer = "model.layers.1."
+    del content[layer + "self_attn.k_proj.weight"], content["lm_head.weight"]
+    content[layer + "self_attn.q_norm.weight"] = torch.ones(20)
+    content[layer + "mlp.down_proj.weight"] = torch.ones(136, 96)
+    content["model.norm.weight"] = torch.ones(96, dtype=torch.int32)
+    save_file(content, path)
+
+
+def pickles(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+def tag(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"', 1))
+
+
+BAD: dict[str, tuple[str, Break, str]] = {
+    "tensors": (
+        "single",
+        unfit,
+        r"the checkpoint .*single does not fit Llama:"
+        r"\n  2 missing: model.layers.1.self_attn.k_proj.weight, lm_head.weight"
+        r"\n  1 unexpected: model.layers.1.self_attn.q_norm.weight"
+        r"\n  2 of another shape or kind: "
+        r"model.layers.1.mlp.down_proj.weight is \[136, 96\], not \[96, 136\], "
+        r"model.norm.weight is torch.int32, not torch.float32$",
+    ),
+    "truncated": (
+        "sharded",
+        lambda d: os.truncate(d / SHARD, (d / SHARD).stat().st_size - 1),
+        rf"sharded/{SHARD} is truncated: its tensors take \d+ bytes and \d+ are there",
+    ),
+    "shard missing": (
+        "sharded",
+        remove(SHARD),
+        rf"sharded has no file {SHARD}, but model.safetensors.index.json names it",
+    ),
+    "no weights": (
+        "single",
+        remove("model.safetensors"),
+        r"single has neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
+    "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unknown dtype 'F99'"),
+    "no config": ("single", remove("config.json"), r"single has no file config.json"),
+    "config no JSON": ("single", put("config.json", b"{'a': 1}"), r"config.json is not JSON: Exp"),
+    "config no text": ("single", put("config.json", b"\xff\xfe"), r"config.json is not JSON: .utf"),
+    "config a list": ("single", put("config.json", b"[]"), r"config.json is not a JSON object"),
+    "generation_config no JSON": (
+        "single",
+        put("generation_config.json", b"{"),
+        r"single/generation_config.json is not JSON",
+    ),
+    "model_type": (
+        "single",
+        configure(model_type="gpt9"),
+        r"single/config.json: model_type 'gpt9' is not ('llama'|one of 'llama', )",
+    ),
+    "no model_type": ("single", configure(model_type=None), r"single/config.json: model_type None"),
+    "rope type": (
+        "single",
+        configure(rope_parameters={"rope_type": "spiral"}),
+        r"single/config.json: unknown rope_type 'spiral'; there are default, linear, dynamic",
+    ),
+    "rope key": (
+        "single",
+        configure(rope_parameters=YARN | {"attention_fraction": 2}),
+        r"single/config.json: rope_type 'yarn' does not know {'attention_fraction': 2}",
+    ),
+    "quantised": (
+        "single",
+        configure(quantization_config={"quant_method": "awq"}),
+        r"single/config.json: quantization_config \(awq\): Tigon reads unquantised checkpoints",
+    ),
+    "key that changes numbers": (
+        "single",
+        configure(sliding_window=4096),
+        r"single/config.json: sliding_window=4096 changes what the model computes",
+    ),
+    "value of another type": (
+        "single",
+        configure(num_hidden_layers="3"),
+        r"single/config.json: num_hidden_layers='3' is not int",
+    ),
+    "activation": (
+        "single",
+        configure(hidden_act="relu"),
+        r"single/config.json: hidden_act='relu' is not one of silu",
+    ),
+    "longrope factors": (
+        "single",
+        configure(
+            rope_parameters={
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 10,
+                "long_factor": [1.0] * 9,
+            }
+        ),
+        r"short_factor and long_factor have 10 and 9 values, but the head has 10 frequencies",
+    ),
+    "config dtype": (
+        "single",
+        configure(dtype="float8_e4m3fn"),
+        r"single/config.json: dtype='float8_e4m3fn' is none that a model can have; pass dtype=",
+    ),
+    "more layers than the file": (
+        "single",
+        configure(num_hidden_layers=4),
+        r"9 missing: model.layers.3.input_layernorm.weight, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_checkpoints(case: str, sound: Path, tmp_path: Path) -> None:
+    kind, damage, message = BAD[case]
+    directory = tmp_path / kind
+    directory.mkdir()
+    for path in (sound / kind).iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    damage(directory)
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        tigon.from_pretrained(directory)
+    assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_config_errors_come_before_the_weights_are_fetched(hub: Any) -> None:
+    directory = hub.root / "lab" / "odd"
+    reference("llama", {}, directory)
+    configure(quantization_config={"quant_method": "awq"})(directory)
+    with pytest.raises(ValueError, match=r"lab/odd/config.json: quantization_config \(awq\)"):
+        tigon.from_pretrained("lab/odd")
+    assert not any("safetensors" in name for name in hub.heads | hub.gets)
+
+
+def test_a_class_reads_its_own_family(sound: Path, tmp_path: Path) -> None:
+    configure_qwen2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(configure_qwen2))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json: model_type 'qwen2' is not 'll"):
+        tigon.Llama.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type 'qwen2' is not 'llama'"):
+        tigon.Llama.from_config(configure_qwen2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, 16])
+def test_dtype_argument(dtype: Any, sound: Path) -> None:
+    with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
+        tigon.from_pretrained(sound / "single", dtype=dtype)
+
+
+class Unwritable:
+    """A tokenizer whose files cannot be copied."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        (directory / "tokenizer.json").write_text("half")
+        raise OSError("disk full")
+
+
+def test_failed_exports_leave_nothing(sound: Path, tmp_path: Path) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=rf"{full} exists and is a directory with files"):
+        model.save_pretrained(full)
+    with pytest.raises(FileExistsError, match=r"notes.txt exists and is a file"):
+        model.save_pretrained(full / "notes.txt")
+    with pytest.raises(OSError, match="disk full"):
+        model.save_pretrained(tmp_path / "new", tokenizer=Unwritable())  # type: ignore[arg-type]
+    model.model.norm.to("meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model.save_pretrained(tmp_path / "new", max_shard_size="100KB")
+    assert [p.name for p in tmp_path.iterdir()] == ["full"]
+    assert [p.name for p in full.iterdir()] == ["notes.txt"]
+    assert (full / "notes.txt").read_text() == "mine"
+
+    (tmp_path / "empty").mkdir()
+    tigon.from_pretrained(sound / "single").save_pretrained(tmp_path / "empty")
+    assert load_file(tmp_path / "empty" / "model.safetensors").keys() == set(
+        load_file(sound / "single" / "model.safetensors")
+    )

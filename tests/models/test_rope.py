@@ -1,0 +1,192 @@
+"""The tables of every RoPE type against transformers, at the sizes of real models."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.models.tiny import ROPES
+from tigon.layers import RotaryEmbedding
+from tigon.models._config import read_rope
+
+D = 128
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
+REAL: dict[str, tuple[dict[str, Any], int]] = {  # parameters, max_position_embeddings
+    "Llama-2": ({"rope_theta": 1e4}, 4096),
+    "Llama-3.1": (LLAMA31, 131072),
+    "Llama-3.2": (LLAMA31 | {"factor": 32.0}, 131072),
+    "LongChat": ({"type": "linear", "rope_theta": 1e4, "factor": 8.0}, 2048),
+    "dynamic": ({"type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, 4096),
+    "Qwen2.5-1M": (YARN, 131072),
+    "yarn whose ramp ends past the head": (YARN | {"rope_theta": 50.0}, 131072),
+    "DeepSeek": (
+        {
+            "type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 40.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        163840,
+    ),
+    "gpt-oss": (
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        131072,
+    ),
+    "Phi-3-128k": (
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1 + i / 64 for i in range(D // 2)],
+            "long_factor": [1 + i for i in range(D // 2)],
+            "original_max_position_embeddings": 4096,
+        },
+        131072,
+    ),
+}
+
+
+def both(parameters: dict[str, Any], longest: int, dim: int = D) -> tuple[RotaryEmbedding, Any]:
+    config = LlamaConfig(
+        hidden_size=2 * dim,
+        num_attention_heads=2,
+        head_dim=dim,
+        max_position_embeddings=longest,
+        rope_parameters=dict(parameters),
+    )
+    rope = read_rope({"rope_parameters": parameters}, 1e4, longest)
+    return RotaryEmbedding(dim, rope, longest), LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", REAL)
+def test_tables_of_real_models(name: str, dtype: torch.dtype) -> None:
+    parameters, longest = REAL[name]
+    for last in (100, 5000, longest - 1, longest + 3000):
+        ours, theirs = both(parameters, longest)
+        positions = torch.tensor([[0, 1, last // 3, last], [2, 3, 5, last // 2]])
+        cos, sin = ours(positions, dtype)
+        expected = theirs(torch.empty(0, dtype=dtype), positions)
+        assert cos.dtype == sin.dtype == dtype
+        for table, reference in zip((cos, sin), expected, strict=True):
+            assert torch.equal(table, reference[..., : D // 2])
+            assert torch.equal(table, reference[..., D // 2 :])
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_tables_of_the_tiny_models_differ(name: str) -> None:
+    """So that the parity tests cannot pass with another case's parameters."""
+    positions = torch.arange(40)[None]
+    tables = {
+        other: RotaryEmbedding(20, read_rope({"rope_parameters": p}, 1e4, 24), 24)(
+            positions, torch.float32
+        )[0]
+        for other, p in ROPES.items()
+    }
+    near = [k for k, v in tables.items() if (v - tables[name]).abs().max() < 0.05]
+    assert near == [name]
+
+
+def test_llama3_frequencies() -> None:
+    """Values computed apart: idx 0 is kept, 29 to 35 blended, 36 and on divided by 8."""
+    ours, _ = both(LLAMA31, 131072)
+    expected = {
+        0: 1.0,
+        28: 0.0032114461,
+        29: 0.0021665706,
+        30: 0.0013718937,
+        35: 9.55621e-05,
+        36: 7.78466e-05,
+        63: 3.069e-07,
+    }
+    for index, value in expected.items():
+        assert ours.inv_freq[index].item() == pytest.approx(value, rel=1e-4)
+    assert ours.inv_freq[28].item() == pytest.approx(500000 ** (-28 / 64), rel=1e-6)
+    assert ours.inv_freq[36].item() == pytest.approx(500000 ** (-36 / 64) / 8, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "longest", "scaling"),
+    [
+        (YARN, 131072, 1.1386294),
+        (YARN | {"factor": 8.0}, 131072, 1.2079442),
+        (YARN | {"factor": None}, 8 * 32768, 1.2079442),
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, 131072, 1.0),
+        (YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}, 131072, 1.0693147 / 1.1386294),
+        (YARN | {"mscale": 0.5, "mscale_all_dim": 0.0}, 131072, 1.1386294),
+        (YARN | {"attention_factor": 0.25}, 131072, 0.25),
+        (REAL["Phi-3-128k"][0], 131072, 1.1902381),
+        (REAL["Phi-3-128k"][0], 4096, 1.0),
+        (REAL["Phi-3-128k"][0] | {"factor": 4.0}, 131072, math.sqrt(7 / 6)),
+        (LLAMA31, 131072, 1.0),
+    ],
+)
+def test_scaling(parameters: dict[str, Any], longest: int, scaling: float) -> None:
+    ours, theirs = both(parameters, longest)
+    cos, sin = ours(torch.tensor([[0, 7]]), torch.float32)
+    assert cos[0, 0].tolist() == pytest.approx([scaling] * (D // 2), rel=1e-6)
+    assert (cos[0, 1] ** 2 + sin[0, 1] ** 2).tolist() == pytest.approx([scaling**2] * (D // 2))
+    assert theirs.attention_scaling == pytest.approx(scaling, rel=1e-6)
+
+
+def test_longrope_switches_for_the_whole_batch() -> None:
+    parameters, longest = REAL["Phi-3-128k"]
+    ours, _ = both(parameters, longest)
+    base = 1e4 ** -(torch.arange(64, dtype=torch.float64) / 64)
+    for last, key in ((4095, "short_factor"), (4096, "long_factor"), (4095, "short_factor")):
+        cos, _ = ours(torch.tensor([[1, 2], [1, last]]), torch.float64)
+        expected = (base / torch.tensor(parameters[key])).cos() * 1.1902381
+        assert (cos[:, 0] - expected).abs().max() < 1e-6
+
+
+def test_dynamic_remembers_nothing() -> None:
+    parameters, longest = REAL["dynamic"]
+    ours, theirs = both(parameters, longest)
+    short = torch.arange(longest)[None]
+    before = ours(short, torch.float32)[0]
+    grown = ours(torch.tensor([[1, 3 * longest - 1]]), torch.float32)[0][0, 0]
+    theta = 1e4 * (4 * 3 - 3) ** (D / (D - 2))
+    expected = (theta ** -(torch.arange(64, dtype=torch.float64) / 64)).cos()
+    assert (grown - expected).abs().max() < 1e-6
+    assert torch.equal(ours(short, torch.float32)[0], before)
+    assert torch.equal(before, theirs(torch.empty(0), short)[0][..., :64])
+
+
+def test_frequencies_stay_fp32() -> None:
+    """Rounded to bf16 they would turn position 1000 by up to 4 radians."""
+    ours, _ = both(LLAMA31, 131072)
+    exact = ours.inv_freq.clone()
+    for changed in (ours.to(torch.bfloat16), ours.half(), ours.to("meta").to_empty(device="cpu")):
+        assert torch.equal(changed.inv_freq, exact)
+    assert not ours.state_dict()
+
+
+def test_wrong_number_of_longrope_factors() -> None:
+    parameters, longest = REAL["Phi-3-128k"]
+    with pytest.raises(ValueError, match="have 3 and 64 values, but the head has 64 frequencies"):
+        both(parameters | {"short_factor": [1.0] * 3}, longest)

@@ -1,0 +1,191 @@
+"""Loading into, training and exporting a model that FSDP2 shards over two processes."""
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import tigon
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.weights import Repository
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {
+    # Odd sizes: the ranks' shares differ, and one rank has nothing of the last norm's padding
+    "tied": {"tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3},
+    "untied": {"num_key_value_heads": 1, "vocab_size": 77},
+}
+CONFIG = {
+    "hidden_size": 36,
+    "intermediate_size": 51,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "vocab_size": 101,
+    "initializer_range": 0.1,
+}
+IDS = torch.arange(48).view(2, 24) % 40
+
+
+def shard(model: CausalLM) -> None:
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])  # type: ignore[list-item]
+    fully_shard(model)
+
+
+class Tokenizer:
+    """One whose files cannot be copied."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        raise OSError("disk full")
+
+
+def outcome(model: CausalLM, directory: Path, **options: Any) -> str:
+    try:
+        model.save_pretrained(directory, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "written"
+
+
+def rank_main(root: Path, kind: str) -> dict[str, Any]:
+    preadv, counted = os.preadv, []
+
+    def counting(*arguments: Any) -> int:
+        counted.append(preadv(*arguments))
+        return counted[-1]
+
+    model, checkpoint = build(Repository(root / kind), MODELS)
+    shard(model)
+    materialize(model, torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before the weights are there
+    os.preadv = counting
+    load_weights(model, checkpoint)
+    os.preadv = preadv
+    result: dict[str, Any] = {
+        "bytes": sum(counted),
+        "tied": model.lm_head.weight is model.model.embed_tokens.weight,
+    }
+    result["export"] = outcome(model, root / f"{kind}-export", max_shard_size="10KB")
+
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    optimizer.step()
+    result["loss"] = loss.item()
+    result["trained"] = outcome(model, root / f"{kind}-trained")
+
+    (root / "full").mkdir(exist_ok=True)
+    (root / "full" / "notes.txt").write_text("mine")
+    result["full"] = outcome(model, root / "full")
+    result["tokenizer"] = outcome(model, root / "never", tokenizer=Tokenizer())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    result["disk"] = outcome(model, root / "never")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    result["after"] = outcome(model, root / f"{kind}-again")
+    return result
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, list[dict[str, Any]]]:
+    root, kind = tmp_path_factory.mktemp("ranks"), request.param
+    torch.manual_seed(0)
+    model = tigon.Llama.from_config({**CONFIG, **KINDS[kind]})
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)  # the padding row and the biases too
+    model.save_pretrained(root / kind)
+    # fully_shard would choose a GPU where there is one
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(root), kind, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return root, kind, [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+
+
+Ranks = tuple[Path, str, list[dict[str, Any]]]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_each_rank_reads_its_rows_once(ranks: Ranks) -> None:
+    root, kind, (first, second) = ranks
+    size = sum(p.nbytes for p in tigon.from_pretrained(root / kind).parameters())
+    assert first["bytes"] + second["bytes"] == size
+    assert first["bytes"] < 0.54 * size
+    assert first["tied"] == second["tied"] == (kind == "tied")
+
+
+def test_export_is_that_of_one_process(ranks: Ranks) -> None:
+    root, kind, results = ranks
+    assert [result["export"] for result in results] == ["written"] * 2
+    tigon.from_pretrained(root / kind).save_pretrained(root / "alone", max_shard_size="10KB")
+    assert files(root / f"{kind}-export") == files(root / "alone")
+    assert len(files(root / "alone")) > 6
+
+
+def test_a_step_is_that_of_one_process(ranks: Ranks) -> None:
+    root, kind, results = ranks
+    model = tigon.from_pretrained(root / kind)
+    loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    trained = dict(tigon.from_pretrained(root / f"{kind}-trained").named_parameters())
+    for name, p in model.named_parameters():
+        assert (trained[name] - p).abs().max() < 1e-6, name
+    assert [result["loss"] for result in results] == pytest.approx([loss.item()] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("full", "FileExistsError: .*full exists and is a directory with files in it"),
+        ("tokenizer", "OSError: disk full"),
+        ("disk", r"OSError: \[Errno 27\] File too large"),
+    ],
+)
+def test_what_stops_rank_0_stops_all(ranks: Ranks, case: str, message: str) -> None:
+    root, kind, (first, second) = ranks
+    assert re.match(message, first[case]), first[case]
+    assert second[case] == f"RuntimeError: rank 0 stopped with {first[case]}"
+    assert first["after"] == second["after"] == "written"
+    assert files(root / f"{kind}-again") == files(root / f"{kind}-trained")
+    assert files(root / "full") == {"notes.txt": b"mine"}
+    assert not [path for path in root.iterdir() if path.name.startswith((".", "never"))]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    here, which, this_rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{here}/init", rank=this_rank, world_size=2)
+    print(json.dumps(rank_main(here, which)))
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a gloo thread that still frees a tensor aborts an interpreter on its way out

@@ -1,0 +1,107 @@
+"""Tiny models of transformers that expose mistakes; a new family adds its row to CASES."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+Overrides = dict[str, Any]
+
+# Sizes that hide nothing: no product of two is a third, head_dim is not hidden / heads
+SIZES: Overrides = {
+    "vocab_size": 211,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 24,
+    "rms_norm_eps": 1e-3,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 40 for i in range(10)],
+    "long_factor": [1.5 + i for i in range(10)],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPES: dict[str, Overrides] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn factor from lengths": YARN | {"factor": None},
+    "yarn betas": YARN | {"beta_fast": 1.0, "beta_slow": 0.05},
+    "yarn not truncated": YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05},
+    "yarn mscale": YARN | {"mscale": 2.0, "mscale_all_dim": 0.4},
+    "yarn attention_factor": YARN | {"attention_factor": 1.7},
+    "longrope short": LONG | {"original_max_position_embeddings": 64, "factor": 3.0},
+    "longrope long": LONG | {"original_max_position_embeddings": 16},
+    "longrope attention_factor": LONG
+    | {"original_max_position_embeddings": 16, "attention_factor": 1.3},
+}
+
+CASES: dict[str, dict[str, Overrides]] = {
+    "llama": {
+        "plain": {"num_key_value_heads": 6, "head_dim": 16},
+        "grouped": {},
+        "one kv head": {"num_key_value_heads": 1},
+        "attention_bias": {"attention_bias": True},
+        "mlp_bias": {"mlp_bias": True, "attention_bias": True},
+        "tied": {"tie_word_embeddings": True},
+        "gelu": {"hidden_act": "gelu"},
+        "gelu_pytorch_tanh": {"hidden_act": "gelu_pytorch_tanh"},
+        "pad row": {"pad_token_id": 3},
+        "pad row, tied": {"pad_token_id": 3, "tie_word_embeddings": True},
+        **{f"rope {name}": {"rope_parameters": rope} for name, rope in ROPES.items()},
+    },
+}
+EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
+FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
+
+
+def reference(
+    model_type: str,
+    overrides: Overrides,
+    directory: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **save: Any,
+) -> Any:
+    """transformers' model in evaluation mode, saved to the directory.
+
+    Its norms and biases are random, and its matrices large enough that no error hides.
+    """
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES | overrides, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.add_(torch.randn_like(p) * 0.3)
+            else:
+                p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
+    model.to(dtype).eval().save_pretrained(directory, **save)
+    return model
+
+
+def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation=attention, dtype=dtype
+    ).eval()

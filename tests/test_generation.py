@@ -1,0 +1,233 @@
+"""The loop: padding, the cache, ends of rows, streaming, and what it leaves behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    StopStringCriteria,
+    TextStreamer,
+)
+
+import tigon
+from tests.models.tiny import load_reference, reference
+from tigon.generation import StopStrings
+from tigon.layers import KVCache
+
+PROMPT = "The largest cat in the world is the"
+STOPS = ["ou can", "\n\n", "tig", "é", "🐯", "a", "<|im_end|>"]
+TEXT = """Tigers swim: ou caught, you can. Çafé au lait
+and a café in Pérou — 老虎 🐯🐅 trust the tiger<|im_end|>
+
+\t tigon"""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[tigon.CausalLM, Any]:
+    """A tiny Llama, ours and transformers'."""
+    directory = tmp_path_factory.mktemp("tiny")
+    reference("llama", {}, directory)
+    return tigon.from_pretrained(str(directory)), load_reference(directory, "sdpa")
+
+
+@pytest.fixture(scope="module")
+def real(smollm2: Path) -> tuple[tigon.CausalLM, Any]:
+    theirs = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    return tigon.from_pretrained(str(smollm2), dtype=torch.float32), theirs
+
+
+def padded(pad: int = 3) -> tuple[Tensor, Tensor]:
+    """Prompts of 3, 7 and 5 tokens, padded on the left."""
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.full((3, 7), pad), torch.zeros(3, 7, dtype=torch.long)
+    for row, length in enumerate((3, 7, 5)):
+        ids[row, -length:] = torch.randint(5, 211, (length,), generator=generator)
+        mask[row, -length:] = 1
+    return ids, mask
+
+
+def test_greedy_is_transformers_on_the_real_checkpoint(
+    real: tuple[tigon.CausalLM, Any], smollm2: Path
+) -> None:
+    ours, theirs = real
+    tokenizer = tigon.Tokenizer.from_pretrained(smollm2)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Tell me about tigers."}], add_generation_prompt=True
+    )
+    for prompt in (tokenizer.encode("Once upon a time, a tiger"), chat):
+        ids = torch.tensor([prompt])
+        tokens = ours.generate(ids, max_new_tokens=64)
+        assert tokens.shape[1] == len(prompt) + 64
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False
+        )
+        assert tokens.tolist() == expected.tolist()
+
+
+def test_padded_rows_are_as_alone_and_as_in_transformers(
+    pair: tuple[tigon.CausalLM, Any],
+) -> None:
+    ours, theirs = pair
+    ids, mask = padded()
+    tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])
+    expected = theirs.generate(
+        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=-1, pad_token_id=0
+    )
+    assert tokens.tolist() == expected.tolist()
+    for row in range(3):
+        alone = ours.generate(
+            ids[row : row + 1, mask[row] == 1], max_new_tokens=12, eos_token_id=[]
+        )
+        assert alone[0, -12:].tolist() == tokens[row, -12:].tolist()
+    other, _ = padded(pad=100)
+    again = ours.generate(other, attention_mask=mask.bool(), max_new_tokens=12, eos_token_id=[])
+    assert again[:, 7:].tolist() == tokens[:, 7:].tolist()
+
+
+def test_decoding_is_the_full_forward(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, _ = pair
+    ids, mask = padded()
+    tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[])
+    again = ours.generate(
+        ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[], use_cache=False
+    )
+    assert tokens.tolist() == again.tolist()
+
+    cache, steps = KVCache(), []
+    with torch.no_grad():
+        full = ours(tokens[1:2]).logits
+        for part in tokens[1:2].split((4, 1, 1, 3, 1, 6), dim=1):
+            steps.append(ours(part, past_key_values=cache).logits)
+    assert (torch.cat(steps, 1) - full).abs().max() <= 1e-5 * full.abs().max()
+
+
+def test_rows_end_on_their_own(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, theirs = pair
+    ids, mask = padded()
+    free = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])[:, 7:]
+    eos = [int(free[0, 2]), int(free[1, 5]), int(free[2, 8])]
+    ends = [next(i for i, t in enumerate(row) if t in eos) for row in free.tolist()]
+    assert len(set(ends)) > 1
+    tokens = ours.generate(
+        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos, pad_token_id=9
+    )
+    expected = theirs.generate(
+        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos, pad_token_id=9
+    )
+    assert tokens.tolist() == expected.tolist()
+    assert tokens.shape[1] == 7 + max(ends) + 1
+    for row, end in enumerate(ends):
+        rest = tokens[row, 7 + end + 1 :].tolist()
+        assert tokens[row, 7 : 7 + end + 1].tolist() == free[row, : end + 1].tolist()
+        assert rest == [9] * len(rest)
+    # No pad token anywhere: the first eos fills
+    tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos)
+    assert tokens[ends.index(min(ends)), -1] == eos[0]
+
+
+@pytest.mark.parametrize("tokenizer_class", [tigon.Tokenizer, AutoTokenizer])
+def test_stop_strings_are_found_where_transformers_finds_them(
+    smollm2: Path, tokenizer_class: Any
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(smollm2)
+    for strings in (STOPS[:1], ["🐯"], STOPS):
+        criterion = StopStringCriteria(theirs, strings)
+        stop = StopStrings(strings, tokenizer_class.from_pretrained(smollm2))
+        ids = torch.tensor([theirs(TEXT).input_ids])
+        found = [stop(ids[:, :n])[0] for n in range(1, ids.shape[1] + 1)]
+        expected = [bool(criterion(ids[:, :n], None)) for n in range(1, ids.shape[1] + 1)]
+        assert found == expected
+        assert 0 < sum(found) < len(found) / 2
+
+
+def test_generation_stops_after_a_stop_string(
+    real: tuple[tigon.CausalLM, Any], smollm2: Path
+) -> None:
+    ours, theirs = real
+    tokenizer = tigon.Tokenizer.from_pretrained(smollm2)
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    free = ours.generate(ids, max_new_tokens=16)[0].tolist()
+    pieces = [tokenizer.decode(free[:n]) for n in range(len(free) + 1)]
+    n = ids.shape[1] + 8
+    # From inside one token to inside the next but one
+    string = pieces[n + 2][len(pieces[n - 1]) + 2 : len(pieces[n + 1]) + 2]
+    assert string not in pieces[n + 1]
+    assert string in pieces[n + 2]
+    tokens = ours.generate(ids, max_new_tokens=16, stop_strings=string, tokenizer=tokenizer)
+    assert tokens[0].tolist() == free[: n + 2]
+    expected = theirs.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=16,
+        do_sample=False,
+        stop_strings=[string],
+        tokenizer=AutoTokenizer.from_pretrained(smollm2),
+    )
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_streaming_sees_exactly_the_new_tokens(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, _ = pair
+    ids, mask = padded()
+    seen: list[Tensor] = []
+    free = ours.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=[])
+    tokens = ours.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=8,
+        eos_token_id=int(free[0, 9]),
+        pad_token_id=0,
+        streamer=seen.append,
+    )
+    assert torch.stack(seen, 1).tolist() == tokens[:, 7:].tolist()
+
+
+def test_a_text_streamer_prints_the_text(
+    real: tuple[tigon.CausalLM, Any], smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    streamer = TextStreamer(tokenizer, skip_prompt=True)
+    tokens = real[0].generate(ids, max_new_tokens=8, streamer=streamer)
+    text = tokenizer.decode(tokens[0, ids.shape[1] :])
+    assert text.strip()
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_the_model_stays_trainable(model: tigon.Llama) -> None:
+    ids = torch.randint(0, 97, (2, 5))
+    expected = model.eval().generate(ids, max_new_tokens=6)
+    tokens = model.train().generate(ids, max_new_tokens=6)
+    assert model.training
+    assert tokens.tolist() == expected.tolist()
+    model(tokens, labels=tokens).loss.backward()
+    grad = model.lm_head.weight.grad
+    assert grad is not None
+    assert grad.abs().max() > 0
+
+
+def test_a_sharded_model_trains_after_it_generates(model: tigon.Llama) -> None:
+    ids = torch.randint(0, 97, (2, 5))
+    expected = model.generate(ids, max_new_tokens=6)
+    model(ids, labels=ids).loss.backward()
+    grad = model.lm_head.weight.grad
+    assert grad is not None
+    model.zero_grad()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=mesh)
+        assert model.generate(ids, max_new_tokens=6).tolist() == expected.tolist()
+        model(ids, labels=ids).loss.backward()
+        sharded: Any = model.lm_head.weight.grad
+        torch.testing.assert_close(sharded.full_tensor(), grad)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,244 @@
+"""From logits to tokens: transformers' processors, its sampling, its settings; and bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import tigon
+from tests.models.tiny import load_reference, reference
+from tigon.generation import Sampling
+
+V = 211
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+PROCESSORS: dict[str, tuple[Any, float]] = {
+    "repetition_penalty": (RepetitionPenaltyLogitsProcessor, 1.3),
+    "temperature": (TemperatureLogitsWarper, 0.6),
+    "top_k": (TopKLogitsWarper, 7),
+    "top_p": (TopPLogitsWarper, 0.8),
+    "min_p": (MinPLogitsWarper, 0.05),
+}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 0},
+    {"temperature": 0.6, "top_p": 0.9},
+    {"top_k": 5, "repetition_penalty": 1.5},
+    {"top_k": 0, "min_p": 0.1},
+    {"temperature": 1.7, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 0.8},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama's checkpoint."""
+    directory = tmp_path_factory.mktemp("tiny")
+    reference("llama", {}, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def pair(directory: Path) -> tuple[tigon.CausalLM, Any]:
+    return tigon.from_pretrained(str(directory)), load_reference(directory, "sdpa")
+
+
+def prompt() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(5, V, (3, 6), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("names", [*[[n] for n in PROCESSORS], list(PROCESSORS)], ids="+".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bf16 has ties
+def test_processors(names: list[str], dtype: torch.dtype) -> None:
+    values = {name: PROCESSORS[name][1] for name in names}
+    theirs = LogitsProcessorList(PROCESSORS[name][0](PROCESSORS[name][1]) for name in names)
+    ours = Sampling(do_sample=True, **{**OFF, **values})
+    changed = False
+    for spread in (0.1, 1.0, 10.0):
+        logits = (spread * torch.randn(16, V)).to(dtype)
+        ids = torch.randint(0, V, (16, 9))
+        seen = torch.zeros(16, V, dtype=torch.bool).scatter_(1, ids, True)
+        expected = theirs(ids, logits.float())
+        scores = ours.scores(logits, seen if "repetition_penalty" in names else None)
+        assert torch.equal(scores, expected)
+        changed |= not torch.equal(scores, logits.float())
+    assert changed
+
+
+def test_thresholds_are_met_exactly() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    for name, value in (("top_p", 0.5), ("top_p", 0.75), ("min_p", 1.0), ("top_k", 1)):
+        ours = Sampling(do_sample=True, **{**OFF, name: value}).scores(logits, None)
+        expected = PROCESSORS[name][0](value)(None, logits)
+        assert torch.equal(ours, expected)
+        assert expected.isinf().any()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_sampled_tokens_are_transformers(
+    pair: tuple[tigon.CausalLM, Any], settings: dict[str, Any]
+) -> None:
+    ours, theirs = pair
+    ids, mask = prompt()
+    common = {"attention_mask": mask, "max_new_tokens": 16, "do_sample": True, "pad_token_id": 0}
+    torch.manual_seed(11)
+    expected = theirs.generate(ids, **common, **settings)
+    tokens = ours.generate(ids, seed=11, **common, **settings)
+    assert tokens.tolist() == expected.tolist()
+    torch.manual_seed(11)
+    assert ours.generate(ids, **common, **settings).tolist() == expected.tolist()
+
+
+def test_repetition_penalty_without_sampling(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, theirs = pair
+    ids, mask = prompt()
+    common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0}
+    tokens = ours.generate(ids, repetition_penalty=1.8, **common)
+    assert tokens.tolist() == theirs.generate(ids, repetition_penalty=1.8, **common).tolist()
+    assert tokens.tolist() != ours.generate(ids, **common).tolist()
+    # What stands under the padding was not said
+    other = ids.masked_fill(mask == 0, int(tokens[1, 6]))
+    again = ours.generate(other, repetition_penalty=1.8, **common)
+    assert again[:, 6:].tolist() == tokens[:, 6:].tolist()
+
+
+def test_a_seed_decides_alone(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, _ = pair
+    ids, _ = prompt()
+
+    def sample(**kwargs: Any) -> list[list[int]]:
+        return ours.generate(ids, do_sample=True, max_new_tokens=12, **kwargs).tolist()
+
+    before = torch.get_rng_state()
+    first = sample(seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    assert sample(seed=4) == first
+    assert sample(seed=5) != first
+    assert sample() != sample()
+
+
+def test_generation_config_is_followed(directory: Path, tmp_path: Path) -> None:
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = {
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 9,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 11,
+        "eos_token_id": list(range(60)),
+        "pad_token_id": 7,
+        "transformers_version": "5.0.0",
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    ours, theirs = tigon.from_pretrained(str(tmp_path)), load_reference(tmp_path, "sdpa")
+    ids, mask = prompt()
+    given: dict[str, Any]
+    seen = []
+    for given in ({}, {"top_k": 3, "eos_token_id": 8}, {"do_sample": False}):
+        torch.manual_seed(3)
+        expected = theirs.generate(ids, attention_mask=mask, **given)
+        tokens = ours.generate(ids, attention_mask=mask, seed=3, **given)
+        assert tokens.tolist() == expected.tolist()
+        assert tokens.tolist() not in seen
+        seen.append(tokens.tolist())
+    assert 6 < len(seen[0][0]) < 6 + 11  # an eos of the list
+    assert len(seen[1][0]) == 6 + 11
+    assert any(7 in row[6:] for row in seen[0])
+    # The call's max_length comes before the file's max_new_tokens
+    assert ours.generate(ids, attention_mask=mask, seed=3, max_length=7).shape[1] == 7
+
+
+def test_length(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, theirs = pair
+    ids = prompt()[0][:, 3:]
+    for given in ({}, {"max_length": 9}, {"max_new_tokens": 4}):
+        tokens = ours.generate(ids, eos_token_id=[], **given)
+        expected = theirs.generate(ids, eos_token_id=-1, pad_token_id=0, **given)
+        assert tokens.tolist() == expected.tolist()
+    assert ours.generate(ids, max_new_tokens=0).tolist() == ids.tolist()
+    ours.generation_config = {"max_length": 10}
+    assert ours.generate(ids, eos_token_id=[]).shape[1] == 10
+    ours.generation_config = {}
+
+
+def test_keys_that_change_the_output_are_not_ignored(model: tigon.Llama) -> None:
+    ids = torch.tensor([[5, 6]])
+    expected = model.generate(ids, max_new_tokens=3).tolist()
+    model.generation_config = {
+        **GenerationConfig().to_dict(),
+        **GenerationConfig._get_default_generation_params(),
+        "chat_format": "chatml",
+        "cache_implementation": None,
+    }
+    assert model.generate(ids, max_new_tokens=3).tolist() == expected
+    for key, value in {
+        "num_beams": 4,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[3]],
+        "penalty_alpha": 0.6,
+        "min_new_tokens": 2,
+        "min_length": 5,
+        "typical_p": 0.9,
+        "suppress_tokens": [1],
+        "forced_eos_token_id": 2,
+        "num_return_sequences": 2,
+        "guidance_scale": 1.5,
+        "sequence_bias": [[[3], -1.0]],
+    }.items():
+        model.generation_config = {key: value}
+        with pytest.raises(ValueError, match=f"generation_config has {key}="):
+            model.generate(ids, max_new_tokens=3)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, ValueError, r"\(1, 0\) is an empty"),
+    ({"input_ids": torch.tensor([5])}, ValueError, r"integers \[B, T\], not torch.int64 \(1,\)"),
+    ({"input_ids": torch.ones(1, 2)}, ValueError, "not torch.float32"),
+    ({"input_ids": torch.tensor([[5, 97]])}, ValueError, r"\[0, 1\] is 97, outside .*\[0, 97\)"),
+    ({"input_ids": torch.tensor([[-1, 5]])}, ValueError, r"\[0, 0\] is -1, outside"),
+    ({"attention_mask": torch.ones(2, 3)}, ValueError, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
+    ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, ValueError, "row 1 .* pad on the left"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 is negative"),
+    ({"max_new_tokens": 2, "max_length": 9}, ValueError, "give one of them"),
+    ({"max_length": 2}, ValueError, "max_length=2 leaves no room after a prompt of 2"),
+    ({"temperature": 0.0}, ValueError, "temperature=0.0 is not above 0"),
+    ({"temperature": float("nan")}, ValueError, "temperature=nan"),
+    ({"top_k": -1}, ValueError, "top_k=-1 is negative"),
+    ({"top_p": 0.0}, ValueError, r"top_p=0.0 is not in \(0, 1\]"),
+    ({"top_p": 1.1}, ValueError, r"top_p=1.1 is not in"),
+    ({"min_p": -0.1}, ValueError, r"min_p=-0.1 is not in \[0, 1\]"),
+    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty=0.0"),
+    ({"stop_strings": "end"}, ValueError, r"\['end'\] need .* tokenizer="),
+    ({"stop_strings": ["a", ""], "tokenizer": 1}, ValueError, "stop_strings has an empty string"),
+    ({"beams": 4}, TypeError, "beams"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(
+    model: tigon.Llama, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"input_ids": torch.tensor([[5, 6], [7, 8]]), "do_sample": True, **given}
+    with pytest.raises(error, match=message):
+        model.generate(**arguments)
+
+
+def test_sampling_arguments_without_sampling(model: tigon.Llama) -> None:
+    with pytest.warns(UserWarning, match=r"without do_sample=True, temperature do nothing"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, temperature=0.5)

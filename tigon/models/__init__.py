@@ -1,0 +1,35 @@
+"""The zoo: one file per family, and the registry of model types."""
+
+import os
+from typing import Unpack
+
+from tigon.models import _load
+from tigon.models._base import CausalLM, CausalLMOutput
+from tigon.models._load import LoadOptions, build, load_weights, materialize
+from tigon.models.llama import Llama
+
+MODELS: dict[str, type[CausalLM]] = {"llama": Llama}
+
+__all__ = [
+    "MODELS",
+    "CausalLM",
+    "CausalLMOutput",
+    "Llama",
+    "build",
+    "from_pretrained",
+    "load_weights",
+    "materialize",
+]
+
+
+def from_pretrained(
+    path_or_repo: str | os.PathLike[str], **options: Unpack[LoadOptions]
+) -> CausalLM:
+    """Load a Hugging Face checkpoint, with the class that its config.json names.
+
+    `path_or_repo` is a directory or a hub repository. Keywords: dtype ("auto" is the
+    checkpoint's), device, revision, subfolder, token, cache_dir, local_files_only. Raises when
+    a tensor is missing, unexpected or of another shape, and on any config that it would not
+    follow exactly.
+    """
+    return _load.from_pretrained(path_or_repo, MODELS, **options)

@@ -1,0 +1,307 @@
+"""CausalLM: the forward contract that every family shares.
+
+# B batch, T tokens, n kept tokens, C model dim, V vocab
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tigon.generation import generate
+from tigon.kernels.attention import AttentionMask
+from tigon.layers import AddRMSNorm, FusedLinear, KVCache, LMHead, RotaryEmbedding
+from tigon.models import _load, _save
+from tigon.models._config import Config
+from tigon.models._inputs import Inputs, first_given, resolve_inputs
+from tigon.models._loss import (
+    Keep,
+    Reduction,
+    denominator,
+    divisor,
+    resolve_keep,
+    shift,
+    take,
+)
+from tigon.weights import Layout, Part
+
+
+@dataclass
+class CausalLMOutput:
+    """What a forward pass returns; `metrics` holds what the call asked for."""
+
+    loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"
+    logits: Tensor | None = None  # [B, n, V] in the model's dtype
+    past_key_values: KVCache | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Defaults:
+    """Forward arguments to use when a call does not give them; set on `model.defaults`."""
+
+    logits_to_keep: Keep = 0
+    return_logits: bool | None = None
+    metrics: Sequence[str] = ()
+    loss_reduction: Reduction = "token"
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm; parameters carry Hugging Face's names."""
+
+    def __init__(self, config: Config, block: type[nn.Module]):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
+        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim, config.rope_parameters, config.max_position_embeddings
+        )
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+        position_ids: Tensor,  # [B or 1, T]
+        mask: AttentionMask,
+        cache: KVCache | None,
+        recompute: bool,
+    ) -> Tensor:
+        cos_sin = self.rotary_emb(position_ids, x.dtype)
+        residual = None
+        for block in self.layers:
+            # A recomputed block would append to the cache again
+            if recompute and cache is None and torch.is_grad_enabled():
+                x, residual = checkpoint(
+                    block, x, residual, cos_sin, mask, cache, use_reentrant=False
+                )
+            else:
+                x, residual = block(x, residual, cos_sin, mask, cache)
+        return self.norm(x, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """A decoder with a language-model head. Families give their config and block classes."""
+
+    config_class: ClassVar[type[Config]]
+    block_class: ClassVar[type[nn.Module]]
+    # Module path ending -> the names Hugging Face stores its parts under, in row order
+    FUSED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+    }
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.generation_config: dict[str, Any] = {}
+        self.defaults = Defaults()
+        self.activation_checkpointing = False  # recompute each block in the backward pass
+        self.model = Decoder(config, self.block_class)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    generate = generate
+    save_pretrained = _save.save_pretrained
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[_load.LoadOptions]
+    ) -> Self:
+        """Load a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
+        return _load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any] | Config,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Self:
+        """Random weights as transformers initialises them; on "meta", no weights at all."""
+        return _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    def layout(self) -> Layout:
+        """Every parameter, and the checkpoint tensors that its rows are made of."""
+        layout: Layout = {}
+        seen: set[int] = set()
+        for path, module in self.named_modules():
+            for kind, p in module.named_parameters(recurse=False):
+                if id(p) in seen:
+                    continue
+                seen.add(id(p))
+                layout[f"{path}.{kind}"] = self._parts(path, kind, module, tuple(p.shape))
+        return layout
+
+    def _parts(
+        self, path: str, kind: str, module: nn.Module, shape: tuple[int, ...]
+    ) -> tuple[Part, ...]:
+        ending = ".".join(path.split(".")[-2:])
+        if not isinstance(module, FusedLinear) or ending not in self.FUSED:
+            return (Part(f"{path}.{kind}", shape),)
+        parent, start, parts = path.rpartition(".")[0], 0, []
+        for name, rows in zip(self.FUSED[ending], module.parts, strict=True):
+            parts.append(Part(f"{parent}.{name}.{kind}", (rows, *shape[1:]), start))
+            start += rows
+        return tuple(parts)
+
+    def num_items(
+        self,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seq_lens: Tensor | None = None,
+        loss_reduction: Reduction | None = None,
+        logits_to_keep: Keep | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """This batch's part of the global denominator: an int64 scalar to add up.
+
+        Takes the same keywords as `forward`; the total of all micro-batches and ranks is the
+        `num_items_in_batch` of each.
+        """
+        given = labels if shift_labels is None else shift_labels
+        if given is None:
+            raise ValueError("num_items needs labels or shift_labels")
+        b, t = given.shape
+        inputs = resolve_inputs(
+            b,
+            t,
+            given.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
+        )
+        keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep
+        kept = resolve_keep(keep, b, t, given.device)
+        targets, __ = shift(labels, shift_labels, None, inputs.segment_ids, (b, t))
+        segments = None if inputs.segment_ids is None else take(inputs.segment_ids, kept)
+        reduction = loss_reduction or self.defaults.loss_reduction
+        return denominator(take(targets, kept), segments, reduction, t).items
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # [B, T]
+        *,
+        attention_mask: Tensor | None = None,  # [B, cached + T], 0 on padding
+        position_ids: Tensor | None = None,  # [B, T]; a restart begins a packed sequence
+        inputs_embeds: Tensor | None = None,  # [B, T, C]
+        cu_seq_lens: Tensor | None = None,  # [sequences + 1], over the flattened batch
+        labels: Tensor | None = None,  # [B, T], unshifted, -100 ignored
+        shift_labels: Tensor | None = None,  # [B, T], already shifted
+        loss_weights: Tensor | None = None,  # [B, T], shifted with the labels
+        loss_reduction: Reduction | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        logits_to_keep: Keep | None = None,
+        return_logits: bool | None = None,
+        metrics: Sequence[str] | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,  # transformers' names for the same boundaries
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+    ) -> CausalLMOutput:
+        """Labels: a loss and no logits, in training and evaluation alike. No labels: logits.
+
+        `logits_to_keep` picks positions before the head (int k the last k, 0 all; an index or
+        bool tensor; an index per row), of logits, labels and metrics together.
+        `loss_reduction`: "token" (mean over targets), "sequence" (each sequence weighs the
+        same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
+        `return_logits=True` with labels gives both. `metrics`: "accuracy", "predicted_tokens",
+        "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of them")
+        x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.dim() != 3:
+            raise ValueError(f"input_ids {tuple(x.shape[:-1])} is not [batch, tokens]")
+        b, t, _ = x.shape
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = KVCache()
+        if cache is not None and cache.packed:
+            raise ValueError("past_key_values holds packed sequences; they have no single end")
+        inputs = resolve_inputs(
+            b,
+            t,
+            x.device,
+            past=cache.length if cache is not None else 0,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
+            look=cache is not None,
+        )
+        if cache is not None:
+            cache.packed = inputs.segment_ids is not None
+
+        reduction = loss_reduction or self.defaults.loss_reduction
+        keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep
+        kept = resolve_keep(keep, b, t, x.device)
+        targets = self._loss_inputs(
+            labels, shift_labels, loss_weights, reduction, num_items_in_batch, kept, inputs, (b, t)
+        )
+        if metrics and not targets:
+            raise ValueError(f"metrics={tuple(metrics)} without labels: they come with the loss")
+        hidden = self.model(
+            x, inputs.position_ids, inputs.mask, cache, self.activation_checkpointing
+        )
+        want = self.defaults.return_logits if return_logits is None else return_logits
+        out = self.lm_head(
+            take(hidden, kept),
+            **targets,
+            return_logits=bool(want),
+            metrics=self.defaults.metrics if metrics is None else metrics,
+        )
+        return CausalLMOutput(out.loss, out.logits, cache, out.metrics)
+
+    def _loss_inputs(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        loss_weights: Tensor | None,
+        reduction: Reduction,
+        num_items: int | Tensor | None,
+        kept: slice | Tensor,
+        inputs: Inputs,
+        shape: tuple[int, int],
+    ) -> dict[str, Any]:
+        """The head's loss arguments for the kept positions; empty without labels."""
+        if labels is None and shift_labels is None:
+            if loss_weights is not None:
+                raise ValueError("loss_weights without labels")
+            return {}
+        segments = inputs.segment_ids
+        targets, weights = shift(labels, shift_labels, loss_weights, segments, shape)
+        targets = take(targets, kept)
+        segments = None if segments is None else take(segments, kept)
+        d = denominator(targets, segments, reduction, shape[1])
+        if weights is not None:
+            weights = take(weights, kept)
+        if d.weights is not None:
+            weights = d.weights if weights is None else weights * d.weights
+        return {
+            "targets": targets,
+            "token_weights": weights,
+            "denominator": divisor(d.items, num_items, reduction),
+            "reduction": "none" if reduction == "none" else "sum",
+        }

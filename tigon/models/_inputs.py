@@ -1,0 +1,136 @@
+"""Positions, sequence boundaries and the attention mask of a batch.
+
+# B batch, T new tokens, S all tokens (cached ones first)
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.attention import AttentionMask
+
+
+@dataclass
+class Inputs:
+    position_ids: Tensor  # [B or 1, T]
+    segment_ids: Tensor | None  # [B, T], numbered over the whole batch; None: a row is a sequence
+    mask: AttentionMask
+
+
+def first_given(*tensors: Tensor | None) -> Tensor | None:
+    return next((t for t in tensors if t is not None), None)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether looking at a value costs nothing: no device sync, no graph break."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check(ok: Tensor, message: str) -> None:
+    """Raise unless `ok`; on a GPU the device raises, without a host sync."""
+    if on_host(ok):
+        if not ok:
+            raise ValueError(message)
+    else:
+        torch._assert_async(ok, message)
+
+
+def resolve_inputs(
+    batch: int,
+    tokens: int,
+    device: torch.device,
+    *,
+    past: int = 0,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens: Tensor | None = None,
+    look: bool = False,
+) -> Inputs:
+    """What attention, RoPE and the loss need to know about a batch.
+
+    Boundaries of packed sequences come from `cu_seq_lens`, or from `position_ids` that do not
+    increase. With `look`, the host may wait for the device to learn whether there are any.
+    """
+    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
+    if position_ids is not None:
+        position_ids = _positions(position_ids, batch, tokens)
+    starts = None
+    if past == 0:
+        if cu_seq_lens is not None:
+            starts = _starts_of(cu_seq_lens, batch, tokens, device)
+        elif position_ids is not None and tokens > 1:
+            starts = _restarts(position_ids, key_mask, batch)
+    elif cu_seq_lens is not None:
+        raise ValueError(f"cu_seq_lens with a cache that already holds {past} tokens")
+    if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
+        starts = None
+    segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
+    if position_ids is None:
+        position_ids = torch.arange(past, past + tokens, device=device)[None]
+        if starts is not None:
+            first = torch.where(starts, position_ids, 0).cummax(1).values
+            position_ids = position_ids - first
+    return Inputs(
+        position_ids,
+        segment_ids,
+        AttentionMask(tokens, past=past, segment_ids=segment_ids, key_mask=key_mask),
+    )
+
+
+def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
+            f"[{batch}, {total}]"
+        )
+    mask = mask.to(device=device, dtype=torch.bool)
+    return None if on_host(mask) and mask.all() else mask
+
+
+def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if position_ids.shape not in ((1, tokens), (batch, tokens)):
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} is not [1 or {batch}, {tokens}]"
+        )
+    return position_ids
+
+
+def _starts_of(cu_seq_lens: Tensor, batch: int, tokens: int, device: torch.device) -> Tensor:
+    """First tokens of the sequences that `cu_seq_lens` bounds in the flattened batch: [B, T]."""
+    if cu_seq_lens.dim() != 1 or cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:
+        raise ValueError(
+            f"cu_seq_lens must be integers [sequences + 1], not {cu_seq_lens.dtype} "
+            f"{tuple(cu_seq_lens.shape)}"
+        )
+    cu = cu_seq_lens.to(device=device, dtype=torch.long)
+    total = batch * tokens
+    values = f": {cu_seq_lens.tolist()}" if on_host(cu_seq_lens) else ""
+    check((cu[1:] >= cu[:-1]).all(), f"cu_seq_lens is not sorted{values}")
+    check(
+        (cu[0] == 0) & (cu[-1] == total),
+        f"cu_seq_lens must run from 0 to {total}, the number of tokens{values}",
+    )
+    # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot
+    starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
+    starts = starts.index_fill(0, cu, True)[:-1].view(batch, tokens)
+    check(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans two rows of {tokens}{values}")
+    return starts
+
+
+def _restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:
+    """True on the first token of every row and wherever the position does not increase."""
+    position_ids = position_ids.expand(batch, -1)
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    before, after = position_ids[:, :-1], position_ids[:, 1:]
+    if key_mask is None:
+        starts[:, 1:] = after <= before
+    else:  # positions of padding mean nothing: the last real token counts
+        at = torch.arange(position_ids.shape[1], device=position_ids.device)
+        last = torch.where(key_mask, at, -1).cummax(1).values[:, :-1]
+        before = torch.where(last < 0, -1, before.gather(1, last.clamp(min=0)))
+        starts[:, 1:] = (after <= before) & key_mask[:, 1:]
+    return starts

@@ -1,0 +1,245 @@
+"""Checkpoints and configs to models."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tigon.models._config import Config, ConfigError
+from tigon.weights import Checkpoint, Repository, load_into
+
+if TYPE_CHECKING:
+    from tigon.models._base import CausalLM
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Saved by old transformers versions; computed here
+IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
+BLOCK_ROWS = 4096
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LoadOptions(TypedDict, total=False):
+    """Keywords of every `from_pretrained`."""
+
+    dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
+    device: torch.device | str
+    revision: str | None
+    subfolder: str
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    local_files_only: bool
+
+
+def from_pretrained(
+    path_or_repo: str | os.PathLike[str],
+    models: Mapping[str, type["CausalLM"]],
+    *,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    subfolder: str = "",
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+) -> Any:
+    """The model of `models` that config.json's model_type names, in evaluation mode."""
+    repository = Repository(
+        path_or_repo,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+    )
+    model, checkpoint = build(repository, models, dtype=dtype)
+    materialize(model, torch.device(device))
+    load_weights(model, checkpoint)
+    return model.eval()
+
+
+def build(
+    repository: Repository,
+    models: Mapping[str, type["CausalLM"]],
+    *,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+) -> tuple["CausalLM", Checkpoint]:
+    """The repository's model on the meta device, and the checkpoint that fills it.
+
+    For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
+    """
+    source = _read_json(repository.file("config.json"))
+    kind = source.get("model_type")
+    with _named(f"{repository.name}/config.json"):
+        if not isinstance(kind, str) or kind not in models:
+            raise ConfigError(f"model_type {kind!r} is not {' or '.join(map(repr, models))}")
+        config = models[kind].config_class.from_dict(source)
+        checkpoint = Checkpoint.open(repository)  # may download: after all that needs no weights
+        config = _settle_tie(config, checkpoint)
+        if dtype == "auto":
+            dtype = _dtype_of(config, checkpoint)
+        elif dtype not in DTYPES:
+            raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
+        model = on_meta(models[kind], config, dtype)
+    generation = repository.optional_file("generation_config.json")
+    if generation is not None:
+        model.generation_config = _read_json(generation)
+    return model, checkpoint
+
+
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Let a ConfigError say whose config it is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def on_meta(cls: type["CausalLM"], config: Config, dtype: torch.dtype) -> "CausalLM":
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), _NoInit():
+            return cls(config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _NoInit(TorchFunctionMode):
+    """Let torch.nn's own initialisation do nothing: on meta it would import torch's compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate every meta parameter once, unfilled; before or after FSDP2's fully_shard."""
+    for p in model.parameters():
+        if p.is_meta:
+            # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
+            empty = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            torch.utils.swap_tensors(p, empty)
+    model.to(device)  # buffers; and FSDP2 takes note of its new shards
+
+
+def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
+    """Fill the model's parameters; raises unless the checkpoint fits exactly."""
+    layout = model.layout()
+    names = {part.name for parts in layout.values() for part in parts}
+    present = set(checkpoint.tensors)
+    prefix = _prefix(present)
+    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
+    ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
+    if HEAD not in names and HEAD in present:  # tied
+        if source_of[EMBEDDING] in present:
+            ignored.add(HEAD)
+        else:
+            source_of[EMBEDDING] = HEAD
+    load_into(
+        dict(model.named_parameters()),
+        layout,
+        checkpoint,
+        source_of=source_of,
+        ignored=ignored,
+        into=type(model).__name__,
+    )
+
+
+def _prefix(present: Collection[str]) -> str:
+    """What the file puts before the decoder's names; a checkpoint of the decoder alone, nothing."""
+    return "model." if any(name.startswith("model.") for name in present) else ""
+
+
+def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
+    """A tied config with two different matrices in the file means two matrices."""
+    tensors = checkpoint.tensors
+    embedding = _prefix(tensors) + EMBEDDING.removeprefix("model.")
+    if not config.tie_word_embeddings or not {HEAD, embedding} <= tensors.keys():
+        return config
+    info = tensors[HEAD]
+    rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
+    a, b = (torch.empty(min(rows, BLOCK_ROWS), *info.shape[1:], dtype=info.dtype) for _ in "ab")
+    for row in range(0, rows, BLOCK_ROWS):
+        n = min(BLOCK_ROWS, rows - row)
+        checkpoint.read_into(HEAD, a[:n], row=row)
+        checkpoint.read_into(embedding, b[:n], row=row)
+        if not torch.equal(a[:n], b[:n]):
+            break
+    else:
+        if rows:
+            return config
+    warnings.warn(
+        f"{checkpoint.name}: tie_word_embeddings is true, but lm_head and embed_tokens differ; "
+        "they stay apart",
+        stacklevel=4,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
+    if config.dtype is not None:
+        dtype = getattr(torch, str(config.dtype).removeprefix("torch."), None)
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype={config.dtype!r} is none that a model can have; pass dtype=")
+        return dtype
+    floating = (i.dtype for i in checkpoint.tensors.values() if i.dtype.is_floating_point)
+    return next(floating, torch.float32)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content
+
+
+def from_config(
+    cls: type["CausalLM"],
+    config: Mapping[str, Any] | Config,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Any:
+    """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
+    if not isinstance(config, Config):
+        config = cls.config_class.from_dict(config)
+    if not isinstance(config, cls.config_class):
+        raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
+    model = on_meta(cls, config, dtype or torch.get_default_dtype())
+    if device.type != "meta":
+        materialize(model, device)
+        init_weights(model)
+    return model
+
+
+@torch.no_grad()
+def init_weights(model: "CausalLM") -> None:
+    """Draw a whole model's weights; in a sharded one the padding row would not be found."""
+    std = model.config.initializer_range
+    for module in model.modules():
+        own_init: Callable[[], None] | None = getattr(module, "init_weights", None)
+        if own_init is not None:
+            own_init()
+            continue
+        for name, p in module.named_parameters(recurse=False):
+            if name == "bias":
+                nn.init.zeros_(p)
+            elif not (module is model.lm_head and model.config.tie_word_embeddings):
+                nn.init.normal_(p, std=std)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight[module.padding_idx].zero_()

@@ -1,0 +1,100 @@
+"""Models to Hugging Face checkpoints."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tigon.models._config import Config
+from tigon.weights import Entry, Part, new_directory, write_checkpoint
+
+if TYPE_CHECKING:
+    from tigon.models._base import CausalLM
+    from tigon.tokenizer import Tokenizer
+
+
+def save_pretrained(
+    model: "CausalLM",
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: "Tokenizer | None" = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a Hugging Face checkpoint that transformers loads at once.
+
+    In the model's dtype, or in another without touching the model. The directory must be new or
+    empty, and appears whole or not at all. Under a process group every rank calls this; rank 0
+    writes, and what stops it stops all of them.
+    """
+    dtype = dtype or model.dtype
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    entries = export_entries(model, dtype)
+    opened = ExitStack()
+    with _rank_0_decides():  # before the others wait in collectives
+        root = opened.enter_context(new_directory(directory)) if writes else None
+    with _rank_0_decides(), opened:
+        write_checkpoint(root, entries, max_shard_size=max_shard_size)
+        if root is not None:
+            config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
+            _write_json(root / "config.json", config.to_dict())
+            _write_json(root / "generation_config.json", model.generation_config or _tokens(config))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(root)
+
+
+@contextmanager
+def _rank_0_decides() -> Iterator[None]:
+    """Leave together; an error of rank 0 inside is raised on every rank."""
+    failed: list[str | None] = [None]
+    try:
+        yield
+    except BaseException as error:
+        failed = [f"{type(error).__name__}: {error}"]
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.broadcast_object_list(failed, src=0)
+    if failed[0] is not None:
+        raise RuntimeError(f"rank 0 stopped with {failed[0]}")
+
+
+def export_entries(model: "CausalLM", dtype: torch.dtype) -> list[Entry]:
+    """Every tensor under its Hugging Face name; a sharded one is gathered when its turn comes."""
+    parameters = dict(model.named_parameters())
+
+    @lru_cache(maxsize=4)  # the parts of a fused weight and bias are written close to each other
+    def whole(name: str) -> Tensor:
+        p = parameters[name].detach()
+        return p.full_tensor() if isinstance(p, DTensor) else p
+
+    def getter(name: str, part: Part) -> Callable[[], Tensor]:
+        return lambda: whole(name).narrow(0, part.start, part.shape[0]).to(dtype)
+
+    return [
+        (part.name, part.shape, dtype, getter(name, part))
+        for name, parts in model.layout().items()
+        for part in parts
+    ]
+
+
+def _tokens(config: Config) -> dict[str, Any]:
+    ids = {k: getattr(config, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,182 @@
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tokenizer.chat_templates import (
+    CHATML,
+    COMMAND_R,
+    GEMMA,
+    GENERATION,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+)
+from tigon.tokenizer import Tokenizer
+
+END = """{% for m in messages %}{{ m.content }}{% endfor %}\
+{% if messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}"""
+USER = {"role": "user", "content": "Hi"}
+CHAT = [
+    {"role": "user", "content": "Hi <|im_end|> "},
+    {"role": "assistant", "content": " Hello you 😀"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "Bye"},
+]
+TOOL = [
+    USER,
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def said(tokenizer: Tokenizer, ids: list[int], mask: list[bool]) -> list[str]:
+    """The text of each run of tokens in the mask."""
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for learned, run in runs if learned]
+
+
+@pytest.mark.parametrize("extra", ["", "{% generation %}{% endgeneration %}"])
+def test_generation_blocks_equal_transformers(directory: Path, extra: str) -> None:
+    ours, theirs = Tokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    # Where the assistant starts with a blank, transformers finds nothing if offsets are trimmed
+    full = [m | {"content": m["content"].strip()} for m in CHAT]
+    for chat in (full, full[:2], full[1:], [full[0], {"role": "assistant", "content": ""}]):
+        ids, mask = ours.encode_chat(chat, chat_template=GENERATION + extra)
+        expected = theirs.apply_chat_template(
+            chat, chat_template=GENERATION + extra, return_assistant_tokens_mask=True
+        )
+        assert ids == expected["input_ids"]
+        assert mask == [bool(m) for m in expected["assistant_masks"]]
+        assert 0 < sum(mask) < len(mask)
+
+
+@pytest.mark.parametrize("content", ["  Hello 😀", "the  ", "\n"])
+def test_a_generation_block_takes_all_tokens_at_its_edges(byte_level: Path, content: str) -> None:
+    # transformers drops three of an emoji's four tokens, and blanks where offsets are trimmed
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    template = "</s>{% generation %}{{ messages[0].content }}{% endgeneration %}</s>"
+    chat = [{"role": "assistant", "content": content}]
+    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
+    assert said(tokenizer, ids, mask) == [content]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        (CHATML, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n"]),
+        (CHATML, [{"role": "system", "content": "S"}, *CHAT[:2]], [" Hello you 😀<|im_end|>\n"]),
+        (LLAMA3, CHAT, ["Hello you 😀<|eot_id|>", "Bye<|eot_id|>"]),
+        (
+            LLAMA3,
+            TOOL,
+            ['{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>"],
+        ),
+        (MISTRAL, CHAT, [" Hello you 😀</s>", "Bye</s>"]),
+        (GEMMA, CHAT, ["Hello you 😀<end_of_turn>\n", "Bye<end_of_turn>\n"]),
+        # The last turn is written with an empty thought, which the prompt leaves to the model
+        (QWEN3, CHAT[:2], ["<think>\n\n</think>\n\n Hello you 😀<|im_end|>\n"]),
+        (
+            QWEN3,
+            [USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}],
+            ["<think>\nB\n</think>\n\nA<|im_end|>\n"],
+        ),
+        (END, CHAT[:2], [" Hello you 😀</s>"]),
+        (GENERATION, CHAT, [" Hello you 😀<|im_end|>", "Bye<|im_end|>"]),
+    ],
+)
+def test_text_that_is_learned(
+    byte_level: Path, template: str, chat: list[dict[str, Any]], expected: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
+    assert said(tokenizer, ids, mask) == expected
+    assert ids == tokenizer.apply_chat_template(chat, chat_template=template)
+
+
+def test_variables_reach_every_prefix(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    options: dict[str, Any] = {"chat_template": QWEN3, "tools": [{"name": "f"}]}
+    ids, mask = tokenizer.encode_chat(CHAT[:2], enable_thinking=False, **options)
+    assert said(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
+    assert ids == tokenizer.apply_chat_template(CHAT[:2], **options)
+
+
+def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    chat = [USER, {"role": "assistant", "content": "the"}]
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %} {% endif %}{% endfor %}"
+    )
+    assert tokenizer.backend.encode("Hi the", add_special_tokens=False).tokens[-1] == "Ġthe"
+    ids, mask = tokenizer.encode_chat(chat, chat_template=template)
+    assert said(tokenizer, ids, mask) == [" the"]
+
+
+THINK_PROMPT = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
+UNASKED = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
+MACRO = """\
+{% macro say(m) %}> {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}\
+{% for m in messages %}{{ m.role }}{{ say(m) }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "message"),
+    [
+        (QWEN3, CHAT, r"rewrites messages\[1\] when turns follow.*\{% generation %\}"),
+        (THINK_PROMPT, CHAT[:2], r"prompt for messages\[1\].*goes on '<think>', .*' Hello you"),
+        (COMMAND_R, CHAT, r"rewrites messages\[1\]"),
+        (CHATML, CHAT[1:], r"prompt for messages\[0\].*goes on 'assistant.*'system.*generation %"),
+        (GEMMA, CHAT[1:], r"messages\[0\].*does not render.*no element 0.*generation %"),
+        (MISTRAL, [USER, *CHAT], "roles must alternate user/assistant"),
+        (END, [USER, *CHAT[1:]], r"rewrites messages\[1\]"),
+        (CHATML, [USER], "no turn of the role 'assistant'"),
+        (GENERATION, [USER], "no turn of the role 'assistant'"),
+        ("{{ 1 }}{% generation %}{% endgeneration %}", CHAT, "marks no token"),
+        ("{{ 1 }}", CHAT, "marks no token"),
+        (" t{% generation %}{% endgeneration %}he", CHAT, "marks no token"),
+        (UNASKED, CHAT, "ends in a prompt for another turn.*add_generation_prompt"),
+        (UNASKED, CHAT[:2], "ends in a prompt for another turn.*add_generation_prompt"),
+        (MACRO, CHAT, "inside a macro"),
+        ("{% if %}", CHAT, "chat template failed: Expected an expression"),
+        ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
+        ("qwen", CHAT, "no chat template is called 'qwen'"),
+        (None, CHAT, r"no chat template.*chat_template="),
+    ],
+)
+def test_an_unclear_chat_is_refused(
+    byte_level: Path, template: str | None, chat: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_pretrained(byte_level).encode_chat(chat, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([], "at least one message"),
+        ("Hi", "messages must be a list"),
+        ([USER, "Hi"], r"messages\[1\] must be a dict, got 'Hi'"),
+        ([USER, {"content": "a"}], r"messages\[1\]\['role'\].*got None"),
+        ([USER, {"role": 3, "content": "a"}], r"messages\[1\]\['role'\].*got 3"),
+        ([USER, {"role": "assistant"}], r"messages\[1\]\['content'\] is missing"),
+        ([USER, {"role": "assistant", "content": 4}], r"messages\[1\]\['content'\].*got 4"),
+        ([USER, CHAT[1] | {"at": object()}], "takes JSON values, not object"),
+    ],
+)
+def test_a_bad_row_is_named(byte_level: Path, chat: Any, message: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    for call in (tokenizer.apply_chat_template, tokenizer.encode_chat):
+        with pytest.raises(ValueError, match=message):
+            call(chat, chat_template=CHATML)
+
+
+def test_arguments_of_transformers_are_no_variables(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    with pytest.raises(TypeError, match="return_tensors"):
+        tokenizer.apply_chat_template(CHAT, chat_template=CHATML, return_tensors="pt")
+    with pytest.raises(TypeError, match="add_generation_prompt"):
+        tokenizer.encode_chat(CHAT, chat_template=CHATML, add_generation_prompt=True)

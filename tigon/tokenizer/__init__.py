@@ -1,0 +1,6 @@
+"""Text to token ids and back, and conversations to the text a model was trained on."""
+
+from tigon.tokenizer._tokenizer import Tokenizer
+from tigon.tokenizer.stream import DecodeStream
+
+__all__ = ["DecodeStream", "Tokenizer"]

@@ -1,0 +1,239 @@
+"""The tokenizer of a model repository."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+
+from tigon.tokenizer import chat
+from tigon.tokenizer.mask import assistant_spans, token_mask
+from tigon.tokenizer.source import (
+    add_tokens,
+    find_files,
+    read_backend,
+    read_config,
+    read_templates,
+)
+from tigon.tokenizer.stream import DecodeStream
+from tigon.weights.hub import Repository
+
+NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
+# What else transformers' method takes; here it would pass for a variable of the template
+_NOT_VARIABLES = {
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "padding",
+    "truncation",
+    "add_generation_prompt",
+    "continue_final_message",
+}
+
+
+class Tokenizer:
+    """Text to token ids and back, as the repository's tokenizer.json says."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | dict[str, str] | None = None,
+        model_max_length: int = NO_LIMIT,
+        files: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
+        self.chat_template = chat_template  # or several, by name
+        self.model_max_length = model_max_length
+        self._files = dict(files or {})
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token = self.special_tokens.get("bos_token")
+        self.eos_token = self.special_tokens.get("eos_token")
+        self.pad_token = self.special_tokens.get("pad_token")
+        self.unk_token = self.special_tokens.get("unk_token")
+        self.bos_token_id = self._id(self.bos_token)
+        self.eos_token_id = self._id(self.eos_token)
+        self.pad_token_id = self._id(self.pad_token)
+        self.unk_token_id = self._id(self.unk_token)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_repo: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+    ) -> "Tokenizer":
+        """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
+        repository = Repository(
+            path_or_repo,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        # All of them now: an export at the end of a long run must not depend on the hub
+        files = find_files(repository)
+        config = read_config(files.get("tokenizer_config.json"))
+        backend = read_backend(files["tokenizer.json"])
+        backend.encode_special_tokens = config.get("split_special_tokens", False)
+        return cls(
+            backend,
+            special_tokens=add_tokens(backend, config, files),
+            chat_template=read_templates(config, files),
+            model_max_length=int(config.get("model_max_length") or NO_LIMIT),
+            files=files,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens without the added ones, as in transformers; `len` counts all."""
+        return self.backend.get_vocab_size(with_added_tokens=False)
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that the tokenizer came from."""
+        return list(self._files.values())
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """`encode` of many texts, in parallel."""
+        encodings = self.backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def decode(
+        self, ids: Sequence[int] | torch.Tensor, *, skip_special_tokens: bool = False
+    ) -> str:
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
+        """A decoder for tokens that come one at a time."""
+        return DecodeStream(self.backend, self._special_ids if skip_special_tokens else frozenset())
+
+    def pad(
+        self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids [B, T] and attention_mask [B, T], both int64; 1 in the mask is a token."""
+        if side not in ("left", "right"):
+            raise ValueError(f"side must be 'left' or 'right', got {side!r}")
+        if not list_of_ids:
+            raise ValueError("nothing to pad: list_of_ids is empty")
+        # The mask hides padding, so without a pad token any id will do
+        fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
+        longest = max(map(len, list_of_ids))
+        input_ids = torch.full((len(list_of_ids), longest), fill, dtype=torch.int64)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, ids in enumerate(list_of_ids):
+            columns = slice(0, len(ids)) if side == "right" else slice(longest - len(ids), longest)
+            input_ids[row, columns] = torch.as_tensor(ids, dtype=torch.int64)
+            attention_mask[row, columns] = 1
+        return input_ids, attention_mask
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int] | str:
+        """The conversation as the model expects it: token ids, or the text with tokenize=False.
+
+        Tools are functions or JSON schemas; chat_template is a template or the name of one;
+        `variables` are the template's own (enable_thinking, date_string, ...).
+        """
+        chat.check_messages(messages)
+        text = chat.render(
+            self._template(chat_template, tools),
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **self._variables(variables),
+        ).text
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def encode_chat(
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids of the conversation, and which of them the assistant says.
+
+        Those are the template's {% generation %} blocks. Without any, they are what each turn adds
+        to the prompt before it, end-of-turn token included; ValueError where that is ambiguous.
+        """
+        chat.check_messages(messages)
+        template = self._template(chat_template, tools)
+        given = {"tools": tools, **self._variables(variables)}
+        text, spans = assistant_spans(template, messages, **given)
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        mask = token_mask(encoding.offsets, spans)
+        if not any(mask):
+            raise ValueError("the chat template marks no token as the assistant's in this chat")
+        return encoding.ids, mask
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Copies the files that the tokenizer came from, byte for byte."""
+        for name, source in self._files.items():
+            target = Path(directory, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f".{target.name}.partial")
+            with source.open("rb") as read, partial.open("wb") as write:
+                shutil.copyfileobj(read, write)
+                write.flush()
+                os.fsync(write.fileno())
+            partial.replace(target)
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self.backend.token_to_id(token)
+
+    def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if wrong := _NOT_VARIABLES & variables.keys():
+            raise TypeError(f"not supported with a chat template: {', '.join(sorted(wrong))}")
+        return self.special_tokens | variables
+
+    def _template(self, chosen: str | None, tools: Sequence[Any] | None) -> str:
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        if chosen is None and isinstance(self.chat_template, str):
+            return self.chat_template
+        if chosen is None:
+            chosen = "tool_use" if tools is not None and "tool_use" in named else "default"
+            if chosen not in named:
+                raise ValueError(
+                    f"choose one of the templates {sorted(named)} with chat_template=NAME"
+                    if named
+                    else "the tokenizer has no chat template: pass one as chat_template=, or put "
+                    "it into chat_template.jinja beside tokenizer.json"
+                )
+        if chosen not in named and "{" not in chosen:
+            raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
+        return named.get(chosen, chosen)

@@ -1,0 +1,199 @@
+"""Chat templates, rendered as transformers renders them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tigon.tokenizer.schema import function_schema
+
+Message = Mapping[str, Any]
+
+# Names under which data sets keep a turn's reasoning; templates read the first, gpt-oss the second
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# The blank at its end tells whether the template strips the message
+_CUT = "<|CUT HERE|> "
+
+
+class Rendered(NamedTuple):
+    text: str
+    generations: list[tuple[int, str]]  # start and text of each {% generation %} block
+
+
+_note: ContextVar[Callable[[str], None]] = ContextVar("note")
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` is what the assistant says, and is noted."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_generation"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _generation(caller: Callable[[], str]) -> str:
+        text = caller()
+        _note.get()(text)
+        return text
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Unlike jinja's own filter: no escapes for HTML
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@lru_cache
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(template)
+
+
+def render(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    continue_final_message: bool = False,
+    **variables: Any,
+) -> Rendered:
+    """The conversation as text; ValueError with the template's own message where it refuses."""
+    chat = [_message(message) for message in messages]
+    if continue_final_message:
+        if add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        final = _mark_end(chat[-1], len(chat) - 1)
+    given = {
+        "tools": None if tools is None else [_tool(tool) for tool in tools],
+        "documents": None if documents is None else list(documents),
+        **variables,
+    }
+
+    pieces: list[str] = []
+    generations: list[tuple[int, str]] = []
+    token = _note.set(lambda text: generations.append((sum(map(len, pieces)), text)))
+    try:
+        for piece in _compile(template).generate(
+            messages=chat, add_generation_prompt=add_generation_prompt, **_plain(given)
+        ):
+            pieces.append(piece)
+    except (jinja2.TemplateError, TypeError) as error:
+        raise ValueError(f"the chat template failed: {error}") from error
+    finally:
+        _note.reset(token)
+
+    text = "".join(pieces)
+    if continue_final_message:
+        text = _cut(text, final)
+    return Rendered(text, generations)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """ValueError that names the row and the key which keep `messages` from being a conversation."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list of at least one message, got {messages!r:.100}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"messages[{i}] must be a dict, got {message!r:.100}")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(f"messages[{i}]['role'] must be a name such as 'user', got {role!r}")
+        if content is None and not message.get("tool_calls"):
+            raise ValueError(f"messages[{i}]['content'] is missing (role {role!r})")
+        if not isinstance(content, (str, list, tuple, Mapping, type(None))):
+            raise ValueError(f"messages[{i}]['content'] must be text, got {content!r:.100}")
+
+
+def _message(message: Message) -> dict[str, Any]:
+    # Templates know absent keys and mostly print None
+    plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
+    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    if reasoning is None:
+        return plain
+    return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _plain(value: Any) -> Any:
+    """A copy out of plain JSON types: the methods of others are not for a template to call."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    raise ValueError(
+        f"a chat template takes JSON values, not {type(value).__name__}: {value!r:.100}"
+    )
+
+
+def _tool(tool: Any) -> Any:
+    if isinstance(tool, Mapping):
+        return tool
+    if callable(tool):
+        return function_schema(tool)
+    raise ValueError(f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}")
+
+
+def _mark_end(message: dict[str, Any], i: int) -> str:
+    """Puts the mark after the message's (last) text, which is returned."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CUT
+        return content
+    for part in reversed(content or []):
+        if "text" in part:
+            text: str = part["text"]
+            part["text"] = text + _CUT
+            return text
+    raise ValueError(f"continue_final_message: messages[{i}] has no text to continue")
+
+
+def _cut(text: str, final: str) -> str:
+    at = text.rfind(_CUT.strip())
+    if at < 0 or final.strip() not in text:
+        raise ValueError(
+            "continue_final_message: the chat template does not write the final message as it is: "
+            f"{final!r:.200}"
+        )
+    return text[:at] if text.startswith(_CUT, at) else text[:at].rstrip()

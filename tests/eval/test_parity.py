@@ -1,0 +1,124 @@
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tigon
+from tests.small import write_model
+from tigon.eval import Parity, parity, report
+from tigon.eval.parity import _agreement
+
+TEXT = "the model reads some of these words and says a few others back to whoever asked it"
+GOOD = Parity(
+    tokens=105,
+    largest_logit=40.0,
+    logits_error=1e-4,
+    loss=3.5,
+    loss_error=1e-6,
+    greedy_equal=64,
+    greedy_tokens=64,
+    bf16_error=1.25,
+    bf16_spread=0.9,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("parity") / "model", num_hidden_layers=4)
+
+
+def test_same_model(directory: Path) -> None:
+    result = parity(str(directory), text=TEXT, new_tokens=12)
+    assert result.failures == []
+    assert (result.greedy_equal, result.greedy_tokens) == (12, 12)
+
+    ids = torch.tensor([tigon.Tokenizer.from_pretrained(directory).encode(TEXT)])
+    with torch.no_grad():
+        theirs: dict[str, Any] = {
+            attention: AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.bfloat16, attn_implementation=attention
+            )(ids).logits.float()
+            for attention in ("eager", "sdpa")
+        }
+        ours = tigon.from_pretrained(str(directory), dtype=torch.bfloat16)(ids).logits.float()
+        whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        out = whole(ids, labels=ids)
+    assert result.tokens == ids.shape[1]
+    assert result.loss == out.loss.item()
+    assert result.largest_logit == out.logits.abs().max().item()
+    assert result.bf16_spread == (theirs["eager"] - theirs["sdpa"]).abs().max().item() > 0
+    assert result.bf16_error == (ours - theirs["sdpa"]).abs().max().item()
+
+
+def test_another_model_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def altered(path: str, **options: Any) -> tigon.CausalLM:
+        model = tigon.from_pretrained(path, **options)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.001)
+            model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+        return model
+
+    monkeypatch.setattr(sys.modules["tigon.eval.parity"], "from_pretrained", altered)
+    result = parity(str(directory), text=TEXT, new_tokens=12)
+    assert result.failures == ["fp32 logits", "fp32 loss", "greedy tokens", "bf16 logits"]
+
+
+@pytest.mark.parametrize(
+    ("worse", "failures"),
+    [
+        ({}, []),
+        ({"logits_error": 3.9e-4, "loss_error": 3.4e-5, "bf16_error": 1.8}, []),
+        ({"logits_error": 4.1e-4}, ["fp32 logits"]),
+        ({"loss_error": 3.6e-5}, ["fp32 loss"]),
+        ({"greedy_equal": 63}, ["greedy tokens"]),
+        ({"bf16_error": 1.81}, ["bf16 logits"]),
+        ({"logits_error": float("nan")}, ["fp32 logits"]),
+    ],
+)
+def test_what_may_differ(worse: dict[str, float], failures: list[str]) -> None:
+    assert replace(GOOD, **worse).failures == failures
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "agree"),
+    [
+        ([5, 6, 7, 8], [5, 6, 7, 8], 4),
+        ([5, 6, 7, 8], [5, 9, 7, 8], 1),
+        ([5, 2], [5, 2], 4),  # both ended
+        ([5, 2], [5, 2, 7, 8], 2),  # one went on
+        ([5, 6, 7, 8], [4], 0),
+    ],
+)
+def test_agreement(a: list[int], b: list[int], agree: int) -> None:
+    class Says:
+        def __init__(self, new: list[int]) -> None:
+            self.new = torch.tensor([new])
+
+        def generate(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            return torch.cat([ids, self.new], 1)
+
+    ours: Any = Says(a)
+    assert _agreement(ours, Says(b), torch.tensor([[1, 1, 1]]), new_tokens=4) == agree
+
+
+def test_report() -> None:
+    assert report(replace(GOOD, greedy_equal=63)) == (
+        "105 tokens, loss 3.500000 (perplexity 33.1155), largest logit 40.000\n"
+        "                            measured     allowed\n"
+        "fp32 logits, max error        0.0001      0.0004\n"
+        "fp32 loss, error               1e-06     3.5e-05\n"
+        "greedy tokens equal               63          64\n"
+        "bf16 logits, max error          1.25         1.8\n"
+        "parity with transformers: differs in greedy tokens"
+    )
+    assert report(GOOD).endswith("\nparity with transformers: holds")
+
+
+def test_without_transformers(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="parity needs transformers: pip install transformers"):
+        parity(str(directory))

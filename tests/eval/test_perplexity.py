@@ -1,0 +1,217 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tigon
+from tests.small import WORDS, write_chats, write_model
+from tigon.eval import Perplexity, perplexity
+from tigon.eval.perplexity import _batches, _windows, read_documents
+
+TEXTS = [" ".join(WORDS[i:] * n) for i, n in enumerate((1, 3, 1, 2))] + ["the " * 9, "t", ""]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("perplexity")
+    model = tigon.from_pretrained(str(write_model(root / "random")))
+    with torch.no_grad():  # so that it often predicts the token that it sees, and is often right
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight.mul_(0.1)
+            block.mlp.down_proj.weight.mul_(0.1)
+    tokenizer = tigon.Tokenizer.from_pretrained(root / "random")
+    model.save_pretrained(root / "model", tokenizer=tokenizer)
+    return root / "model"
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> tigon.CausalLM:
+    return tigon.from_pretrained(str(directory))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> tigon.Tokenizer:
+    return tigon.Tokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[str]:
+    """The documents, in files of both kinds."""
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[1:])
+    )
+    (tmp_path / "b.txt").write_text(TEXTS[0])
+    return [str(tmp_path / "b.txt"), str(tmp_path / "*.jsonl")]
+
+
+def reference(
+    theirs: Any, documents: list[tuple[Tensor, Tensor]], context: int, stride: int
+) -> Perplexity:
+    """transformers' logits, a window at a time, summed in fp64: its guide on perplexity.
+
+    (https://huggingface.co/docs/transformers/perplexity)
+    """
+    nll, right, count = 0.0, 0, 0
+    for ids, assistant in documents:
+        previous_end = 0
+        for begin in range(0, len(ids), stride):
+            end = min(begin + context, len(ids))
+            new = end - previous_end  # may be different from stride on last loop
+            labels = torch.where(assistant, ids, -100)[begin:end].clone()
+            labels[:-new] = -100
+            with torch.no_grad():
+                logits = theirs(ids[None, begin:end]).logits[0, :-1].double()
+            targets = labels[1:]
+            nll += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+            right += int((logits.argmax(-1) == targets).sum())
+            count += int((targets != -100).sum())
+            previous_end = end
+            if end == len(ids):
+                break
+    return Perplexity(math.exp(nll / count), nll / count, right / count, count)
+
+
+@pytest.mark.parametrize(
+    ("context", "stride"), [(512, 256), (16, 8), (16, 1), (16, 15), (17, 5), (3, 2)]
+)
+def test_texts_as_in_transformers(
+    directory: Path,
+    theirs: Any,
+    model: tigon.CausalLM,
+    tokenizer: tigon.Tokenizer,
+    texts: list[str],
+    context: int,
+    stride: int,
+) -> None:
+    encode: Any = AutoTokenizer.from_pretrained(directory)
+    documents = []
+    for text in filter(None, TEXTS):
+        ids = torch.tensor(encode(text).input_ids)
+        documents.append((ids, torch.ones_like(ids, dtype=torch.bool)))
+    expected = reference(theirs, documents, context, stride)
+    result = perplexity(model, tokenizer, texts, context=context, stride=stride)
+    assert result.tokens == expected.tokens == sum(len(ids) - 1 for ids, _ in documents)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(expected.loss), rel=1e-5)
+    assert result.accuracy == expected.accuracy > 0
+
+
+@pytest.mark.parametrize(("context", "stride"), [(512, 256), (20, 6)])
+def test_only_what_the_assistant_says(
+    theirs: Any,
+    model: tigon.CausalLM,
+    tokenizer: tigon.Tokenizer,
+    tmp_path: Path,
+    context: int,
+    stride: int,
+) -> None:
+    file = write_chats(tmp_path / "chats.jsonl", 9)
+    documents = []
+    for line in file.read_text().splitlines():
+        ids: list[int] = []
+        assistant: list[bool] = []
+        for message in json.loads(line)["messages"]:
+            says = message["role"] == "assistant"
+            for text, supervised in (
+                (f"<|im_start|>{message['role']}\n", False),
+                (f"{message['content']}<|im_end|>\n", says),
+            ):
+                piece = tokenizer.encode(text)
+                ids += piece
+                assistant += [supervised] * len(piece)
+        documents.append((torch.tensor(ids), torch.tensor(assistant)))
+    expected = reference(theirs, documents, context, stride)
+    result = perplexity(model, tokenizer, str(file), context=context, stride=stride)
+    assert result.tokens == expected.tokens
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.accuracy == expected.accuracy
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 70, 100_000])
+def test_any_batching(
+    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str], batch_tokens: int
+) -> None:
+    one = perplexity(model, tokenizer, texts, context=40)
+    other = perplexity(model, tokenizer, texts, context=40, batch_tokens=batch_tokens)
+    assert (other.tokens, other.accuracy) == (one.tokens, one.accuracy)
+    assert other.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_padding_is_not_seen(
+    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str]
+) -> None:
+    documents = read_documents(texts, tokenizer)
+    ((ids, labels),) = _batches(documents, _windows(documents, 40, 20), 100_000)
+    lengths = [len(d) for d, _ in documents]
+    padding = labels == -100
+    padding[:, :21] = False  # the first token of a window, and what an earlier one scored
+    assert padding.any(1).sum() == 5, lengths
+    poisoned = torch.where(padding, 319 - ids, ids)
+    assert not torch.equal(poisoned, ids)
+    with torch.no_grad():
+        a, b = (model(i, labels=labels, loss_reduction="none").loss for i in (ids, poisoned))
+    assert torch.equal(a, b)
+
+
+def test_default_context_is_at_most_the_models(
+    model: tigon.CausalLM, tokenizer: tigon.Tokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text(" ".join(WORDS * 80))
+    assert len(tokenizer.encode(file.read_text())) > 1024
+    assert perplexity(model, tokenizer, str(file)) == perplexity(
+        model, tokenizer, str(file), context=512, stride=256
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": 1}, r"context=1 is not in \[2, 512\]"),
+        ({"context": 513}, r"context=513 is not in \[2, 512\]"),
+        ({"context": 16, "stride": 16}, r"stride=16 is not in \[1, 15\].*windows of 16 must"),
+        ({"context": 16, "stride": 0}, r"stride=0 is not in \[1, 15\]"),
+    ],
+)
+def test_windows_that_cannot_be(
+    model: tigon.CausalLM,
+    tokenizer: tigon.Tokenizer,
+    texts: list[str],
+    options: dict[str, int],
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        perplexity(model, tokenizer, texts, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("one.txt", "t", "one.txt holds no token to score"),
+        ("a.jsonl", '{"text": "a"}\n{"messages": []}\n', 'a.jsonl:2: needs a string "text"'),
+        ("b.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n', "b.jsonl:1: "),
+        ("c.jsonl", "{}}\n", "c.jsonl:1: not valid JSON"),
+        ("d.jsonl", "", "d.jsonl is empty"),
+    ],
+)
+def test_files_that_cannot_be(
+    model: tigon.CausalLM,
+    tokenizer: tigon.Tokenizer,
+    tmp_path: Path,
+    name: str,
+    content: str,
+    message: str,
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        perplexity(model, tokenizer, str(tmp_path / name))

@@ -1,0 +1,161 @@
+import importlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+import tigon
+from tests.small import LLAMA, write_model
+from tigon.cli import main
+
+COMMANDS = ("generate", "train", "eval", "export", "info")
+SCRIPT = Path(sys.executable).with_name("tigon")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("cli") / "model")
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "tigon.cli"], [str(SCRIPT)]])
+def test_version(command: list[str]) -> None:
+    if command == [str(SCRIPT)] and not SCRIPT.exists():
+        pytest.skip("tigon is not installed beside this python")
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"tigon {tigon.__version__}\n")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    listed = [
+        line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:4] == "    "
+    ]
+    assert tuple(listed) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    "code", ["import tigon", "import sys; sys.argv = ['tigon', '-h']; tigon.cli.main()"]
+)
+def test_starts_without_heavy_imports(code: str) -> None:
+    report = (
+        "import atexit, sys, tigon, tigon.cli; atexit.register(lambda: print("
+        "[m for m in ('torch', 'huggingface_hub', 'tokenizers', 'numpy') if m in sys.modules]));"
+    )
+    done = subprocess.run([sys.executable, "-c", report + code], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stderr
+
+
+def test_commands_import_nothing_optional() -> None:
+    names = "('transformers', 'matplotlib', 'tensorboard', 'gguf')"
+    code = (
+        f"import sys, tigon.commands, tigon.train; print([m for m in {names} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate ./none hi", "no directory ./none"),
+        ("generate not-a-name/at/all hi", "neither an existing directory nor the name of a hub"),
+        ("generate MODEL hi --device nowhere", "--device nowhere: "),
+        ("generate MODEL hi --device cuda:99", "--device cuda:99: "),
+        ("generate MODEL hi --raw --system x", "--system needs a chat template, and --raw"),
+        ("generate MODEL hi --temperature -1", "temperature=-1.0 is not above 0"),
+        ("generate MODEL hi --max-new-tokens -3", "max_new_tokens=-3 is negative"),
+        (["generate", "MODEL", "the " * 600], "tokens, but the model's context is 512"),
+        (["generate", "MODEL", "", "--raw"], "the prompt is empty"),
+        ("eval perplexity MODEL none.txt", "no data file matches 'none.txt'"),
+        ("eval perplexity MODEL EMPTY", "empty.jsonl is empty"),
+        ("eval perplexity MODEL BAD", "bad.jsonl:2: not valid JSON"),
+        ("eval perplexity MODEL BAD --context 1", "context=1 is not in"),
+        ("eval parity ./none", "no directory ./none"),
+        ("export MODEL MODEL", "exists and is a directory with files in it"),
+        ("export MODEL NEW --max-shard-size 5XB", "5XB"),
+        ("info ./none", "no directory ./none"),
+        ("info FOLDER", "has no file config.json"),
+        ("train none.yaml", "no config file none.yaml"),
+    ],
+)
+def test_errors_are_one_line(
+    directory: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    arguments: str | list[str],
+    message: str,
+) -> None:
+    places = {"MODEL": directory, "NEW": tmp_path / "new", "FOLDER": tmp_path}
+    for name, content in (("EMPTY", ""), ("BAD", '{"text": "a b"}\n{"text"\n')):
+        places[name] = tmp_path / f"{name.lower()}.jsonl"
+        places[name].write_text(content)
+    words = arguments.split() if isinstance(arguments, str) else arguments
+    before = sorted(directory.iterdir())
+    try:
+        status: object = main([str(places.get(word, word)) for word in words])
+    except SystemExit as error:  # train's way
+        print(error, file=sys.stderr)
+        status = int(isinstance(error.code, str))
+    out, err = capfd.readouterr()
+    assert (status, out) == (1, "")
+    assert err.startswith(f"tigon{'.' if words[0] == 'train' else ' '}{words[0]}: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    assert sorted(directory.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "m", "hi", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["generate", "m"], "the following arguments are required: prompt"),
+        (["bake", "m"], "invalid choice: 'bake'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_usage_errors(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_interrupt_is_quiet(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(args: Namespace) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("tigon.commands"), "info", interrupted)
+    assert main(["info"]) == 130
+    assert capfd.readouterr() == ("", "")
+
+
+def test_closed_pipe_is_quiet() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "tigon.cli", "info"],
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        stdout=write,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_warnings_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps(LLAMA | {"attention_dropout": 0.5})
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(config)
+    assert main(["info", str(tmp_path / "model")]) == 0
+    assert capfd.readouterr().err == (
+        "tigon: attention_dropout=0.5 is not applied: Tigon trains without dropout\n"
+    )

@@ -1,0 +1,229 @@
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.hub_server import HubServer, hub
+from tests.small import write_chats, write_model
+from tigon.cli import main
+from tigon.eval import perplexity
+from tigon.tokenizer import Tokenizer
+from tigon.train import main as train
+
+__all__ = ["hub"]
+
+QUESTION = "the model reads these words"
+CHAT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+SAMPLE = ("--temperature", "1.5", "--top-p", "0.95", "--max-new-tokens", "24")
+SEED = ("--seed", "1")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("cli") / "model", eos_token_id=None, tie_word_embeddings=False
+    )
+
+
+@pytest.fixture
+def tigon(capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command that succeeds; what it prints."""
+
+    def run(*arguments: object) -> str:
+        capfd.readouterr()
+        status = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert (status, err) == (0, "")
+        return out
+
+    return run
+
+
+def continuation(directory: Path, prompt: str, new_tokens: int, **options: Any) -> list[int]:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    ids = AutoTokenizer.from_pretrained(directory)(prompt, return_tensors="pt").input_ids
+    options |= {"do_sample": False, "max_new_tokens": new_tokens}
+    return model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+
+
+def text_of(directory: Path, ids: list[int]) -> str:
+    return AutoTokenizer.from_pretrained(directory).decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompt"),
+    [
+        ((), CHAT),
+        (("--raw",), QUESTION),
+        (("--system", "says words"), f"<|im_start|>system\nsays words<|im_end|>\n{CHAT}"),
+        (("--temperature", "0"), CHAT),
+        (("--repetition-penalty", "1.0"), CHAT),
+    ],
+)
+def test_generate_says_what_transformers_says(
+    directory: Path, tigon: Any, arguments: tuple[str, ...], prompt: str
+) -> None:
+    expected = text_of(directory, continuation(directory, prompt, 24))
+    out = tigon("generate", directory, QUESTION, "--max-new-tokens", 24, *arguments)
+    assert out == expected + "\n"
+
+
+def test_generate_from_stdin(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tigon("generate", directory, QUESTION, "--max-new-tokens", 8)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION + "\n"))
+    assert tigon("generate", directory, "-", "--max-new-tokens", 8) == given
+
+
+def test_generate_samples_anew_unless_seeded(directory: Path, tigon: Any) -> None:
+    greedy = tigon("generate", directory, QUESTION, "--max-new-tokens", 24)
+    seeded = [tigon("generate", directory, QUESTION, *SAMPLE, "--seed", s) for s in (1, 1, 2)]
+    assert seeded[0] == seeded[1]
+    free = []
+    for _ in range(2):
+        torch.manual_seed(0)  # as every process begins
+        free.append(tigon("generate", directory, QUESTION, *SAMPLE))
+    assert len({greedy, seeded[0], seeded[2], *free}) == 5
+
+
+def test_generate_as_generation_config_says(directory: Path, tigon: Any, tmp_path: Path) -> None:
+    command = ("generate", tmp_path / "copy", QUESTION, "--max-new-tokens", 24)
+    tigon("export", directory, tmp_path / "copy")
+    greedy = tigon(*command)
+    settings = json.dumps({"do_sample": True, "temperature": 2.0})
+    (tmp_path / "copy" / "generation_config.json").write_text(settings)
+    sampled = tigon(*command, "--seed", 1)
+    assert sampled == tigon(*command, "--seed", 1, "--temperature", 2) != greedy
+    assert tigon(*command, "--temperature", 0) == greedy
+
+
+@pytest.mark.parametrize("keeper", ["generation_config", "tokenizer"])
+def test_generate_stops_at_every_end(
+    directory: Path, tigon: Any, tmp_path: Path, keeper: str
+) -> None:
+    """The ends of generation_config, of which the tokenizer knows one, and the tokenizer's own."""
+    ids = continuation(directory, CHAT, 24)
+    end = next(i for i in ids[4:] if ids.index(i) >= 4)
+    copy = tmp_path / "copy"
+    tigon("export", directory, copy)
+    if keeper == "tokenizer":
+        config = json.loads((copy / "tokenizer_config.json").read_text())
+        token = AutoTokenizer.from_pretrained(directory).convert_ids_to_tokens(end)
+        config["eos_token"] = token
+        (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, end]}))
+    out = tigon("generate", copy, QUESTION, "--max-new-tokens", 24)
+    kept = ids[: ids.index(end) + (keeper == "generation_config")]
+    assert out == text_of(directory, kept) + "\n"
+
+
+def test_generate_ends_with_the_context(directory: Path, tigon: Any) -> None:
+    prompt = QUESTION + " the" * 490
+    taken = len(AutoTokenizer.from_pretrained(directory)(prompt).input_ids)
+    expected = text_of(directory, continuation(directory, prompt, 512 - taken))
+    assert 0 < 512 - taken < 256
+    assert tigon("generate", directory, prompt, "--raw") == expected + "\n"
+
+
+def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
+    from tigon.models import from_pretrained
+
+    file = write_chats(tmp_path / "chats.jsonl", 6)
+    result = perplexity(
+        from_pretrained(str(directory)),
+        Tokenizer.from_pretrained(directory),
+        str(file),
+        context=32,
+        stride=8,
+    )
+    assert tigon("eval", "perplexity", directory, file, "--context", 32, "--stride", 8) == (
+        f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
+        f"{result.accuracy:.4f}  tokens {result.tokens}\n"
+    )
+
+
+def test_parity(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tigon("eval", "parity", directory, "--new-tokens", 4)
+    assert "greedy tokens equal                4           4\n" in out
+    assert out.endswith("parity with transformers: holds\n")
+    monkeypatch.setattr(sys.modules["tigon.eval.parity"], "LOSS_TOLERANCE", -1)
+    assert main(["eval", "parity", str(directory), "--new-tokens", "4"]) == 1
+
+
+def test_info(directory: Path, tigon: Any) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(directory)
+    size = (directory / "model.safetensors").stat().st_size / 2**20
+    assert (
+        tigon("info", directory)
+        == f"""{directory}
+  architecture  LlamaForCausalLM (llama)
+  parameters    {sum(p.numel() for p in theirs.parameters()):,}
+  embeddings    {theirs.get_input_embeddings().weight.numel():,}, and as many in the head
+  layers        2
+  model dim     64
+  heads         4 query, 2 key/value, 16 dims each
+  MLP dim       96, silu
+  vocabulary    {theirs.vocab_size}
+  context       512 tokens
+  RoPE          default, rope_theta 10000.0
+  dtype         float32
+  files         1 of weights, {size:.1f} MiB
+"""
+    )
+
+
+def test_export_in_another_dtype_and_sharding(directory: Path, tigon: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tigon("export", directory, out, "--dtype", "bfloat16", "--max-shard-size", "50KB")
+    shards = sorted(out.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    written = {name: t for shard in shards for name, t in load_file(shard).items()}
+    source = load_file(directory / "model.safetensors")
+    assert written.keys() == source.keys()
+    assert all(torch.equal(written[name], t.bfloat16()) for name, t in source.items())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (directory / name).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+
+
+def test_export_of_a_run(
+    directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, run = write_chats(tmp_path / "chats.jsonl", 12), tmp_path / "run"
+    settings = "seq_len=64 lr=1e-2 batch_size=2 steps=3 save_every=1 keep_last=0"
+    train([f"run_dir={run}", f"model={directory}", f"data={data}", *settings.split()])
+    capfd.readouterr()
+    tigon("export", run, tmp_path / "last")
+    tigon("export", run / "checkpoints" / "step-00000001", tmp_path / "first")
+    last, end = (load_file(d / "model.safetensors") for d in (tmp_path / "last", run / "hf"))
+    assert last.keys() == end.keys()
+    assert all(torch.equal(last[name], end[name]) for name in end)
+    first, start = (load_file(d / "model.safetensors") for d in (tmp_path / "first", directory))
+    moved = [(first[name] - t).abs().max().item() for name, t in start.items()]
+    # AdamW's first step moves every weight with a gradient by the learning rate
+    assert max(moved) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Path) -> None:
+    hub.push("org/words", directory)
+    assert "context       512 tokens\n" in tigon("info", "org/words")
+    assert set(hub.gets) == {"org/words/config.json"}  # no weights
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tigon.cli", "generate", "org/words", QUESTION, *SAMPLE, *SEED],
+        env=environment | hub.environment(tmp_path / "home"),
+        capture_output=True,
+        text=True,
+    )
+    expected = tigon("generate", directory, QUESTION, *SAMPLE, *SEED)
+    assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    assert hub.gets["org/words/model.safetensors"] == 1

@@ -1,0 +1,38 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small import write_chats, write_model
+from tigon.train.record import read_metrics
+
+
+class Workspace:
+    """A small model and data on disk, and runs that differ in what a test says."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.model = write_model(root / "model")
+        self.data = write_chats(root / "train.jsonl", 43)  # 17 packed rows of 128
+        self.held_out = write_chats(root / "eval.jsonl", 7, seed=1)
+
+    def settings(self, run: str, **changes: Any) -> list[str]:
+        values = {
+            "run_dir": self.root / run,
+            "model": self.model,
+            "data": self.data,
+            "seq_len": 128,
+            "batch_size": 4,
+            "lr": 3e-3,
+            "device": "cpu",
+            "export": "false",
+        }
+        return [f"{key}={value}" for key, value in (values | changes).items()]
+
+    def metrics(self, run: str, key: str) -> list[float]:
+        return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace(tmp_path_factory.mktemp("train"))

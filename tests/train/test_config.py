@@ -1,0 +1,84 @@
+import pytest
+import yaml
+
+from tigon.train.config import Config, dump, help_text, load
+
+NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
+
+
+def test_file_and_both_forms_of_override(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("run_dir: runs/a\nmodel: m\ndata: [a.jsonl, b.jsonl]\nlr: 2e-5\nseed: 1\n")
+    config = load(path, ["seed=2", "--batch-size", "16", "--packing=false", "eval_data=e.jsonl"])
+    assert config.data == ("a.jsonl", "b.jsonl")
+    assert config.lr == 2e-5  # which YAML reads as text
+    assert (config.seed, config.batch_size, config.packing) == (2, 16, False)
+    assert config.eval_data == ("e.jsonl",)
+    assert load(None, [*NEEDED, "run_dir=2024", "data=[x, y]", "steps=null"]) == Config(
+        run_dir="2024", model="m", data=("x", "y")
+    )
+
+
+def test_what_is_printed_can_be_read_back(tmp_path):
+    config = load(None, [*NEEDED, "resume=auto", "lr=1e-7", "steps=3", "separator=\n\n"])
+    path = tmp_path / "c.yaml"
+    path.write_text(dump(config))
+    assert load(path) == config
+    assert list(yaml.safe_load(dump(config))) == list(Config.__dataclass_fields__)
+
+
+def test_help_names_every_setting_with_its_default():
+    lines = help_text().splitlines()
+    for name, default in (("seq_len", "2048"), ("lr", "1.0e-05"), ("schedule", "cosine")):
+        assert next(line for line in lines if line.startswith(f"  {name}: ")).endswith(default)
+    assert all(f"  {name}: " in help_text() for name in Config.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate=1", "unknown setting 'learning_rate'"),
+        ("batchsize=1", "unknown setting 'batchsize'; did you mean 'batch_size'"),
+        ("lr=fast", "lr='fast' is not a number"),
+        ("steps=1.5", "steps='1.5' is not a whole number or null"),
+        ("packing=yes please", "packing='yes please' is not true or false"),
+        ("schedule=cosin", "schedule='cosin' is not one of cosine, linear, constant, wsd"),
+        ("data=[1, 2]", r"data='\[1, 2\]' is not a list of texts"),
+        ("lr=-1", "lr=-1.0 must be at least 0"),
+        ("lr=nan", "lr=nan must be at least 0"),
+        ("batch_size=0", "batch_size=0 must be at least 1"),
+        ("micro_batch_size=3", "batch_size=8 must be a multiple of micro_batch_size=3"),
+        ("init=config.json", "exactly one of model .* and init"),
+        ("run_dir=", "run_dir is required"),
+        ("seed", "'seed': settings are given as key=value or --key value"),
+        ("dtype=float32 --param-dtype bfloat16", "dtype='float32 --param-dtype bfloat16' is not"),
+    ],
+)
+def test_bad_settings_name_key_and_value(override, message):
+    with pytest.raises(ValueError, match=message):
+        load(None, [*NEEDED, override])
+
+
+def test_bad_pairs_of_settings():
+    with pytest.raises(ValueError, match=r"epochs=2\.0 and steps=3: give one"):
+        load(None, [*NEEDED, "epochs=2", "steps=3"])
+    with pytest.raises(ValueError, match="param_dtype=bfloat16 needs dtype=bfloat16"):
+        load(None, [*NEEDED, "param_dtype=bfloat16", "dtype=float32"])
+    with pytest.raises(ValueError, match="tokenizer is required with init"):
+        load(None, ["run_dir=a", "data=b", "init=c.json"])
+
+
+def test_bad_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config file .*none\.yaml"):
+        load(tmp_path / "none.yaml")
+    path = tmp_path / "c.yaml"
+    for text, message in (
+        ("lr: [", r"c\.yaml is not valid YAML"),
+        ("- lr", r"c\.yaml: needs `key: value` lines, not a list"),
+        ("lr: fast", r"c\.yaml: lr='fast' is not a number"),
+        ("sede: 1", r"c\.yaml: unknown setting 'sede'; did you mean 'seed'"),
+        ("seed: true", r"c\.yaml: seed=True is not a whole number"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load(path)

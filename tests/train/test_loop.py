@@ -1,0 +1,118 @@
+"""The curve of a run against a loop written out in plain torch, and against other ways to it."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from tests.small import LLAMA, write_tokenizer
+from tigon.train import main
+
+
+def batch_of(tokenizer, path):
+    """Every chat as (ids, labels), straight from the file."""
+    for line in path.read_text().splitlines():
+        ids, mask = tokenizer.encode_chat(json.loads(line)["messages"])
+        ids, mask = torch.tensor(ids), torch.tensor(mask)
+        yield ids, torch.where(mask, ids, -100)
+
+
+def reference_loss(model, examples, reduction="token"):
+    losses = [
+        F.cross_entropy(model(ids[None]).logits[0, :-1].float(), labels[1:], reduction="none")
+        for ids, labels in examples
+    ]
+    counts = [(labels[1:] != -100).sum() for _, labels in examples]
+    if reduction == "token":
+        return sum(loss.sum() for loss in losses) / sum(counts)
+    return sum(loss.sum() / n for loss, n in zip(losses, counts, strict=True)) / len(losses)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_curve_equals_a_plain_loop(workspace, reduction):
+    """Packed, in micro-batches, with warm-up, cosine, decay and clipping."""
+    run, steps = f"plain-{reduction}", 5
+    settings = {"batch_size": 64, "micro_batch_size": 2, "steps": steps, "warmup_steps": 2}
+    settings |= {"weight_decay": 0.1, "loss_reduction": reduction, "max_grad_norm": 1.0}
+    main(workspace.settings(run, eval_data=workspace.held_out, **settings))
+
+    tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
+    model = tigon.Llama.from_pretrained(workspace.model)
+    examples = list(batch_of(tokenizer, workspace.data))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    for step in range(steps):
+        loss = reference_loss(model, examples, reduction)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            done = max(0, step - 2) / (steps - 2)
+            group["lr"] = 3e-3 * (
+                [0.5, 1.0][step] if step < 2 else 0.55 + 0.45 * math.cos(math.pi * done)
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        assert workspace.metrics(run, "loss")[step] == pytest.approx(loss.item(), rel=1e-5)
+        assert workspace.metrics(run, "grad_norm")[step] == pytest.approx(norm.item(), rel=1e-4)
+    held_out = list(batch_of(tokenizer, workspace.held_out))
+    expected = reference_loss(model, held_out).item()
+    assert workspace.metrics(run, "eval_loss") == [pytest.approx(expected, rel=1e-5)]
+    assert workspace.metrics(run, "eval_tokens") == [
+        sum(int((labels[1:] != -100).sum()) for _, labels in held_out)
+    ]
+
+
+def test_packed_padded_and_recomputed_runs_have_the_same_curve(workspace):
+    same = {"batch_size": 64, "steps": 3}  # all examples in every step
+    main(workspace.settings("packed", **same))
+    main(workspace.settings("padded", packing="false", micro_batch_size=8, **same))
+    main(workspace.settings("recomputed", activation_checkpointing="true", **same))
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        packed = workspace.metrics("packed", key)
+        assert len(packed) == 3
+        assert workspace.metrics("padded", key) == pytest.approx(packed, rel=tolerance)
+        assert workspace.metrics("recomputed", key) == packed
+    assert workspace.metrics("padded", "tokens") == workspace.metrics("packed", "tokens")
+
+
+def test_bfloat16_over_float32_weights_stays_close(workspace):
+    """Mixed precision runs through FSDP on one rank; weights and their updates stay float32."""
+    same = {"steps": 4, "export": "true", "export_dtype": "float32"}
+    main(workspace.settings("fp32", **same))
+    main(workspace.settings("mixed", dtype="bfloat16", **same))
+    exact = workspace.metrics("fp32", "loss")
+    assert workspace.metrics("mixed", "loss") == pytest.approx(exact, rel=1e-2)
+    assert workspace.metrics("mixed", "loss") != exact
+    weights = tigon.from_pretrained(workspace.root / "mixed/hf").state_dict()
+    start = tigon.from_pretrained(workspace.model).state_dict()
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert weights[name].dtype == torch.float32
+    assert not torch.equal(weights[name], weights[name].bfloat16().float())
+    assert 0 < (weights[name] - start[name]).abs().max() < 4 * 3.1e-3
+
+
+def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(["the model reads some of these words again and again"] * 60))
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**LLAMA, "dtype": "bfloat16"}))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    settings = workspace.settings(
+        "pretrained", task="pretrain", init=config, tokenizer=tokenizer, data=text, seq_len=64
+    )
+    settings = [s for s in settings if not s.startswith("model=")]
+    main([*settings, "separator=\n\n", "epochs=4", "lr=1e-2", "export=true"])
+    losses = workspace.metrics("pretrained", "loss")
+    # The sentence is the same each time: only its first token after <|endoftext|> is not learned
+    assert losses[0] == pytest.approx(math.log(LLAMA["vocab_size"]), rel=0.3)
+    assert losses[-1] < 0.5 * losses[0]
+    model = tigon.from_pretrained(workspace.root / "pretrained/hf")
+    assert model.dtype == torch.bfloat16
+    assert (workspace.root / "pretrained/loss.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,123 @@
+"""Language models from a shell: generate, train, eval, export, info."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from tigon import __version__
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; what a user can mend is one line on stderr, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    training = arguments[:1] == ["train"]  # has a syntax and a help of its own
+    args = argparse.Namespace(command="train") if training else _parser().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            # Imported now: torch takes seconds, and --help must not
+            if training:
+                status = import_module("tigon.train").main(arguments[1:]) or 0
+            else:
+                status = getattr(import_module("tigon.commands"), args.run)(args)
+        sys.stdout.flush()  # what a closed pipe refuses, it refuses here
+        return status
+    except BrokenPipeError:  # as in `tigon generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, ImportError) as error:
+        print(f"tigon {args.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"tigon: {message}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"tigon {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    p = commands.add_parser("generate", help="answer a prompt, or continue a text")
+    _model_arguments(p)
+    p.add_argument("prompt", help="what the user says; - reads it from standard input")
+    p.add_argument("--raw", action="store_true", help="continue the text, without a chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    p.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="default: 256; fewer where the model's context ends",
+    )
+    group = p.add_argument_group(
+        "sampling", "by default as the model's generation_config says, which mostly is greedy"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="N", help="of the N likeliest tokens only")
+    group.add_argument("--top-p", type=float, metavar="P", help="of the likeliest that make up P")
+    group.add_argument("--min-p", type=float, metavar="P", help="of those P times the likeliest")
+    group.add_argument("--repetition-penalty", type=float, metavar="F", help="1 is none")
+    group.add_argument("--seed", type=int, metavar="N", help="the same text every time")
+    p.set_defaults(run="generate")
+
+    commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
+
+    p = commands.add_parser("eval", help="perplexity, or parity with transformers")
+    kinds = p.add_subparsers(dest="kind", required=True, metavar="MEASURE")
+    p = kinds.add_parser("perplexity", help="of texts, or of the answers in chats")
+    _model_arguments(p)
+    p.add_argument("files", nargs="+", help='.txt, or .jsonl rows with "text" or "messages"')
+    p.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens in a window (default: 1024, or the model's context if less)",
+    )
+    p.add_argument(
+        "--stride", type=int, metavar="N", help="tokens between windows (default: half a window)"
+    )
+    p.set_defaults(run="eval_perplexity")
+    p = kinds.add_parser("parity", help="logits, loss and greedy text beside transformers'")
+    _model_arguments(p, dtype=False)
+    p.add_argument("--new-tokens", type=int, default=64, metavar="N", help="greedy text to compare")
+    p.set_defaults(run="eval_parity")
+
+    p = commands.add_parser("export", help="write a model, or a run's checkpoint, for transformers")
+    _model_arguments(p)
+    p.add_argument("directory", help="where to: new or empty")
+    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    p.set_defaults(run="export")
+
+    p = commands.add_parser("info", help="what a model is, or this machine")
+    p.add_argument("model", nargs="?", help="a directory or a hub repository")
+    p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
+    p.set_defaults(run="info")
+    return parser
+
+
+def _model_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
+    parser.add_argument("model", help="a directory or a hub repository")
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"
+    )
+    parser.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda where there is one)"
+    )
+    if dtype:
+        parser.add_argument(
+            "--dtype", choices=DTYPES, default="auto", help="default: auto, the model's own"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

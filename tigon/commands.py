@@ -1,0 +1,180 @@
+"""What the commands of `tigon` do; cli.py says what they take."""
+
+import json
+import platform
+import sys
+from argparse import Namespace
+from typing import Literal
+
+import torch
+
+from tigon import __version__
+from tigon.eval import parity, perplexity, report
+from tigon.models import MODELS, CausalLM, build, from_pretrained
+from tigon.tokenizer import Tokenizer
+from tigon.train.export import find_checkpoint, load_checkpoint
+from tigon.weights import Repository
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
+def generate(args: Namespace) -> int:
+    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    model, tokenizer = _load(args)
+    ids = _prompt(args, text, tokenizer)
+    if not ids:
+        raise ValueError("the prompt is empty")
+    context = model.config.max_position_embeddings
+    if len(ids) >= context:
+        raise ValueError(f"the prompt has {len(ids)} tokens, but the model's context is {context}")
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    do_sample = True if given else None  # None: as generation_config says
+    if args.temperature == 0:
+        do_sample, given = False, {}
+    if args.seed is None:
+        torch.seed()  # else every process would draw the same
+    stream = tokenizer.decode_stream(skip_special_tokens=True)
+
+    def show(new: torch.Tensor) -> None:
+        print(stream.step(int(new)) or "", end="", flush=True)
+
+    model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=min(args.max_new_tokens, context - len(ids)),
+        do_sample=do_sample,
+        repetition_penalty=args.repetition_penalty,
+        eos_token_id=_ends(model, tokenizer),
+        seed=args.seed,
+        streamer=show,
+        **given,
+    )
+    print(stream.finish())
+    return 0
+
+
+def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    if args.raw or tokenizer.chat_template is None:
+        if args.system is not None:
+            why = "--raw" if args.raw else f"{args.model} has none"
+            raise ValueError(f"--system needs a chat template, and {why}")
+        return tokenizer.encode(text)
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages = [*system, {"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    return ids
+
+
+def _ends(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+    """Every token that ends a text: the model's own, and the tokenizer's, which ends a turn."""
+    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
+    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    own = tokenizer.eos_token_id
+    return ends if own is None or own in ends else [*ends, own]
+
+
+def eval_perplexity(args: Namespace) -> int:
+    model, tokenizer = _load(args)
+    result = perplexity(model, tokenizer, args.files, context=args.context, stride=args.stride)
+    print(
+        f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  "
+        f"accuracy {result.accuracy:.4f}  tokens {result.tokens}"
+    )
+    return 0
+
+
+def eval_parity(args: Namespace) -> int:
+    result = parity(
+        args.model, revision=args.revision, new_tokens=args.new_tokens, device=_device(args.device)
+    )
+    print(report(result))
+    return 1 if result.failures else 0
+
+
+def export(args: Namespace) -> int:
+    checkpoint = find_checkpoint(args.model)
+    if checkpoint is None:
+        model, tokenizer = _load(args)
+        dtype = model.dtype
+    else:
+        model, tokenizer = load_checkpoint(checkpoint)
+        own = (model.config.dtype or "float32").removeprefix("torch.")
+        dtype = getattr(torch, own if args.dtype == "auto" else args.dtype)
+    model.save_pretrained(
+        args.directory, tokenizer=tokenizer, dtype=dtype, max_shard_size=args.max_shard_size
+    )
+    print(f"{checkpoint or args.model} -> {args.directory}, {_name(dtype)}")
+    return 0
+
+
+def info(args: Namespace) -> int:
+    if args.model is None:
+        print(f"tigon {__version__}, python {platform.python_version()}, torch {torch.__version__}")
+        print(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            print(f"cuda:{i}: {device.name}, {device.total_memory / 2**30:.0f} GiB")
+        return 0
+    model, files = _described(args)
+    c = model.config
+    embeddings = model.model.embed_tokens.weight.numel()
+    tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
+    rope = ", ".join(f"{k} {v}" for k, v in c.rope_parameters.items() if k != "rope_type")
+    lines = {
+        "architecture": f"{c.architecture} ({c.model_type})",
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "embeddings": f"{embeddings:,}, {tied}",
+        "layers": f"{c.num_hidden_layers}",
+        "model dim": f"{c.hidden_size}",
+        "heads": f"{c.num_attention_heads} query, {c.num_key_value_heads} key/value, "
+        f"{c.head_dim} dims each",
+        "MLP dim": f"{c.intermediate_size}, {c.hidden_act}",
+        "vocabulary": f"{c.vocab_size}",
+        "context": f"{c.max_position_embeddings} tokens",
+        "RoPE": f"{c.rope_parameters['rope_type']}, {rope}",
+        "dtype": _name(model.dtype),
+        "files": files,
+    }
+    print(args.model)
+    for name, value in lines.items():
+        print(f"  {name:<14}{value}")
+    return 0
+
+
+def _described(args: Namespace) -> tuple[CausalLM, str]:
+    """The model without weights, and its files; those of a hub repository are not fetched."""
+    repository = Repository(args.model, revision=args.revision)
+    if repository.directory is not None:
+        model, checkpoint = build(repository, MODELS)
+        sizes = [path.stat().st_size for path in {t.path for t in checkpoint.tensors.values()}]
+        return model, f"{len(sizes)} of weights, {sum(sizes) / 2**20:.1f} MiB"
+    config = json.loads(repository.file("config.json").read_text())
+    kind = config.get("model_type")
+    if kind not in MODELS:
+        raise ValueError(f"{args.model}: model_type {kind!r} is not one of {', '.join(MODELS)}")
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    return MODELS[kind].from_config(config, dtype=dtype, device="meta"), "on the hub"
+
+
+def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
+    dtype: torch.dtype | Literal["auto"] = "auto"
+    if args.dtype != "auto":
+        dtype = getattr(torch, args.dtype)
+    device = _device(args.device)
+    tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
+    model = from_pretrained(args.model, revision=args.revision, dtype=dtype, device=device)
+    return model, tokenizer
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return name
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""Tigon against transformers, on the same weights and tokens."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.models import CausalLM, from_pretrained
+from tigon.tokenizer import Tokenizer
+
+TEXT = (
+    "Steam drove the first railways, and the railways made time a public matter: a train that "
+    "leaves at 10:40 needs every station to agree on what 10:40 means. Before them each town kept "
+    "its own noon. By 1847 British companies set their clocks by Greenwich, thirty-three years "
+    "before the law did.\n\ndef minutes(a: str, b: str) -> int:\n    h, m = map(int, a.split(':'))"
+)
+LOGITS_TOLERANCE = 1e-5  # of the largest logit, fp32
+LOSS_TOLERANCE = 1e-5  # relative, fp32
+
+
+@dataclass(frozen=True)
+class Parity:
+    tokens: int
+    largest_logit: float
+    logits_error: float  # largest absolute difference, fp32
+    loss: float
+    loss_error: float  # fp32
+    greedy_equal: int  # continuation tokens that agree before the first that does not
+    greedy_tokens: int
+    bf16_error: float  # ours to transformers' sdpa
+    bf16_spread: float  # transformers' own eager to sdpa
+
+    @property
+    def failures(self) -> list[str]:
+        """What is worse than it may be; empty is parity."""
+        checks = {
+            "fp32 logits": self.logits_error <= LOGITS_TOLERANCE * self.largest_logit,
+            "fp32 loss": self.loss_error <= LOSS_TOLERANCE * abs(self.loss),
+            "greedy tokens": self.greedy_equal == self.greedy_tokens,
+            "bf16 logits": self.bf16_error <= 2 * self.bf16_spread,
+        }
+        return [name for name, passed in checks.items() if not passed]
+
+
+@torch.no_grad()
+def parity(
+    path_or_repo: str,
+    *,
+    revision: str | None = None,
+    text: str = TEXT,
+    new_tokens: int = 64,
+    device: str = "cpu",
+) -> Parity:
+    """Logits, loss and greedy text of both libraries; loads the model in fp32 and in bf16."""
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ImportError("parity needs transformers: pip install transformers") from error
+
+    def own(dtype: torch.dtype) -> CausalLM:
+        return from_pretrained(path_or_repo, revision=revision, dtype=dtype, device=device)
+
+    def theirs(dtype: torch.dtype, attention: str) -> Any:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path_or_repo, revision=revision, dtype=dtype, attn_implementation=attention
+        )
+        if shown:
+            logging.enable_progress_bar()
+        return model.to(device).eval()
+
+    tokenizer = Tokenizer.from_pretrained(path_or_repo, revision=revision)
+    ids = torch.tensor([tokenizer.encode(text)], device=device)
+    ours, reference = own(torch.float32), theirs(torch.float32, "sdpa")
+    a, b = ours(ids).logits, reference(ids).logits
+    loss = reference(ids, labels=ids).loss.item()
+    loss_error = abs(ours(ids, labels=ids).loss.item() - loss)
+    equal = _agreement(ours, reference, ids, new_tokens)
+    del ours, reference
+    sdpa = theirs(torch.bfloat16, "sdpa")(ids).logits.float()
+    eager = theirs(torch.bfloat16, "eager")(ids).logits.float()
+    half = own(torch.bfloat16)(ids).logits.float()
+    return Parity(
+        tokens=ids.shape[1],
+        largest_logit=b.abs().max().item(),
+        logits_error=(a - b).abs().max().item(),
+        loss=loss,
+        loss_error=loss_error,
+        greedy_equal=equal,
+        greedy_tokens=new_tokens,
+        bf16_error=(half - sdpa).abs().max().item(),
+        bf16_spread=(eager - sdpa).abs().max().item(),
+    )
+
+
+def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
+    """Greedy tokens that agree; an end of text counts for the tokens that would follow it."""
+    a = ours.generate(ids, max_new_tokens=new_tokens, do_sample=False)
+    b = reference.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+    )
+    a, b = a[0, ids.shape[1] :], b[0, ids.shape[1] :]
+    n = min(len(a), len(b))
+    same = int((a[:n] == b[:n]).long().cumprod(0).sum())
+    return new_tokens if same == len(a) == len(b) else same
+
+
+def report(result: Parity) -> str:
+    """The result as a table, with what each figure may be."""
+    scale = result.largest_logit
+    rows: list[tuple[str, float | str, float | str]] = [
+        ("", "measured", "allowed"),
+        ("fp32 logits, max error", result.logits_error, LOGITS_TOLERANCE * scale),
+        ("fp32 loss, error", result.loss_error, LOSS_TOLERANCE * abs(result.loss)),
+        ("greedy tokens equal", str(result.greedy_equal), str(result.greedy_tokens)),
+        ("bf16 logits, max error", result.bf16_error, 2 * result.bf16_spread),
+    ]
+    lines = [f"{name:<24}{_figure(a):>12}{_figure(b):>12}" for name, a, b in rows]
+    verdict = f"differs in {', '.join(result.failures)}" if result.failures else "holds"
+    return "\n".join(
+        [
+            f"{result.tokens} tokens, loss {result.loss:.6f} "
+            f"(perplexity {math.exp(result.loss):.4f}), largest logit {scale:.3f}",
+            *lines,
+            f"parity with transformers: {verdict}",
+        ]
+    )
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"

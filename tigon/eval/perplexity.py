@@ -1,0 +1,148 @@
+"""Perplexity of a model on text or on what the assistant says in conversations."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+
+from tigon.data import chat_examples, find_files
+from tigon.data.sources import read_texts
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+
+IGNORE = -100
+DEFAULT_CONTEXT = 1024
+Document = tuple[np.ndarray, np.ndarray]  # token ids, and which of them are scored
+Window = tuple[int, int, int, int]  # document, start, stop, first token that no window scored yet
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    perplexity: float
+    loss: float  # nats per token
+    accuracy: float  # share of the tokens that greedy decoding would say
+    tokens: int  # scored ones
+
+
+def perplexity(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    patterns: str | Sequence[str],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    batch_tokens: int = 4096,
+) -> Perplexity:
+    """exp of the mean negative log-likelihood over all scored tokens of the files.
+
+    Rows {"messages": ...} of a .jsonl file score what the assistant says; {"text": ...} rows and
+    .txt files score every token but a document's first. What is longer than `context` tokens
+    (1024, or all that the model takes if that is less) is read in windows that advance by
+    `stride` (half the context), and each token is scored in the first window that predicts it.
+    """
+    most = model.config.max_position_embeddings
+    context = min(DEFAULT_CONTEXT, most) if context is None else context
+    if not 2 <= context <= most:
+        raise ValueError(f"context={context} is not in [2, {most}], what the model takes")
+    stride = context // 2 if stride is None else stride
+    if not 0 < stride < context:
+        raise ValueError(
+            f"stride={stride} is not in [1, {context - 1}]: the first token of a window is not "
+            f"predicted in it, so windows of {context} must overlap"
+        )
+    documents = read_documents(patterns, tokenizer)
+    windows = _windows(documents, context, stride)
+    nll, right, count = 0.0, 0, 0
+    with torch.inference_mode(), tqdm(total=len(windows), unit="window", disable=None) as bar:
+        for ids, labels in _batches(documents, windows, batch_tokens):
+            labels = labels.to(model.device)
+            out = model(
+                ids.to(model.device),
+                labels=labels,
+                loss_reduction="sum",
+                metrics=("predicted_tokens",),
+            )
+            assert out.loss is not None
+            targets = labels[:, 1:]
+            scored = targets != IGNORE
+            predicted = out.metrics["predicted_tokens"][:, :-1]
+            nll += out.loss.item()
+            right += int((scored & (predicted == targets)).sum())
+            count += int(scored.sum())
+            bar.update(len(ids))
+    if not count:
+        raise ValueError(f"{patterns} holds no token to score: no document has two tokens")
+    return Perplexity(math.exp(nll / count), nll / count, right / count, count)
+
+
+def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
+    """Conversations if the first row of the first file has messages, else texts."""
+    files = find_files(patterns)
+    if not _is_chat(files[0]):
+        texts = [text for file in files for _, text in read_texts(file)]
+        encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
+        return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
+    chats = chat_examples(files, tokenizer)
+    return [
+        (chats.tokens[a:b], chats.supervised[a:b])
+        for a, b in zip(chats.offsets[:-1], chats.offsets[1:], strict=True)
+    ]
+
+
+def _is_chat(file: Path) -> bool:
+    if file.suffix != ".jsonl":
+        return False
+    with file.open("rb") as lines:
+        first = next((line for line in lines if line.strip()), b"{}")
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return False  # whoever reads the rows says which is wrong
+    return isinstance(row, dict) and "messages" in row
+
+
+def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
+    """Windows that have something to score, shortest first."""
+    windows = []
+    for d, (ids, supervised) in enumerate(documents):
+        fresh = 1  # nothing predicts a document's first token
+        for start in range(0, len(ids), stride):
+            stop = min(start + context, len(ids))
+            if supervised[fresh:stop].any():
+                windows.append((d, start, stop, fresh))
+            fresh = stop
+            if stop == len(ids):
+                break
+    return sorted(windows, key=lambda window: window[2] - window[1])
+
+
+def _batches(
+    documents: Sequence[Document], windows: list[Window], batch_tokens: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """ids and labels [B, T], longest windows first, padded on the right: no token looks there."""
+    end = len(windows)
+    while end:
+        _, start, stop, _ = windows[end - 1]
+        begin = max(0, end - max(1, batch_tokens // (stop - start)))
+        rows = [_tensors(documents, window) for window in windows[begin:end]]
+        yield (
+            pad_sequence([ids for ids, _ in rows], batch_first=True),
+            pad_sequence([labels for _, labels in rows], batch_first=True, padding_value=IGNORE),
+        )
+        end = begin
+
+
+def _tensors(documents: Sequence[Document], window: Window) -> tuple[Tensor, Tensor]:
+    d, start, stop, fresh = window
+    tokens, supervised = documents[d]
+    ids = torch.from_numpy(tokens[start:stop].astype(np.int64))
+    labels = torch.where(torch.from_numpy(supervised[start:stop].copy()), ids, IGNORE)
+    labels[: fresh - start] = IGNORE
+    return ids, labels

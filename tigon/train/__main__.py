@@ -1,0 +1,3 @@
+from tigon.train.launch import main
+
+main()

@@ -1,0 +1,33 @@
+"""A run's checkpoint as a model, at any time: what `tigon export RUN DIRECTORY` writes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train import checkpoint
+from tigon.train.build import build_model
+from tigon.train.config import Config
+from tigon.train.parallel import start
+
+
+def find_checkpoint(path: str) -> Path | None:
+    """`path` itself, or the newest one of the run directory that it is; None if neither."""
+    if Path(path, "run.json").is_file():
+        return Path(path)
+    return checkpoint.latest(Path(path, "checkpoints"))
+
+
+def load_checkpoint(source: Path) -> tuple[CausalLM, Tokenizer]:
+    """Model and tokenizer on the CPU, in this process alone, however many ranks wrote it."""
+    config = Config(**checkpoint.facts(source)["config"])
+    tokenizer = Tokenizer.from_pretrained(
+        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
+    )
+    with start("cpu") as world:
+        model = build_model(replace(config, dtype=config.param_dtype), world, load=False)
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        dcp.load({"model": parameters}, checkpoint_id=source)
+    return model.eval(), tokenizer

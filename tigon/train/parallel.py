@@ -1,0 +1,99 @@
+"""Processes, devices and sharding: the same code on one process and on many."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tigon.models import CausalLM
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def say(self, text: str) -> None:
+        if self.main:
+            print(text, flush=True)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def pick_device(name: str) -> torch.device:
+    """This rank's device: auto, cuda or cpu."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={name}, but torch sees no CUDA device here")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+@contextmanager
+def start(name: str = "auto") -> Iterator[World]:
+    """torchrun's process group, or one of this process alone; nothing of the run may outlive it."""
+    device = pick_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
+        dist.destroy_process_group()
+
+
+def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
+    """FSDP2 over all ranks: a group for each block, and one for embedding, last norm and head.
+
+    Those three share a group because embedding and head may share a weight. Gradients are summed,
+    not averaged: the loss is already divided by the denominator of the whole step.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    # Inputs are not cast: RoPE's tables and loss weights keep their precision
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
+    fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no PREMUL_SUM
+            module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
+
+
+def sync_gradients(model: CausalLM, on: bool) -> None:
+    """Whether the next backward reduces gradients over ranks, or only adds them up here."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(on)
+
+
+def reshard(model: CausalLM) -> None:
+    """After forwards without a backward: give up the gathered weights, so that all are shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,111 @@
+"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and its progress."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from tigon.train.config import Config, dump
+from tigon.train.parallel import World
+
+PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
+
+
+class Record:
+    """The run directory of `config`; on every rank but the first it does nothing."""
+
+    def __init__(self, config: Config, world: World, start: int, steps: int):
+        """`start` steps are done already; rows of metrics.jsonl after them are dropped."""
+        self.path, self.steps, self.log_every = Path(config.run_dir), steps, config.log_every
+        self.main = world.main
+        if not self.main:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write(self.path / "config.yaml", _versions(world) + dump(config))
+        self.metrics = self.path / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.metrics) if start and row["step"] <= start]
+        _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        self.bar = tqdm(initial=start, total=steps, unit="step", disable=not sys.stderr.isatty())
+
+    def step(self, row: dict[str, Any]) -> None:
+        """One optimizer step."""
+        if not self.main:
+            return
+        self._append(row)
+        self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_second']:.0f} tok/s")
+        self.bar.update()
+        if self.bar.disable and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
+            left = int((self.steps - row["step"]) * row["step_seconds"])
+            self.say(
+                f"step {row['step']}/{self.steps}  epoch {row['epoch']:.2f}  "
+                f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
+                f"{row['tokens_per_second']:.0f} tok/s  {left // 60}:{left % 60:02d} left"
+            )
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        if self.main:
+            self._append(row)
+            self.say(f"step {row['step']}/{self.steps}  eval loss {row['eval_loss']:.4f}")
+
+    def say(self, text: str) -> None:
+        if self.main:
+            self.bar.write(text)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.main:
+            self.bar.close()
+            plot(self.metrics, self.path / "loss.png")
+
+    def _append(self, row: dict[str, Any]) -> None:
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without a last one that a killed run left unfinished."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def plot(metrics: Path, image: Path) -> None:
+    """The loss curve as a PNG, when matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    rows = read_metrics(metrics)
+    axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).subplots()
+    for key, style in (("loss", {"linewidth": 1}), ("eval_loss", {"marker": "o"})):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=image.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(image, dpi=120)
+
+
+def _versions(world: World) -> str:
+    packages = " ".join(f"{name} {version(name)}" for name in PACKAGES)
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    commit = f"commit {git.stdout.strip()}" if git.returncode == 0 else "no git"
+    ranks = f"{world.size} rank{'s' * (world.size > 1)} on {world.device.type}"
+    return f"# {ranks}, {commit}, python {platform.python_version()} {packages}\n"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text)
+    os.replace(temporary, path)

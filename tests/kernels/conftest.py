@@ -1,10 +1,30 @@
+"""Every test of an operator runs on both paths: plain torch, and Triton's kernels.
+
+The kernels run on a GPU where there is one, else under Triton's interpreter.
+"""
+
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+import tigon.kernels
+
+CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    autouse=True, params=["reference", pytest.param("triton", marks=pytest.mark.kernel)]
+)
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The path that this run of the test takes, on the GPU if there is one."""
+    torch.set_default_device("cuda" if CUDA else "cpu")
+    with tigon.kernels.use(request.param):
+        yield request.param
+    torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

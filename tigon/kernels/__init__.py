@@ -1,5 +1,6 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
+from tigon.kernels._triton import use
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
@@ -21,4 +22,5 @@ __all__ = [
     "rms_norm_ref",
     "rope",
     "rope_ref",
+    "use",
 ]

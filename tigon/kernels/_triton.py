@@ -1,0 +1,169 @@
+"""Where an operator runs, and how its launchers look to torch.
+
+Every operator file imports `triton` and `tl` from here, so that it also loads where Triton is
+not installed; there, and on any device that Triton cannot serve, the plain-torch definition runs.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux
+
+    class _Absent:
+        """Lets `@triton.jit` and `tl.constexpr` stand in files whose kernels never run."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        def __call__(self, function: Any) -> Any:
+            return function
+
+    triton = tl = cast(Any, _Absent())
+
+Mode = Literal["auto", "reference", "triton"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _known(mode: str, source: str) -> Mode:
+    if mode not in get_args(Mode):
+        raise ValueError(f"{source}={mode!r} is not one of {', '.join(get_args(Mode))}")
+    return cast(Mode, mode)
+
+
+_mode: Mode = _known(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNELS")
+
+
+@contextlib.contextmanager
+def use(mode: Mode) -> Iterator[None]:
+    """Choose the path of every operator called inside: a switch for debugging and tests.
+
+    "auto" takes Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" its
+    kernels or an error. The environment variable TIGON_KERNELS sets what holds outside.
+    """
+    global _mode
+    before, _mode = _mode, _known(mode, "mode")
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether an operator on `x` launches its Triton kernels."""
+    if _mode == "reference" or x.dtype not in DTYPES:
+        return False
+    if x.device.type == "cuda":
+        return _serves(x.device.index)
+    if _mode == "triton" and x.device.type == "cpu" and not INTERPRETED:
+        raise ValueError("Triton kernels run on the CPU only with TRITON_INTERPRET=1")
+    return _mode == "triton" and x.device.type == "cpu"
+
+
+_served: dict[int, bool] = {}
+
+
+@torch.compiler.assume_constant_result
+def _serves(device: int) -> bool:
+    if device not in _served:
+        problem = _problem(device)
+        _served[device] = problem is None
+        if problem is not None:
+            warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
+    return _served[device]
+
+
+def _problem(device: int) -> str | None:
+    """Why Triton cannot serve this GPU; None if a kernel compiles and runs."""
+    name = torch.cuda.get_device_name(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"{name} (sm_{major}{minor}) is older than sm_80"
+    try:
+        x = torch.zeros(1, device=torch.device("cuda", device))
+        with torch.cuda.device(device):
+            _increment[(1,)](x)
+    except Exception as error:  # no compiler, no driver, no Triton: whatever it is, torch remains
+        return f"Triton fails on {name} ({type(error).__name__}: {error})"
+    return None
+
+
+@triton.jit
+def _increment(x):
+    tl.store(x, tl.load(x) + 1)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def multiprocessors(x: Tensor) -> int:
+    """How many the device of `x` has; the interpreter plays one with three."""
+    return _multiprocessors(x.device.index) if x.device.type == "cuda" else 3
+
+
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a launcher as the op `tigon::name`, with `fake` for its shapes.
+
+    torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
+    which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
+    """
+
+    def register(launch: Callable[..., Any]) -> Any:
+        @functools.wraps(launch)
+        def run(x: Tensor, *rest: Any) -> Any:
+            # Triton launches on the current device, whichever the tensors are on
+            if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return launch(x, *rest)
+            return launch(x, *rest)
+
+        op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=())
+        op.register_fake(fake)
+
+        @functools.wraps(launch)
+        def call(*args: Any) -> Any:
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+                return op(*args)
+            return run(*args)
+
+        call.op = op  # type: ignore[attr-defined]
+        return call
+
+    return register
+
+
+def check_devices(**tensors: Tensor | None) -> None:
+    """All tensors are on one device, or an error names where each is."""
+    given = {name: t.device for name, t in tensors.items() if t is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError("; ".join(f"{name} is on {d}" for name, d in given.items()))
+
+
+def refuse_second_derivative(name: str) -> None:
+    """For the top of a backward pass that autograd cannot see through.
+
+    `once_differentiable` would not do: with a constant upstream gradient it returns a constant.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"create_graph=True: the kernels of {name} have no second derivative; "
+            'compute it inside `with tigon.kernels.use("reference")`'
+        )
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., C] as [N, C] with adjacent columns: a view wherever one exists."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()

@@ -1,7 +1,6 @@
 """The same numbers under torch.compile(fullgraph=True) and under autocast."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.models.contract import V, assert_same_gradients, gradients, tokens
 from tigon.kernels.cross_entropy import METRICS
 from tigon.models import CausalLM
 
-FUSED = sys.modules["tigon.kernels.linear_cross_entropy"]
 IDS = torch.arange(26).view(2, 13) * 3
 LABELS = torch.where(torch.arange(26).view(2, 13) % 3 == 1, -100, IDS)  # Liger's bug needs some
 CASES: dict[str, dict[str, Any]] = {
@@ -52,10 +50,8 @@ def assert_equal_when_compiled(model: CausalLM, backend: str, arguments: dict[st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_in_one_graph(
-    model: CausalLM, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * 10)
+def test_loss_and_gradients_in_one_graph(model: CausalLM, case: str) -> None:
+    model.lm_head.logits_bytes = 16 * V * 10
     assert_equal_when_compiled(model, "aot_eager", CASES[case])
 
 
@@ -95,11 +91,9 @@ def autocast_gradients(
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "sum"])
-def test_autocast_is_as_exact_as_plain_autograd(
-    model: CausalLM, monkeypatch: pytest.MonkeyPatch, reduction: str
-) -> None:
+def test_autocast_is_as_exact_as_plain_autograd(model: CausalLM, reduction: str) -> None:
     """Many chunks, as their sum has to stay in fp32 though matrix products are in bf16."""
-    monkeypatch.setattr(FUSED, "LOGITS_BYTES", 16 * V * 8)
+    model.lm_head.logits_bytes = 16 * V * 8
     ids, labels = tokens(batch=16)
     batch = {"input_ids": ids, "labels": labels, "loss_reduction": reduction}
     exact_loss = model(**batch).loss

@@ -5,8 +5,10 @@ from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
 from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
 from tigon.kernels.rope import rope, rope_ref
+from tigon.kernels.selected_logprobs import selected_logprobs, selected_logprobs_ref
 
 __all__ = [
     "AttentionMask",
@@ -18,9 +20,13 @@ __all__ = [
     "gated_act_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
+    "linear_kl",
+    "linear_kl_ref",
     "rms_norm",
     "rms_norm_ref",
     "rope",
     "rope_ref",
+    "selected_logprobs",
+    "selected_logprobs_ref",
     "use",
 ]

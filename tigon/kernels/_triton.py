@@ -73,7 +73,6 @@ def runs_triton(x: Tensor) -> bool:
 _served: dict[int, bool] = {}
 
 
-@torch.compiler.assume_constant_result
 def _serves(device: int) -> bool:
     if device not in _served:
         problem = _problem(device)
@@ -81,6 +80,10 @@ def _serves(device: int) -> bool:
         if problem is not None:
             warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
     return _served[device]
+
+
+# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+_serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _problem(device: int) -> str | None:
@@ -151,16 +154,15 @@ def check_devices(**tensors: Tensor | None) -> None:
         raise ValueError("; ".join(f"{name} is on {d}" for name, d in given.items()))
 
 
-def refuse_second_derivative(name: str) -> None:
+def refuse_second_derivative(
+    name: str, instead: str = 'compute it inside `with tigon.kernels.use("reference")`'
+) -> None:
     """For the top of a backward pass that autograd cannot see through.
 
     `once_differentiable` would not do: with a constant upstream gradient it returns a constant.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"create_graph=True: the kernels of {name} have no second derivative; "
-            'compute it inside `with tigon.kernels.use("reference")`'
-        )
+        raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -10,15 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.kernels.cross_entropy import (
-    Options,
-    cross_entropy,
-    finish_metrics,
-    rows_behind,
-    scale_and_cap,
-    softmax_rows_,
-)
-from tigon.kernels.linear_cross_entropy import Reduction, linear_cross_entropy
+from tigon.kernels.cross_entropy import Options, Reduction, cross_entropy, scale_and_cap
+from tigon.kernels.linear_cross_entropy import LOGITS_BYTES, ActiveRows, linear_cross_entropy
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -46,6 +39,7 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
+        self.logits_bytes = LOGITS_BYTES  # that a loss may hold of logits at a time
 
     def forward(
         self,
@@ -55,6 +49,7 @@ class LMHead(nn.Module):
         token_weights: Tensor | None = None,  # [B, T]
         denominator: Tensor | float = 1.0,
         reduction: Reduction = "sum",
+        active: ActiveRows | None = None,
         return_logits: bool = False,
         metrics: Sequence[str] = (),
     ) -> HeadOutput:
@@ -78,17 +73,19 @@ class LMHead(nn.Module):
                 reduction=reduction,
                 options=self.options,
                 metrics=metrics,
+                active=active,
+                logits_bytes=self.logits_bytes,
             )
         else:
-            raw = raw.flatten(0, 1)
-            loss = cross_entropy(raw, targets, options=self.options)
-            loss = loss if token_weights is None else loss * token_weights
-            if reduction == "sum":
-                loss = loss.sum() / denominator
-            with torch.no_grad():
-                z = scale_and_cap(raw.to(torch.float32, copy=True), self.options)
-                rows = softmax_rows_(z, targets, rows_behind(metrics)).metrics
-            values = finish_metrics(rows, targets, metrics)
+            loss, values = cross_entropy(
+                raw.flatten(0, 1),
+                targets,
+                token_weights=token_weights,
+                denominator=denominator,
+                reduction=reduction,
+                options=self.options,
+                metrics=metrics,
+            )
         return HeadOutput(
             loss=loss.view(shape) if reduction == "none" else loss,
             logits=logits,

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.generation import generate
 from tigon.kernels.attention import AttentionMask
+from tigon.kernels.linear_cross_entropy import active_rows
 from tigon.layers import AddRMSNorm, FusedLinear, KVCache, LMHead, RotaryEmbedding
 from tigon.models import _load, _save
 from tigon.models._config import Config
@@ -262,6 +263,12 @@ class CausalLM(nn.Module):
         )
         if metrics and not targets:
             raise ValueError(f"metrics={tuple(metrics)} without labels: they come with the loss")
+        if targets:
+            metrics = self.defaults.metrics if metrics is None else metrics
+            weights = None if metrics else targets["token_weights"]
+            # Before the blocks are launched, so that nobody waits for it
+            active = active_rows(targets["targets"], weights)
+            targets |= {"metrics": metrics, "active": active}
         hidden = self.model(
             x, inputs.position_ids, inputs.mask, cache, self.activation_checkpointing
         )
@@ -270,7 +277,6 @@ class CausalLM(nn.Module):
             take(hidden, kept),
             **targets,
             return_logits=bool(want),
-            metrics=self.defaults.metrics if metrics is None else metrics,
         )
         return CausalLMOutput(out.loss, out.logits, cache, out.metrics)
 

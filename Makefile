@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format clean
+.PHONY: help quickstart test check format clean bench-kernels
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -33,3 +33,6 @@ format: .venv/.installed-test  ## format and fix what ruff can
 
 clean:  ## remove the environment and everything built
 	rm -rf .venv .assets runs .mypy_cache .pytest_cache .ruff_cache
+
+bench-kernels: .venv/.installed-train  ## every operator beside its peers, on a GPU (ARGS="--quick")
+	$(BIN)/python bench/kernels.py $(ARGS)

@@ -10,22 +10,24 @@ import argparse
 import json
 import platform
 import runpy
-import subprocess
+import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed, and bench/kernels.py does not
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # pass for the package of that name
 
 import torch
 import transformers
 from torch import Tensor
 
 import tigon
+from bench._common import RESULTS, ROOT, save, stamp
 
-ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 64
 NEVER = 49151  # an eos id that greedy decoding of this checkpoint does not produce
 DECODE = [(1, 30), (4, 30), (1, 1000)]  # batch, prompt
@@ -109,11 +111,6 @@ def measure(directory: Path, dtype: torch.dtype, repeats: int) -> list[dict[str,
     return results
 
 
-def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
 def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -139,21 +136,14 @@ def main() -> None:
     ]
     record = {
         "model": directory.name,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": bool(git("status", "--porcelain", "--", "tigon", "bench/cpu.py")),
+        **stamp("tigon", "bench/cpu.py"),
         "cpu": processor(),
         "threads": arguments.threads,
         "repeats": arguments.repeats,
-        "python": platform.python_version(),
-        "tigon": tigon.__version__,
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
         "results": results,
     }
-    path = ROOT / "bench/results/cpu.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    save(RESULTS / "cpu.json", record)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ def test_no_gradient_is_made_for_nobody(monkeypatch: pytest.MonkeyPatch, path: s
     assert sizes and max(sizes) < logits.numel()
 
 
+@pytest.mark.traced
 def test_the_operators_are_what_they_say(path: str) -> None:
     if path == "reference":
         pytest.skip("there is no operator")
@@ -228,9 +229,9 @@ def test_the_operators_are_what_they_say(path: str) -> None:
     torch.library.opcheck(_rescale.op, (logits, w[0], torch.bfloat16), test_utils=tests)
 
 
+@pytest.mark.traced
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_compiled(monkeypatch: pytest.MonkeyPatch, reduction: str) -> None:
-    monkeypatch.undo()  # Dynamo cannot trace poisoned allocations
+def test_compiled(reduction: str) -> None:
     logits, targets = inputs()
     w = torch.rand(N)
     compiled = torch.compile(

@@ -137,8 +137,8 @@ def test_no_rows() -> None:
     assert (torch.autograd.grad(loss, x["weight"])[0] == 0).all()
 
 
-def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # Dynamo cannot trace poisoned allocations
+@pytest.mark.traced
+def test_compiled() -> None:
     x = inputs()
     compiled = torch.compile(
         lambda x: linear_kl(**x, beta=0.3),
@@ -155,6 +155,7 @@ def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.traced
 def test_the_operator_is_what_it_says() -> None:
     x = {k: t.detach() for k, t in inputs().items()}
     arguments = (

@@ -222,8 +222,10 @@ def _rows_kernel(
                     best = tl.where(top > peak, first.to(tl.int32), best)
                 higher = tl.maximum(peak, top)
                 shrink = tl.exp2((peak - higher) * LOG2E)
-                # The difference first: exact where it matters, near the maximum
-                p = tl.exp2((z - higher[:, None]) * LOG2E)
+                if logits.dtype.element_ty == tl.float32:
+                    p = tl.exp2((z - higher[:, None]) * LOG2E)  # exact near the maximum
+                else:
+                    p = tl.exp2(z * LOG2E - (higher * LOG2E)[:, None])  # one operation
                 if ENTROPY:
                     moment = (moment + mass * (peak - higher)) * shrink
                     moment += tl.sum(p * tl.where(p > 0, z - higher[:, None], 0.0), axis=1)
@@ -267,8 +269,10 @@ def _rows_kernel(
             d_target -= flat + slope * (1 - SMOOTHING)
             if CAP != 0.0:
                 d_target *= 1 - (z_target / CAP) * (z_target / CAP)
-            for start in range(0, V, BLOCK):
-                at = start + columns
+            # Backwards: what was read last is still in L2, even if the rows in flight are not
+            blocks = tl.cdiv(V, BLOCK)
+            for i in range(blocks):
+                at = (blocks - 1 - i) * BLOCK + columns
                 x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first")
                 z = transform(x, SCALE, CAP)
                 d = tl.exp2(z * LOG2E - log2_sum) * steep

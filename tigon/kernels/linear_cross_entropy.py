@@ -399,12 +399,13 @@ def _chunked_pass(
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
     """Rows whose logits fit the budget; in place on a GPU, with fp32 copies elsewhere.
 
-    A power of two from 128 on: matrix products of other sizes were up to 10 % slower on an H200.
+    A multiple of 1024, or else of 128: matrix products of other sizes are slower, as are smaller.
     """
     if not runs_triton(hidden):
         return max(1, logits_bytes // (16 * vocab))
     rows = max(1, logits_bytes // (hidden.element_size() * _padded(vocab)))
-    return 2 ** (rows.bit_length() - 1) if rows >= 128 else rows
+    step = next(step for step in (1024, 128, 1) if rows >= step)
+    return rows // step * step
 
 
 def _padded(vocab: int) -> int:

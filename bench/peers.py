@@ -1,0 +1,138 @@
+"""What Tigon's operators are compared with: the usual plain-torch formulas, and other libraries.
+
+The formulas are those of transformers' modelling files. `up` is the dtype that they compute in
+where those files upcast: fp32 as there, fp64 for the truth that errors are measured against.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PACKAGES = {
+    "Liger": "liger-kernel",
+    "QuACK": "quack-kernels",
+    "CCE": "cut-cross-entropy",
+}
+
+
+def versions() -> dict[str, str | None]:
+    """Of every peer library; None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for name, package in PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """The function `module:name`, imported when it is asked for."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def ours(name: str) -> Callable[..., Any]:
+    return imported(f"tigon.kernels.{name}:{name}")
+
+
+def liger(name: str) -> Callable[..., Any]:
+    return imported(f"liger_kernel.transformers.functional:{name}")
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+def cce(*, exact: bool) -> Callable[..., Any]:
+    """CCE as it is by default, which leaves out small gradients, or without that filter."""
+    function = imported("cut_cross_entropy:linear_cross_entropy")
+    if not exact:
+        return function
+    kinds = imported("cut_cross_entropy.linear_cross_entropy:LinearCrossEntropyImpl").__members__
+    # 25.1.1, the newest on PyPI, has no such name: there the filter is an argument
+    return partial(function, **({"impl": "cce_exact"} if "CCE_EXACT" in kinds else NO_FILTER))
+
+
+NO_FILTER = {"filter_eps": None}
+
+
+def llama_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
+    h = x.to(up)
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def gemma_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
+    h = x.to(up)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return (h * (1.0 + weight.to(up))).to(x.dtype)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return llama_norm(total, weight, eps, up), total
+
+
+def sandwich(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    up: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    total = residual + gemma_norm(x, post_weight, eps, up)
+    return gemma_norm(total, weight, eps, up), total
+
+
+def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [B, T, heads, D]; cos and sin [1, T, D], in the dtype of q as transformers has it."""
+
+    def rotated(x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        half = x.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return (x * cos[:, None] + turned * sin[:, None]).transpose(1, 2)
+
+    return rotated(q), rotated(k)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    up: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    return rope(llama_norm(q, q_weight, eps, up), llama_norm(k, k_weight, eps, up), cos, sin)
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
+) -> Tensor:
+    return F.cross_entropy(logits.to(up), targets, reduction=reduction)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    reduction: str,
+    up: torch.dtype = torch.float32,
+) -> Tensor:
+    return cross_entropy(hidden @ weight.T, targets, reduction, up)

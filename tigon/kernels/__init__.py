@@ -8,6 +8,7 @@ from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cros
 from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
 from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
 from tigon.kernels.rope import rope, rope_ref
+from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
 from tigon.kernels.selected_logprobs import selected_logprobs, selected_logprobs_ref
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "rms_norm_ref",
     "rope",
     "rope_ref",
+    "sandwich_norm",
+    "sandwich_norm_ref",
     "selected_logprobs",
     "selected_logprobs_ref",
     "use",

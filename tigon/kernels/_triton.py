@@ -25,8 +25,8 @@ except ImportError:  # not on Linux
         def __getattr__(self, name: str) -> "_Absent":
             return self
 
-        def __call__(self, function: Any) -> Any:
-            return function
+        def __call__(self, function: Any = None, **_: Any) -> Any:
+            return function or self
 
     triton = tl = cast(Any, _Absent())
 

@@ -269,8 +269,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _pass(hidden: Tensor) -> Any:
-    """The chunked pass: one opaque op where it launches kernels, else visible to torch.compile."""
-    return _chunked_pass if runs_triton(hidden) else _chunked_pass.__wrapped__
+    """The chunked pass: on the CPU visible to torch.compile, else one opaque op."""
+    plain = hidden.device.type == "cpu" and not runs_triton(hidden)
+    return _chunked_pass.__wrapped__ if plain else _chunked_pass
 
 
 def _chunked_pass_fake(

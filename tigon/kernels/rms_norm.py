@@ -1,68 +1,557 @@
 """Root mean square normalisation, with the residual addition that precedes it.
 
-# ... any leading dimensions, C model dim
+# ... any leading dimensions, N rows of them, C model dim, P partial sums of the weight's gradient
+
+Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. One read of
+every input and one write of every output, which is the least there is.
 """
 
-from typing import Literal, overload
+import functools
+from typing import Any, Literal, NamedTuple, get_args, overload
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._triton import (
+    DTYPES,
+    as_rows,
+    check_devices,
+    multiprocessors,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+
 Cast = Literal["before_weight", "after_weight"]
+CASTS = get_args(Cast)
+WIDEST = 32768  # a kernel holds whole rows in registers; wider ones take the reference
 
 
 def rms_norm_ref(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = 0.0,
     cast: Cast = "before_weight",
+    gate: Tensor | None = None,
 ) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (offset + weight)` over the last dimension, fp32 inside."""
-    h = F.rms_norm(x.float(), weight.shape, eps=eps)
-    if cast == "before_weight":  # Llama rounds to the input's dtype first; Gemma and OLMo last
-        return ((offset + weight if offset else weight) * h.to(x.dtype)).to(x.dtype)
-    return (h * (offset + weight.float())).to(x.dtype)
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight) * silu(gate)`, fp32 inside."""
+    h = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
+    if weight is not None:
+        if cast == "before_weight":  # Llama rounds to the input's dtype first; Gemma and OLMo last
+            h = (offset + weight if offset else weight) * h.to(x.dtype)
+        else:
+            h = h * (offset + weight.float())
+    if gate is not None:
+        h = h * F.silu(gate.float())
+    return h.to(x.dtype)
+
+
+class Launch(NamedTuple):
+    """What a kernel's speed hangs on; the numbers below were the best of some tried on an H200."""
+
+    block: int  # columns, a power of two
+    rows: int  # at a time
+    warps: int
+    # Backward, where each program walks over many rows:
+    per_sm: int = 0  # programs per multiprocessor
+    stages: int = 1  # steps in flight
+    late: bool = False  # sum the weight's gradient over a step's rows after the last step: for
+    # blocks so narrow that these rows lie in different threads
+
+    def programs(self, x: Tensor, N: int) -> int:
+        steps = -(-N // self.rows)
+        return min(steps, self.per_sm * multiprocessors(x)) if self.per_sm else steps
+
+
+def power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()  # triton's own takes microseconds
+
+
+@functools.cache
+def launch_forward(C: int) -> Launch:
+    block = power_of_2(C)
+    if block < 1024:
+        return Launch(block, rows=min(2048 // block, 16), warps=4)
+    # Where a block is wider than the row, fewer warps leave fewer lanes idle
+    if block <= 2048:
+        return Launch(block, rows=1, warps=2 if block > C else 4)
+    if block == 4096:
+        return Launch(block, rows=1, warps=4) if block > C else Launch(block, rows=2, warps=16)
+    return Launch(block, rows=1, warps=min(block // 512, 32))
+
+
+@functools.cache
+def _launch_backward(C: int, width: int) -> Launch:
+    """`width`: bytes per element of all inputs, which wait in shared memory."""
+    block = power_of_2(C)
+    if block < 1024:
+        rows, warps, per_sm = min(2048 // block, 16), 2, 4
+    elif block <= 2048:
+        rows, warps, per_sm = (2, 4, 3) if block > C else (1, 4, 4)
+    else:
+        rows, warps, per_sm = max(8192 // block, 1), min(max(block // 1024, 8), 32), 1
+    flight = stages(rows * block * width)
+    return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
+
+
+def stages(step: int, most: int = 3) -> int:
+    """Steps in flight, `most` where every GPU from sm_80 on has shared memory for those behind."""
+    return 1 + min(most - 1, (96 << 10) // step)
+
+
+@triton.jit
+def load_scale(
+    weight,
+    C: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
+        columns = columns[None, :] + tl.zeros([ROWS, 1], tl.int32)
+    w = tl.load(weight + columns, mask=columns < C, other=0.0)
+    scale = w.to(tl.float32) + OFFSET
+    if BEFORE:  # the reference adds the offset in the weight's dtype
+        scale = scale.to(w.dtype).to(tl.float32)
+    if BLOCK >= 1024:
+        scale = scale[None, :]
+    return scale
+
+
+@triton.jit
+def tile_mask(rows, columns, N, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    mask = tl.full([ROWS, BLOCK], True, tl.int1)
+    if BLOCK != C:
+        mask &= columns < C
+    if ROWS > 1:
+        mask &= rows < N
+    return mask
+
+
+@triton.jit
+def _scaled(n, weight, scale, x, BEFORE: tl.constexpr, GATED: tl.constexpr):
+    """The normalised n times its scale, rounded as the reference does before the gate."""
+    if BEFORE:
+        n = n.to(x.dtype.element_ty).to(tl.float32)
+    n *= scale
+    if BEFORE and GATED and weight.dtype.element_ty == x.dtype.element_ty:
+        n = n.to(x.dtype.element_ty).to(tl.float32)
+    return n
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    residual,
+    gate,
+    weight,
+    y,
+    total,
+    rstd,
+    x_row,
+    residual_row,
+    gate_row,
+    N,
+    eps,
+    C: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
+    inside = rows < N
+    rows = rows.to(tl.int64)
+    h = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
+    h = h.to(tl.float32)
+    if residual is not None:
+        at = residual + rows * residual_row + columns
+        h += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        h = h.to(total.dtype.element_ty)
+        tl.store(total + rows * C + columns, h, mask=mask)
+        h = h.to(tl.float32)
+    if weight is not None:  # loaded before the reduction, which then hides the wait
+        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if gate is not None:
+        at = gate + rows * gate_row + columns
+        z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+    if rstd is not None:
+        tl.store(rstd + rows, r, mask=inside)
+    h *= r
+    if weight is not None:
+        h = _scaled(h, weight, scale, x, BEFORE, gate is not None)
+    if gate is not None:
+        h *= z * tl.sigmoid(z)
+    tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x,
+    gate,
+    weight,
+    rstd,
+    dy,
+    dtotal,
+    dx,
+    dgate,
+    partials,
+    x_row,
+    gate_row,
+    dy_row,
+    dtotal_row,
+    N,
+    C: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    if weight is not None:
+        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if partials is not None:
+        dw = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
+        inside = rows < N
+        rows = rows.to(tl.int64)
+        n = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
+        d = tl.load(dy + rows * dy_row + columns, mask=mask, other=0.0)
+        r = tl.load(rstd + rows, mask=inside, other=0.0)
+        n = n.to(tl.float32) * r
+        d = d.to(tl.float32)
+        if gate is not None:
+            at = gate + rows * gate_row + columns
+            z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            s = tl.sigmoid(z)
+            if dgate is not None:
+                m = n
+                if weight is not None:
+                    m = _scaled(n, weight, scale, x, BEFORE, True)
+                m *= d * s * (1.0 + z * (1.0 - s))
+                tl.store(dgate + rows * C + columns, m.to(dgate.dtype.element_ty), mask=mask)
+            d *= z * s
+        if partials is not None:
+            if LATE:
+                dw += d * n
+            else:
+                dw += tl.sum(d * n, 0, keep_dims=True)
+        if dx is not None:
+            if weight is not None:
+                d *= scale
+            d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+            if dtotal is not None:
+                at = dtotal + rows * dtotal_row + columns
+                d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
+    if partials is not None:
+        at = partials + tl.program_id(0).to(tl.int64) * C + columns
+        tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=columns < C)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums [P, C] over P in a fixed order into `out`; the [P, C] that follows it into `out2`."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    partials += tl.program_id(1).to(tl.int64) * P * C
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, P, ROWS):
+        rows = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        total += tl.load(partials + rows * C + columns, mask=(rows < P) & (columns < C), other=0.0)
+    total = tl.sum(total, 0, keep_dims=True)
+    inside = columns < C
+    if out2 is None:
+        tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        if tl.program_id(1) == 0:
+            tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
+
+
+def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
+    """[P, C] or [2, P, C] -> [C] each: all of P in one step, since the wait for memory is all."""
+    grid = (-(-C // 16), 1 if out2 is None else 2)
+    rows = min(power_of_2(P), 512)
+    _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def rows_of(x: Tensor, C: int) -> tuple[Tensor, int]:
+    """`x` as rows with adjacent columns, and the step from row to row."""
+    if x.is_contiguous():
+        return x, C
+    x = as_rows(x)
+    return x, x.stride(0)
+
+
+def _outputs(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    offset: float,
+    before: bool,
+    save: bool,
+) -> list[Tensor]:
+    outputs = [empty_like(x)]
+    if residual is not None:
+        outputs.append(empty_like(x))
+    if save:
+        N = x.numel() // max(x.shape[-1], 1)
+        outputs.append(torch.empty(N, dtype=torch.float32, device=x.device))
+    return outputs
+
+
+@operator("rms_norm", _outputs)
+def _forward(
+    x: Tensor,  # [..., C]
+    residual: Tensor | None,  # [..., C]
+    gate: Tensor | None,  # [..., C]
+    weight: Tensor | None,  # [C]
+    eps: float,
+    offset: float,
+    before: bool,  # round before the weight
+    save: bool,
+) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N]
+    outputs = _outputs(x, residual, gate, weight, eps, offset, before, save)
+    if x.numel() == 0:
+        return outputs
+    C = x.shape[-1]
+    N = x.numel() // C
+    x, x_row = rows_of(x, C)
+    residual_row = gate_row = C
+    if residual is not None:
+        residual, residual_row = rows_of(residual, C)
+    if gate is not None:
+        gate, gate_row = rows_of(gate, C)
+    launch = launch_forward(C)
+    _forward_kernel[(launch.programs(x, N),)](
+        x,
+        residual,
+        gate,
+        None if weight is None else weight.contiguous(),
+        outputs[0],
+        None if residual is None else outputs[1],
+        outputs[-1] if save else None,
+        x_row,
+        residual_row,
+        gate_row,
+        N,
+        eps,
+        C,
+        offset,
+        before,
+        launch.block,
+        launch.rows,
+        num_warps=launch.warps,
+    )
+    return outputs
+
+
+def _gradients(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool]
+) -> list[Tensor]:
+    """Where the gradients that are needed of (x, gate, weight) go."""
+    wanted = zip((x, gate, weight), needs, strict=True)
+    return [empty_like(t) for t, needed in wanted if needed and t is not None]
+
+
+def _backward_fake(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
+) -> list[Tensor]:
+    return _gradients(x, gate, weight, needs)
+
+
+@operator("rms_norm_backward", _backward_fake)
+def _backward(
+    x: Tensor,  # [..., C]: what was normalised
+    gate: Tensor | None,  # [..., C]
+    weight: Tensor | None,  # [C]
+    needs: list[bool],  # the gradients of x, gate, weight; returned in this order
+    rstd: Tensor,  # [N]
+    dy: Tensor,  # [..., C]
+    dtotal: Tensor | None,  # [..., C]
+    offset: float,
+    before: bool,
+) -> list[Tensor]:
+    gradients = _gradients(x, gate, weight, needs)
+    dx = gradients[0] if needs[0] else None
+    dgate = gradients[needs[0]] if needs[1] else None
+    dweight = gradients[-1] if needs[2] else None
+    if x.numel() == 0:
+        if dweight is not None:
+            dweight.zero_()
+        return gradients
+    C = x.shape[-1]
+    N = x.numel() // C
+    x, x_row = rows_of(x, C)
+    dy, dy_row = rows_of(dy, C)
+    gate_row = dtotal_row = C
+    width = x.element_size() + dy.element_size()
+    if gate is not None:
+        gate, gate_row = rows_of(gate, C)
+        width += gate.element_size()
+    if dtotal is not None:
+        dtotal, dtotal_row = rows_of(dtotal, C)
+        width += dtotal.element_size()
+    launch = _launch_backward(C, width)
+    grid = launch.programs(x, N)
+    partials = None
+    if dweight is not None:
+        partials = torch.empty(grid * C, dtype=torch.float32, device=x.device)
+    _backward_kernel[(grid,)](
+        x,
+        gate,
+        None if weight is None else weight.contiguous(),
+        rstd,
+        dy,
+        dtotal,
+        dx,
+        dgate,
+        partials,
+        x_row,
+        gate_row,
+        dy_row,
+        dtotal_row,
+        N,
+        C,
+        offset,
+        before,
+        launch.block,
+        launch.rows,
+        launch.stages,
+        launch.late,
+        num_warps=launch.warps,
+    )
+    if partials is not None and dweight is not None:
+        sum_partials(partials, grid, C, dweight)
+    return gradients
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        before: bool,
+    ) -> Any:
+        if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
+            ctx.set_materialize_grads(False)
+        ctx.constants = offset, before
+        y, *total, rstd = _forward(x, residual, gate, weight, eps, offset, before, True)
+        if not total:
+            ctx.save_for_backward(x, gate, weight, rstd)
+            return y
+        ctx.save_for_backward(total[0], gate, weight, rstd)
+        return y, total[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
+        refuse_second_derivative("rms_norm")
+        x, gate, weight, rstd = ctx.saved_tensors
+        needs_x, needs_residual, needs_gate, needs_weight = ctx.needs_input_grad[:4]
+        if dy is None:  # only the sum was used
+            return dtotal, dtotal, None, None, None, None, None
+        needs = [needs_x or needs_residual, needs_gate, needs_weight]
+        found = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
+        dx, dgate, dweight = (next(found) if needed else None for needed in needs)
+        return (
+            dx if needs_x else None,
+            dx if needs_residual else None,
+            dgate,
+            dweight,
+            None,
+            None,
+            None,
+        )
 
 
 @overload
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = ...,
     cast: Cast = ...,
     residual: None = None,
+    gate: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def rms_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     *,
     offset: float = ...,
     cast: Cast = ...,
     residual: Tensor,
+    gate: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def rms_norm(
     x: Tensor,  # [..., C]
-    weight: Tensor,  # [C]
+    weight: Tensor | None,  # [C]; None: no scale
     eps: float,
     *,
     offset: float = 0.0,
     cast: Cast = "before_weight",
     residual: Tensor | None = None,  # [..., C]
+    gate: Tensor | None = None,  # [..., C]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm of `x`; with a residual, of `x + residual`, and then `(normed, sum)` is returned.
 
-    `offset` 1 and `cast="after_weight"` is Gemma's variant. Source: Zhang & Sennrich 2019
-    (arXiv 1910.07467); the two cast orders are those of transformers' modelling files.
+    `offset` 1 and `cast="after_weight"` is Gemma's variant; a gate multiplies the result by
+    silu(gate), as Qwen3-Next does. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast
+    orders are those of transformers' modelling files.
     """
-    if x.shape[-1:] != weight.shape:
-        raise ValueError(f"weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}")
-    if residual is None:
-        return rms_norm_ref(x, weight, eps, offset=offset, cast=cast)
-    total = x + residual
-    return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
+    if cast not in CASTS:
+        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
+    # Dynamo, too, must meet each float before autograd.Function: there it would lose it
+    if eps < 0 or offset < 0:
+        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
+    served = residual is None or residual.dtype == x.dtype
+    differentiable = x.requires_grad
+    wanted = x.shape[-1:]
+    for name, t in (("weight", weight), ("residual", residual), ("gate", gate)):
+        if t is not None:
+            if t.device != x.device:
+                check_devices(x=x, weight=weight, residual=residual, gate=gate)
+            if t.shape != wanted:
+                raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
+            served = served and t.dtype in DTYPES
+            differentiable = differentiable or t.requires_grad
+        wanted = x.shape
+    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+        total = x if residual is None else x + residual
+        y = rms_norm_ref(total, weight, eps, offset=offset, cast=cast, gate=gate)
+        return y if residual is None else (y, total)
+    before = cast == "before_weight"
+    if differentiable and torch.is_grad_enabled():
+        return _RMSNorm.apply(x, residual, gate, weight, eps, offset, before)
+    outputs = _forward(x, residual, gate, weight, eps, offset, before, False)
+    return outputs[0] if residual is None else (outputs[0], outputs[1])

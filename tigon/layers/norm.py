@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.rms_norm import Cast, rms_norm
+from tigon.kernels.sandwich_norm import sandwich_norm
 
 
 class RMSNorm(nn.Module):
@@ -27,12 +28,28 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(RMSNorm):
     """The seam between two branches: `(norm(x + residual), x + residual)` in one pass.
 
-    Without a residual, at the start of the stream, `(norm(x), x)`.
+    Without a residual, at the start of the stream, `(norm(x), x)`. With `post`, the norm that
+    Gemma 2 and 3 put behind a branch, `post(x)` is added: a module of its own, so that both keep
+    their names in the checkpoint.
     """
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
         if residual is None:
+            if post is not None:
+                raise ValueError("post norms a branch: at the start of the stream there is none")
             return super().forward(x), x
-        return rms_norm(
-            x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
+        if post is None:
+            return rms_norm(
+                x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
+            )
+        options = self.eps, self.offset, self.cast
+        if options != (post.eps, post.offset, post.cast):
+            raise ValueError(
+                f"eps, offset, cast are {options} here and {post.eps, post.offset, post.cast} in "
+                "post: one pass takes the same for both; call post(x) on its own"
+            )
+        return sandwich_norm(
+            x, residual, post.weight, self.weight, self.eps, offset=self.offset, cast=self.cast
         )

@@ -1,0 +1,61 @@
+"""The norms as modules, against float64 definitions."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.layers import AddRMSNorm, RMSNorm
+
+C = 24
+
+
+def exact(norm: RMSNorm, x: Tensor) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight + norm.offset)
+
+
+def filled(norm: RMSNorm) -> RMSNorm:
+    torch.nn.init.normal_(norm.weight)
+    return norm
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_new_norm_scales_by_one(offset: float) -> None:
+    norm, x = RMSNorm(C, 1e-3, offset=offset), torch.randn(3, C)
+    norm.init_weights()
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+
+
+def test_the_seam_between_two_branches() -> None:
+    norm, x, residual = filled(AddRMSNorm(C, 1e-3)), torch.randn(2, 3, C), torch.randn(2, 3, C)
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed.double(), exact(norm, total), rtol=1e-5, atol=1e-6)
+    normed, total = norm(x, None)
+    assert total is x
+    torch.testing.assert_close(normed.double(), exact(norm, x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_seam_with_a_norm_behind_the_branch() -> None:
+    gemma = {"offset": 1.0, "cast": "after_weight"}
+    norm, post = filled(AddRMSNorm(C, 1e-3, **gemma)), filled(RMSNorm(C, 1e-3, **gemma))
+    x, residual = torch.randn(2, 2, 3, C).requires_grad_().unbind()
+    normed, total = norm(x, residual, post)
+    expected = residual + exact(post, x)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(normed.double(), exact(norm, expected), rtol=1e-5, atol=1e-6)
+    up, leaves = torch.randn(2, 3, C), [x, residual, norm.weight, post.weight]
+    found = torch.autograd.grad((normed * up).sum(), leaves)
+    wanted = torch.autograd.grad((exact(norm, expected) * up).sum(), leaves)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_two_norms_of_different_kinds_are_not_one_pass() -> None:
+    norm, post = AddRMSNorm(C, 1e-3, offset=1.0), RMSNorm(C, 1e-5)
+    x = torch.randn(2, C)
+    with pytest.raises(ValueError, match=r"\(0.001, 1.0, 'before_weight'\) here and \(1e-05, 0.0"):
+        norm(x, x, post)
+    with pytest.raises(ValueError, match="at the start of the stream there is none"):
+        norm(x, None, post)

@@ -1,0 +1,411 @@
+"""Two norms around a residual addition: the seam of Gemma 2 and 3, in one pass.
+
+# ... any leading dimensions, N rows of them, C model dim, P partial sums of weight gradients
+
+Saved for the backward pass: x, the sum and both 1 / rms. Bytes per element in bf16: forward 8 (x
+and residual in, normed and sum out), backward 12 (x, the sum and both gradients in, two out).
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._triton import (
+    DTYPES,
+    check_devices,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.kernels.rms_norm import (
+    CASTS,
+    Cast,
+    Launch,
+    empty_like,
+    launch_forward,
+    load_scale,
+    power_of_2,
+    rms_norm_ref,
+    rows_of,
+    stages,
+    sum_partials,
+    tile_mask,
+)
+
+WIDEST = 8192  # a program holds a row and two weights' gradients; wider rows take the reference
+
+
+def sandwich_norm_ref(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 1.0,
+    cast: Cast = "after_weight",
+) -> tuple[Tensor, Tensor]:
+    total = residual + rms_norm_ref(x, post_weight, eps, offset=offset, cast=cast)
+    return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
+
+
+@functools.cache
+def _launch_backward(C: int, width: int) -> Launch:
+    """`width`: bytes per element of all inputs, which wait in shared memory."""
+    block = power_of_2(C)
+    if block < 1024:
+        rows, warps, per_sm = min(2048 // block, 16), 2, 4
+    elif block <= 2048:
+        rows, warps, per_sm = (2, 4, 2) if block > C else (1, 4, 2)
+    else:
+        rows, warps, per_sm = 1, max(block // 512, 8), 1
+    flight = stages(rows * block * width, most=3 if block <= 2048 else 4)
+    return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    residual,
+    post_weight,
+    weight,
+    y,
+    total,
+    rstd,
+    x_row,
+    residual_row,
+    N,
+    eps,
+    C: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
+    inside = rows < N
+    rows = rows.to(tl.int64)
+    h = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
+    at = residual + rows * residual_row + columns
+    t = tl.load(at, mask=mask, other=0.0)
+    post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    dtype = x.dtype.element_ty
+
+    h = h.to(tl.float32)
+    r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+    if rstd is not None:
+        tl.store(rstd + rows, r, mask=inside)
+    h *= r
+    if BEFORE:
+        h = h.to(dtype).to(tl.float32)
+    h = (h * post_scale).to(dtype).to(tl.float32)
+
+    t = (t.to(tl.float32) + h).to(dtype)
+    tl.store(total + rows * C + columns, t, mask=mask)
+    t = t.to(tl.float32)
+    r = tl.math.rsqrt(tl.sum(t * t, 1, keep_dims=True) * (1.0 / C) + eps)
+    if rstd is not None:
+        tl.store(rstd + N + rows, r, mask=inside)
+    t *= r
+    if BEFORE:
+        t = t.to(dtype).to(tl.float32)
+    tl.store(y + rows * C + columns, (t * scale).to(dtype), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    x,
+    total,
+    post_weight,
+    weight,
+    rstd,
+    dy,
+    dtotal,
+    dx,
+    dresidual,
+    partials,
+    x_row,
+    dy_row,
+    dtotal_row,
+    N,
+    C: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LATE: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)[None, :]
+    post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+    if partials is not None:
+        dpost = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+        dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
+        inside = rows < N
+        rows = rows.to(tl.int64)
+        n = tl.load(total + rows * C + columns, mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(dy + rows * dy_row + columns, mask=mask, other=0.0).to(tl.float32)
+        r = tl.load(rstd + N + rows, mask=inside, other=0.0)
+        n *= r
+        if partials is not None:
+            if LATE:
+                dweight += d * n
+            else:
+                dweight += tl.sum(d * n, 0, keep_dims=True)
+        d *= scale
+        d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+        if dtotal is not None:
+            at = dtotal + rows * dtotal_row + columns
+            d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        if dresidual is not None:
+            tl.store(dresidual + rows * C + columns, d.to(dresidual.dtype.element_ty), mask=mask)
+
+        n = tl.load(x + rows * x_row + columns, mask=mask, other=0.0).to(tl.float32)
+        r = tl.load(rstd + rows, mask=inside, other=0.0)
+        n *= r
+        if partials is not None:
+            if LATE:
+                dpost += d * n
+            else:
+                dpost += tl.sum(d * n, 0, keep_dims=True)
+        if dx is not None:
+            d *= post_scale
+            d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+            tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
+    if partials is not None:
+        programs = tl.num_programs(0).to(tl.int64)
+        at = partials + tl.program_id(0).to(tl.int64) * C + columns
+        tl.store(at, tl.sum(dpost, 0, keep_dims=True), mask=columns < C)
+        tl.store(at + programs * C, tl.sum(dweight, 0, keep_dims=True), mask=columns < C)
+
+
+def _outputs(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    before: bool,
+    save: bool,
+) -> list[Tensor]:
+    outputs = [empty_like(x), empty_like(x)]
+    if save:
+        N = x.numel() // max(x.shape[-1], 1)
+        outputs.append(torch.empty(2 * N, dtype=torch.float32, device=x.device))
+    return outputs
+
+
+@operator("sandwich_norm", _outputs)
+def _forward(
+    x: Tensor,  # [..., C]
+    residual: Tensor,  # [..., C]
+    post_weight: Tensor,  # [C]
+    weight: Tensor,  # [C]
+    eps: float,
+    offset: float,
+    before: bool,  # round before the weight
+    save: bool,
+) -> list[Tensor]:  # normed, the sum; to save, 1 / rms of x and of the sum [2N]
+    outputs = _outputs(x, residual, post_weight, weight, eps, offset, before, save)
+    if x.numel() == 0:
+        return outputs
+    C = x.shape[-1]
+    N = x.numel() // C
+    x, x_row = rows_of(x, C)
+    residual, residual_row = rows_of(residual, C)
+    launch = launch_forward(C)
+    _forward_kernel[(launch.programs(x, N),)](
+        x,
+        residual,
+        post_weight.contiguous(),
+        weight.contiguous(),
+        outputs[0],
+        outputs[1],
+        outputs[2] if save else None,
+        x_row,
+        residual_row,
+        N,
+        eps,
+        C,
+        offset,
+        before,
+        launch.block,
+        launch.rows,
+        num_warps=launch.warps,
+        enable_fp_fusion=False,  # a fused multiply-add would not round the normed branch
+    )
+    return outputs
+
+
+def _gradients(
+    x: Tensor, post_weight: Tensor, weight: Tensor, needs_inputs: bool, needs_weights: bool
+) -> list[Tensor]:
+    inputs = (x, x) if needs_inputs else ()
+    weights = (post_weight, weight) if needs_weights else ()
+    return [empty_like(t) for t in inputs + weights]
+
+
+def _backward_fake(
+    x: Tensor,
+    post_weight: Tensor,
+    weight: Tensor,
+    needs_inputs: bool,
+    needs_weights: bool,
+    *_: Any,
+) -> list[Tensor]:
+    return _gradients(x, post_weight, weight, needs_inputs, needs_weights)
+
+
+@operator("sandwich_norm_backward", _backward_fake)
+def _backward(
+    x: Tensor,  # [..., C]
+    post_weight: Tensor,  # [C]
+    weight: Tensor,  # [C]
+    needs_inputs: bool,
+    needs_weights: bool,
+    total: Tensor,  # [..., C]
+    rstd: Tensor,  # [2N]
+    dy: Tensor,  # [..., C]
+    dtotal: Tensor | None,  # [..., C]
+    offset: float,
+    before: bool,
+) -> list[Tensor]:  # of x and residual, if needed; of both weights, if needed
+    gradients = _gradients(x, post_weight, weight, needs_inputs, needs_weights)
+    if x.numel() == 0:
+        return [g.zero_() for g in gradients]
+    C = x.shape[-1]
+    N = x.numel() // C
+    x, x_row = rows_of(x, C)
+    dy, dy_row = rows_of(dy, C)
+    dtotal_row = C
+    if dtotal is not None:
+        dtotal, dtotal_row = rows_of(dtotal, C)
+    launch = _launch_backward(C, (3 + (dtotal is not None)) * x.element_size())
+    grid = launch.programs(x, N)
+    partials = None
+    if needs_weights:
+        partials = torch.empty(2 * grid * C, dtype=torch.float32, device=x.device)
+    _backward_kernel[(grid,)](
+        x,
+        total,
+        post_weight.contiguous(),
+        weight.contiguous(),
+        rstd,
+        dy,
+        dtotal,
+        gradients[0] if needs_inputs else None,
+        gradients[1] if needs_inputs else None,
+        partials,
+        x_row,
+        dy_row,
+        dtotal_row,
+        N,
+        C,
+        offset,
+        before,
+        launch.block,
+        launch.rows,
+        launch.stages,
+        launch.late,
+        num_warps=launch.warps,
+    )
+    if partials is not None:
+        sum_partials(partials, grid, C, gradients[-2], gradients[-1])
+    return gradients
+
+
+class _SandwichNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        post_weight: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        before: bool,
+    ) -> Any:
+        if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
+            ctx.set_materialize_grads(False)
+        ctx.constants = offset, before
+        y, total, rstd = _forward(x, residual, post_weight, weight, eps, offset, before, True)
+        ctx.save_for_backward(x, post_weight, weight, total, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> Any:
+        refuse_second_derivative("sandwich_norm")
+        x, post_weight, weight, total, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        inputs, weights = needs[0] or needs[1], needs[2] or needs[3]
+        if dy is None:  # only the sum was used
+            dy = torch.zeros_like(total)
+        found = iter(
+            _backward(
+                x, post_weight, weight, inputs, weights, total, rstd, dy, dtotal, *ctx.constants
+            )
+        )
+        dx, dresidual = (next(found), next(found)) if inputs else (None, None)
+        dpost, dweight = (next(found), next(found)) if weights else (None, None)
+        return (
+            dx if needs[0] else None,
+            dresidual if needs[1] else None,
+            dpost if needs[2] else None,
+            dweight if needs[3] else None,
+            None,
+            None,
+            None,
+        )
+
+
+def sandwich_norm(
+    x: Tensor,  # [..., C], the branch
+    residual: Tensor,  # [..., C], the stream
+    post_weight: Tensor,  # [C]
+    weight: Tensor,  # [C]
+    eps: float,
+    *,
+    offset: float = 1.0,
+    cast: Cast = "after_weight",
+) -> tuple[Tensor, Tensor]:
+    """`total = residual + rms_norm(x, post_weight)`; returns `(rms_norm(total, weight), total)`.
+
+    Source: Gemma 2 (arXiv 2408.00118), which norms a branch before and after.
+    """
+    if cast not in CASTS:
+        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
+    # Dynamo, too, must meet each float before autograd.Function: there it would lose it
+    if eps < 0 or offset < 0:
+        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
+    served = residual.dtype == x.dtype
+    differentiable = x.requires_grad
+    wanted = x.shape
+    for name, t in (("residual", residual), ("post_weight", post_weight), ("weight", weight)):
+        if t.device != x.device:
+            check_devices(x=x, residual=residual, post_weight=post_weight, weight=weight)
+        if t.shape != wanted:
+            raise ValueError(f"{name} {tuple(t.shape)} does not fit x {tuple(x.shape)}")
+        served = served and t.dtype in DTYPES
+        differentiable = differentiable or t.requires_grad
+        wanted = x.shape[-1:]
+    if not (runs_triton(x) and served and x.shape[-1] <= WIDEST):
+        return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
+    before = cast == "before_weight"
+    if differentiable and torch.is_grad_enabled():
+        return _SandwichNorm.apply(x, residual, post_weight, weight, eps, offset, before)
+    y, total = _forward(x, residual, post_weight, weight, eps, offset, before, False)
+    return y, total

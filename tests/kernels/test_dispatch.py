@@ -1,0 +1,100 @@
+"""Which path an operator takes, and what is said when Triton cannot run."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import tigon.kernels
+from tigon.kernels import _triton
+
+
+class OnDevice:
+    """What `runs_triton` looks at."""
+
+    def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+
+
+@pytest.fixture(autouse=True)
+def auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "_mode", "auto")
+    monkeypatch.setattr(_triton, "_served", {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
+
+
+def test_an_old_gpu_gets_one_warning_and_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.warns(
+        UserWarning, match=r"Old GPU \(sm_75\) is older than sm_80: plain torch runs"
+    ):
+        assert not _triton.runs_triton(OnDevice("cuda:0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _triton.runs_triton(OnDevice("cuda:0"))
+
+
+def test_a_triton_that_fails_gets_one_warning_and_plain_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Broken:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: warnings.catch_warnings())
+    monkeypatch.setattr(_triton, "_increment", Broken())
+    with pytest.warns(UserWarning, match=r"Triton fails on Old GPU \(RuntimeError: no C compiler"):
+        assert not _triton.runs_triton(OnDevice("cuda:0"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not _triton.runs_triton(OnDevice("cuda:0"))
+
+
+def test_what_the_modes_choose() -> None:
+    _triton._served[0] = True
+    chosen = {}
+    for mode in ("auto", "reference", "triton"):
+        with tigon.kernels.use(mode):
+            chosen[mode] = _triton.runs_triton(OnDevice("cuda:0"))
+            assert not _triton.runs_triton(OnDevice("cuda:0", torch.float64))
+            assert not _triton.runs_triton(OnDevice("meta"))
+    assert chosen == {"auto": True, "reference": False, "triton": True}
+    assert not _triton.runs_triton(OnDevice("cpu"))
+
+
+def test_the_switch_ends_with_its_block() -> None:
+    with pytest.raises(ZeroDivisionError), tigon.kernels.use("reference"):
+        assert _triton._mode == "reference"
+        raise ZeroDivisionError
+    assert _triton._mode == "auto"
+    with pytest.raises(ValueError, match="mode='fast' is not one of auto, reference, triton"):
+        tigon.kernels.use("fast").__enter__()
+
+
+def test_kernels_on_a_cpu_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "INTERPRETED", False)
+    with tigon.kernels.use("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="cpu"), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("reference", "reference"), ("", "auto"), ("none", "is not one of")]
+)
+def test_the_environment_variable(value: str, expected: str) -> None:
+    code = "import tigon.kernels._triton as t; print(t._mode)"
+    environment = {"TIGON_KERNELS": value} if value else {}
+    kept = {k: v for k, v in os.environ.items() if k != "TIGON_KERNELS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True
+    )
+    assert expected in done.stdout + done.stderr
+
+
+def test_tensors_on_several_devices() -> None:
+    with pytest.raises(ValueError, match=r"x is on cpu; weight is on meta"):
+        tigon.kernels.rms_norm(torch.ones(2, 3, device="cpu"), torch.ones(3, device="meta"), 1e-6)

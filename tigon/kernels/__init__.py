@@ -6,6 +6,7 @@ from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
+from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
 from tigon.kernels.rope import rope, rope_ref
 from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
@@ -23,6 +24,8 @@ __all__ = [
     "linear_cross_entropy_ref",
     "linear_kl",
     "linear_kl_ref",
+    "qk_norm_rope",
+    "qk_norm_rope_ref",
     "rms_norm",
     "rms_norm_ref",
     "rope",

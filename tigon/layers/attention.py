@@ -3,16 +3,20 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from tigon.kernels.attention import AttentionMask, attention
-from tigon.kernels.rope import rope
+from tigon.kernels.qk_norm_rope import qk_norm_rope
+from tigon.kernels.rms_norm import Cast
 from tigon.layers.cache import KVCache
 from tigon.layers.linear import FusedLinear
+from tigon.layers.norm import RMSNorm
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]."""
+    """x [B, T, C] -> [B, T, C]; with `qk_norm_eps`, every head of q and k is normed."""
 
     def __init__(
         self,
@@ -24,12 +28,19 @@ class Attention(nn.Module):
         layer: int,
         bias: bool = False,
         out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        offset: float = 0.0,
+        cast: Cast = "before_weight",
     ):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=out_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, qk_norm_eps, offset=offset, cast=cast)
+            self.k_norm = RMSNorm(head_dim, qk_norm_eps, offset=offset, cast=cast)
 
     def forward(
         self,
@@ -39,9 +50,14 @@ class Attention(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         b, t, _ = x.shape
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        q, k, v = self.qkv_proj(x).view(b, t, -1, self.head_dim).split(heads, dim=2)
-        q, k = rope(q, k, *cos_sin)
+        norms: dict[str, Any] = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            n = self.q_norm
+            norms = {"q_weight": n.weight, "k_weight": self.k_norm.weight}
+            norms |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
+        q, k, v = qk_norm_rope(
+            self.qkv_proj(x), *cos_sin, heads=self.heads, kv_heads=self.kv_heads, **norms
+        )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, D]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)

@@ -1,6 +1,7 @@
 """Gated MLP: down(act(gate(x)) * up(x)) with gate and up as one projection."""
 
 from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 
 from tigon.kernels.gated_act import Activation, gated_act
 from tigon.layers.linear import FusedLinear
@@ -16,4 +17,11 @@ class GatedMLP(nn.Module):
         self.act: Activation = act
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(gated_act(self.gate_up_proj(x), self.act))
+        # gate_up is local to this function, so its gradient may take its memory. The one other
+        # reader would be a forward hook, which may keep the output, or a layer put in place of
+        # the projection, whose last operation may save it. Hooks on gradients and a recomputed
+        # block (activation checkpointing) see nothing but the finished gradient and a new gate_up.
+        proj = self.gate_up_proj
+        private = type(proj) is FusedLinear and not proj._forward_hooks
+        private = private and not hooks._global_forward_hooks
+        return self.down_proj(gated_act(proj(x), self.act, overwrite=private))

@@ -3,10 +3,10 @@
 python bench/kernels.py [--only OPERATOR,...] [--quick] [--out FILE]
 python bench/kernels.py --table | --plot FILE.svg | --write-docs
 
-The first form measures, prints a table per operator and writes the figures as JSON after each of
-them: a whole run into bench/results, a part of one into bench/out. The others need no GPU: they
-show the newest whole run, as Markdown, as a plot, or between the markers in README.md and
-docs/kernels.md. docs/kernels.md says how to read the figures.
+The first form measures, prints a table per operator and writes the figures as JSON as they come: a
+whole run into bench/results, a part of one into bench/out. The others need no GPU: they show the
+newest whole run, as Markdown, as a plot, or between the markers in README.md and docs/kernels.md.
+docs/kernels.md says how to read the figures.
 """
 
 import argparse
@@ -69,6 +69,7 @@ def run(only: Sequence[str], quick: bool, out: Path | None, commit: str | None) 
             record[HOST] = host_time(versions)
         for case in chosen(operator, quick):
             record["cases"].append(measure(case, versions, quick) | floors(case, bandwidth, quick))
+            save(out, record)  # a run that is cut off loses one case
             gc.collect()
             torch.cuda.empty_cache()
         record["seconds"] = time.perf_counter() - BEGIN

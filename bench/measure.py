@@ -55,7 +55,7 @@ class Effort:
 
 
 STREAMING = Effort(rounds=2, total=50.0, least=5, most=60)
-GEMMS = Effort(rounds=3, total=60.0, least=3, most=10)
+GEMMS = Effort(rounds=2, total=60.0, least=3, most=10)
 ONCE = Effort(rounds=1, total=20.0, least=3, most=20)
 
 

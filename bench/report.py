@@ -132,16 +132,18 @@ def first_shapes(record: Record) -> list[Record]:
 
 
 def summary(record: Record, *, short: bool = False) -> str:
-    """One row per case: forward + backward of ours and of every peer."""
+    """One row per case: forward + backward of ours and of every peer that was there."""
+    measured = {p["name"] for case in record["cases"] for p in case["providers"]}
+    names = [name for name in COLUMNS if name in measured]
     rows = []
     for case in first_shapes(record) if short else record["cases"]:
         if case["variant"] == "peaked":
             continue
         best = min(
-            (took(provider(case, name), "both") or float("inf") for name in COLUMNS), default=0.0
+            (took(provider(case, name), "both") or float("inf") for name in names), default=0.0
         )
         cells = []
-        for name in COLUMNS:
+        for name in names:
             text = cell(record, case, name)
             fastest = took(provider(case, name), "both") == best
             cells.append(f"**{text}**" if text and fastest else text)
@@ -152,7 +154,7 @@ def summary(record: Record, *, short: bool = False) -> str:
         target = f"≤ {aim:.2f}, {'met' if judged and judged[2] else 'missed'}" if aim else ""
         bound_ms = f"{against} {figure(base)}"
         rows.append([f"`{case['operator']}`", title(case), bound_ms, *cells, target])
-    head = ["operator", "shape", "bound, ms", *(label(record, name) for name in COLUMNS), "target"]
+    head = ["operator", "shape", "bound, ms", *(label(record, name) for name in names), "target"]
     return (
         "Forward + backward in ms, and in brackets how many times the bound that is; the fastest "
         f"is bold.\n{stamped(record)}\n\n{markdown(head, rows)}"

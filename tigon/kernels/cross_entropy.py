@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     check_devices,
+    multiprocessors,
     operator,
     refuse_second_derivative,
     runs_triton,
@@ -353,9 +354,20 @@ def _launch_rows(
 def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     f = tl.load(factor).to(tl.float32)
     if (not IN_PLACE) or f != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        y = tl.load(x + at, mask=at < n).to(tl.float32) * f
-        tl.store(out + at, y.to(out.dtype.element_ty), mask=at < n)
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
+            at = start + tl.arange(0, BLOCK)
+            y = tl.load(x + at, mask=at < n).to(tl.float32) * f
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=at < n)
+
+
+def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    # Few programs that walk: half a million that find nothing to do would take longer than a pass
+    programs = min(triton.cdiv(x.numel(), 2048), 16 * multiprocessors(x))
+    if programs:
+        _rescale_kernel[(programs,)](
+            x, out, factor, x.numel(), IN_PLACE=out is x, BLOCK=2048, num_warps=8
+        )
 
 
 def _rescale_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -366,9 +378,7 @@ def _rescale_fake(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 def _rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
-    if x.numel():
-        grid = (triton.cdiv(x.numel(), 2048),)
-        _rescale_kernel[grid](x, out, factor, x.numel(), IN_PLACE=False, BLOCK=2048, num_warps=8)
+    _launch_rescale(x, out, factor)
     return out
 
 
@@ -381,9 +391,7 @@ def rescale_(x: Tensor, factor: Tensor) -> Tensor:
     """The same into `x` itself, without touching it where the factor is 1."""
     if torch.compiler.is_compiling() or not x.is_contiguous():
         return rescale(x, factor, x.dtype)
-    if x.numel():
-        grid = (triton.cdiv(x.numel(), 2048),)
-        _rescale_kernel[grid](x, x, factor, x.numel(), IN_PLACE=True, BLOCK=2048, num_warps=8)
+    _launch_rescale(x, x, factor)
     return x
 
 

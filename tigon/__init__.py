@@ -4,11 +4,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tigon.models import CausalLM, CausalLMOutput, Llama, from_pretrained
+    from tigon.models import (
+        CausalLM,
+        CausalLMOutput,
+        Gemma,
+        Gemma2,
+        Gemma3,
+        Llama,
+        Ministral,
+        Mistral,
+        Qwen2,
+        Qwen3,
+        from_pretrained,
+    )
     from tigon.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["CausalLM", "CausalLMOutput", "Llama", "Tokenizer", "from_pretrained"]
+__all__ = [
+    "CausalLM",
+    "CausalLMOutput",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
+    "Llama",
+    "Ministral",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "Tokenizer",
+    "from_pretrained",
+]
 PACKAGES = ("data", "eval", "kernels", "layers", "models", "tokenizer", "train", "weights")
 
 

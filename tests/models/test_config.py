@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import tigon
 from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, reference
 from tigon.layers import RotaryEmbedding
-from tigon.models import Llama, from_pretrained
+from tigon.models import MODELS, Llama, from_pretrained
 from tigon.models._config import Config, ConfigError
 
 OURS = Llama.config_class
@@ -232,3 +233,80 @@ def test_what_transformers_writes_never_warns() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         OURS.from_dict(raw | {"auto_map": {}, "_attn_implementation": "sdpa"})
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_defaults_of_every_family(model_type: str) -> None:
+    """What a config.json leaves out, and hub configs leave out a lot."""
+    theirs = AutoConfig.for_model(model_type)
+    ours = MODELS[model_type].config_class.from_dict({"model_type": model_type})
+    aside = {"source", "dtype", "rope_parameters", "layer_types", "sliding_window", "hidden_act"}
+    compared = {f.name for f in fields(ours)} - aside
+    assert len(compared) > 12
+    for name in compared & theirs.to_dict().keys():
+        expected = getattr(theirs, name)
+        if name == "head_dim" and expected is None:
+            expected = theirs.hidden_size // theirs.num_attention_heads
+        assert getattr(ours, name) == expected, name
+    layers = range(theirs.num_hidden_layers)
+    types = getattr(theirs, "layer_types", None)
+    window = getattr(theirs, "sliding_window", None)
+    if types is None:
+        expected = [window for _ in layers]
+    else:
+        expected = [window if kind == "sliding_attention" else None for kind in types]
+    assert [ours.window(i) for i in layers] == expected
+    ropes = theirs.rope_parameters
+    if "rope_type" in ropes:
+        assert {k: ours.rope_parameters[k] for k in ("rope_type", "rope_theta")} == {
+            k: ropes[k] for k in ("rope_type", "rope_theta")
+        }
+    else:
+        assert ours.rope_parameters == ropes
+    if hasattr(theirs, "hidden_activation"):
+        assert ours.act == "gelu_tanh"
+    else:
+        assert ours.hidden_act == theirs.hidden_act
+
+
+OLD_GEMMA3 = {
+    "model_type": "gemma3_text",
+    "rope_theta": 9e5,
+    "rope_local_base_freq": 2e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "sliding_window_pattern": 3,
+    "num_hidden_layers": 4,
+    "sliding_window": 512,
+}
+
+
+def test_gemma3_of_the_old_generation() -> None:
+    ours = tigon.Gemma3.config_class.from_dict(OLD_GEMMA3)
+    assert ours.ropes == {
+        "full_attention": {"rope_type": "linear", "rope_theta": 9e5, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    assert [ours.window(i) for i in range(4)] == [512, 512, None, 512]
+    theirs = AutoConfig.for_model(**OLD_GEMMA3)
+    assert ours.ropes == theirs.rope_parameters
+    assert theirs.layer_types == [ours.layer_type(i) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 changes"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types=.* is not .* each of 26"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 32}, "layer_types="),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
+        ("qwen2", {"num_experts": 8}, "num_experts=8 changes"),
+        ("llama", {"sliding_window": 8}, "sliding_window=8 changes"),
+        ("mistral", {"hidden_act": "relu"}, "hidden_act='relu' is not one of"),
+    ],
+)
+def test_values_that_a_family_does_not_know(
+    model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MODELS[model_type].from_config({"model_type": model_type, **changes}, device="meta")

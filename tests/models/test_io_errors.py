@@ -102,7 +102,7 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "model_type": (
         "single",
         configure(model_type="gpt9"),
-        r"single/config.json: model_type 'gpt9' is not ('llama'|one of 'llama', )",
+        r"single/config.json: model_type 'gpt9' is not 'gemma' or .*'llama'",
     ),
     "no model_type": ("single", configure(model_type=None), r"single/config.json: model_type None"),
     "rope type": (

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 Overrides = dict[str, Any]
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 # Sizes that hide nothing: no product of two is a third, head_dim is not hidden / heads
 SIZES: Overrides = {
@@ -70,6 +71,64 @@ CASES: dict[str, dict[str, Overrides]] = {
         "pad row": {"pad_token_id": 3},
         "pad row, tied": {"pad_token_id": 3, "tie_word_embeddings": True},
         **{f"rope {name}": {"rope_parameters": rope} for name, rope in ROPES.items()},
+    },
+}
+WINDOW = {"sliding_window": 7}  # shorter than every text here
+CASES |= {
+    "mistral": {
+        "window": WINDOW,
+        "no window": {"sliding_window": None},
+        "tied": {"tie_word_embeddings": True, **WINDOW},
+    },
+    "ministral": {
+        "some slide": {**WINDOW, "layer_types": [SLIDING, FULL, SLIDING]},
+        "all slide": WINDOW,
+    },
+    "qwen2": {
+        "plain": {},
+        "window": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+        "window unused": {**WINDOW, "max_window_layers": 1},
+        "yarn, tied": {"rope_parameters": YARN, "tie_word_embeddings": True},
+    },
+    "qwen3": {
+        "plain": {},
+        "attention_bias": {"attention_bias": True},
+        "window": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+        "tied": {"tie_word_embeddings": True},
+    },
+    "gemma": {
+        "tied": {},
+        "untied": {"tie_word_embeddings": False},
+        "gelu": {"hidden_act": "gelu", "hidden_activation": None},
+        "attention_bias": {"attention_bias": True},
+    },
+    "gemma2": {
+        "small caps": {
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 1.0,
+            "final_logit_softcapping": 3.0,
+        },
+        "no caps": {
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        "other layers slide": {**WINDOW, "layer_types": [FULL, SLIDING, FULL]},
+    },
+    "gemma3_text": {
+        "two ropes": {
+            **WINDOW,
+            "query_pre_attn_scalar": 24,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+                FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+            },
+        },
+        "softcap": {**WINDOW, "final_logit_softcapping": 3.0},
+        "untied": {**WINDOW, "tie_word_embeddings": False},
     },
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]

@@ -2,6 +2,7 @@
 
 from tigon.layers.attention import Attention
 from tigon.layers.cache import KVCache
+from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear
 from tigon.layers.mlp import GatedMLP
@@ -11,6 +12,7 @@ from tigon.layers.rope import RotaryEmbedding
 __all__ = [
     "AddRMSNorm",
     "Attention",
+    "Embedding",
     "FusedLinear",
     "GatedMLP",
     "KVCache",

@@ -31,8 +31,12 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         offset: float = 0.0,
         cast: Cast = "before_weight",
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
     ):
         super().__init__()
+        self.window, self.scale, self.softcap = window, scale, softcap
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
@@ -61,5 +65,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, D]
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-        out = attention(q, k, v, mask=mask)
+        out = attention(
+            q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap
+        )
         return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))

@@ -6,15 +6,31 @@ from typing import Unpack
 from tigon.models import _load
 from tigon.models._base import CausalLM, CausalLMOutput
 from tigon.models._load import LoadOptions, build, load_weights, materialize
+from tigon.models.gemma import Gemma
+from tigon.models.gemma2 import Gemma2
+from tigon.models.gemma3 import Gemma3
 from tigon.models.llama import Llama
+from tigon.models.mistral import Ministral, Mistral
+from tigon.models.qwen2 import Qwen2
+from tigon.models.qwen3 import Qwen3
 
-MODELS: dict[str, type[CausalLM]] = {"llama": Llama}
+MODELS: dict[str, type[CausalLM]] = {
+    family.config_class.model_type: family
+    for family in (Gemma, Gemma2, Gemma3, Llama, Ministral, Mistral, Qwen2, Qwen3)
+}
 
 __all__ = [
     "MODELS",
     "CausalLM",
     "CausalLMOutput",
+    "Gemma",
+    "Gemma2",
+    "Gemma3",
     "Llama",
+    "Ministral",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
     "build",
     "from_pretrained",
     "load_weights",

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tigon.generation import generate
 from tigon.kernels.attention import AttentionMask
 from tigon.kernels.linear_cross_entropy import active_rows
-from tigon.layers import AddRMSNorm, FusedLinear, KVCache, LMHead, RotaryEmbedding
+from tigon.layers import AddRMSNorm, Embedding, FusedLinear, KVCache, LMHead, RotaryEmbedding
 from tigon.models import _load, _save
 from tigon.models._config import Config
 from tigon.models._inputs import Inputs, first_given, resolve_inputs
@@ -56,14 +56,26 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Config, block: type[nn.Module]):
         super().__init__()
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        self.embed_tokens = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            padding_idx=config.pad_token_id,
+            scale=config.embedding_scale,
         )
-        self.layers = nn.ModuleList(block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = AddRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim, config.rope_parameters, config.max_position_embeddings
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(block(config, i) for i in layers)
+        self.norm = AddRMSNorm(
+            config.hidden_size,
+            config.rms_norm_eps,
+            offset=config.norm_offset,
+            cast=config.norm_cast,
         )
+        names = list(config.ropes)
+        self.rotary_embs = nn.ModuleList(
+            RotaryEmbedding(config.head_dim, rope, config.max_position_embeddings)
+            for rope in config.ropes.values()
+        )
+        self.rope_of_layer = [names.index(config.rope(i)) for i in layers]
 
     def forward(
         self,
@@ -73,9 +85,10 @@ class Decoder(nn.Module):
         cache: KVCache | None,
         recompute: bool,
     ) -> Tensor:
-        cos_sin = self.rotary_emb(position_ids, x.dtype)
+        ropes = [rope(position_ids, x.dtype) for rope in self.rotary_embs]
         residual = None
-        for block in self.layers:
+        for block, rope in zip(self.layers, self.rope_of_layer, strict=True):
+            cos_sin = ropes[rope]
             # A recomputed block would append to the cache again
             if recompute and cache is None and torch.is_grad_enabled():
                 x, residual = checkpoint(
@@ -104,7 +117,7 @@ class CausalLM(nn.Module):
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.model = Decoder(config, self.block_class)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, softcap=config.logits_softcap)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from tigon.kernels.gated_act import Activation
+from tigon.kernels.rms_norm import Cast
 from tigon.layers.rope import ROPE_TYPES
 
 # Keys of config.json that change no number here; anything else unknown is reported once.
@@ -44,6 +45,7 @@ SILENT = {
 
 # Keys that change numbers in some architecture, and the values that mean "not here".
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (None, False),
     "attention_multiplier": (None,),
     "attention_out_bias": (None, False),
     "attn_logit_softcapping": (None,),
@@ -53,6 +55,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "layer_types": (None,),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
+    "mlp_bias": (None, False),
     "no_rope_layers": (None, []),
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
@@ -62,6 +65,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (None, 1, 1.0),
     "rope_interleaved": (None, False),
     "sliding_window": (None,),
+    "use_bidirectional_attention": (None, False),
     "use_qk_norm": (None, False),
     "use_sliding_window": (None, False),
 }
@@ -108,6 +112,11 @@ class Config:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     default_theta: ClassVar[float] = 10000.0
+    # Norms multiply by offset + weight; the cast says when they round
+    norm_offset: ClassVar[float] = 0.0
+    norm_cast: ClassVar[Cast] = "before_weight"
+    # Keys that transformers does not read for this type, though others do
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     vocab_size: int
     hidden_size: int
@@ -146,7 +155,8 @@ class Config:
             raise ConfigError(f"model_type {kind!r} is not {cls.model_type!r}")
         values = {k: v for k, v in source.items() if k in names}
         for key in ("num_key_value_heads", "head_dim"):
-            values[key] = values.get(key) or 0
+            if key in values and values[key] is None:
+                values[key] = 0
         values["dtype"] = source.get("dtype") or source.get("torch_dtype")
         _check_types(values, hints)
         required = [
@@ -158,7 +168,9 @@ class Config:
             raise ConfigError(f"the config lacks {', '.join(required)}")
         unknown = {}
         for key, value in source.items():
-            if key in names or key in SILENT or key in ("model_type", "quantization_config"):
+            if key in names or key in SILENT or key in cls.ignored:
+                continue
+            if key in ("model_type", "quantization_config"):
                 continue
             if key not in NEUTRAL:
                 unknown[key] = value
@@ -176,8 +188,64 @@ class Config:
                 stacklevel=3,
             )
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
-        values["rope_parameters"] = read_rope(source, cls.default_theta, longest)
+        values["rope_parameters"] = cls._read_rope(source, longest)
         return cls(**values, source=dict(source))
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        return read_rope(source, cls.default_theta, longest)
+
+    # What blocks are built from, where a family's own keys do not say it
+
+    @property
+    def act(self) -> Activation:
+        return activation(self.hidden_act)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @property
+    def mlp_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        return False
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Of the scores; None is 1 / sqrt(head_dim)."""
+        return None
+
+    @property
+    def attention_softcap(self) -> float | None:
+        return None
+
+    @property
+    def logits_softcap(self) -> float | None:
+        return None
+
+    @property
+    def embedding_scale(self) -> float:
+        return 1.0
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a query of this layer sees, its own among them; None: all before."""
+        return None
+
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        """The rotary embeddings of the model, by name."""
+        return {"": self.rope_parameters}
+
+    def rope(self, layer: int) -> str:
+        """The name of the one that this layer uses."""
+        return ""
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -203,21 +271,63 @@ class Config:
         # auto_map names code that is not exported
         out = {k: v for k, v in self.source.items() if not k.startswith("_") and k != "auto_map"}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
-        rope = dict(self.rope_parameters)
-        theta = rope["rope_theta"]
-        scaled = rope["rope_type"] != "default"
-        out |= {
+        if out.get("layer_types", ()) is None:  # to some readers the key alone says something
+            del out["layer_types"]
+        return out | {
             "model_type": self.model_type,
             "architectures": [self.architecture],
-            "rope_parameters": rope,
-            "rope_theta": theta,
-            # The whole dictionary: where a reader takes rope_scaling, it takes nothing else
-            "rope_scaling": rope if scaled else None,
             "torch_dtype": self.dtype,
+            **self._rope_keys(),
+        }
+
+    def _rope_keys(self) -> dict[str, Any]:
+        rope = dict(self.rope_parameters)
+        out = {
+            "rope_parameters": rope,
+            "rope_theta": rope["rope_theta"],
+            # The whole dictionary: where a reader takes rope_scaling, it takes nothing else
+            "rope_scaling": rope if rope["rope_type"] != "default" else None,
         }
         if rope["rope_type"] == "longrope":  # transformers 4 looks for it here
             out["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         return out
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowedConfig(Config):
+    """A family some of whose layers see `sliding_window` tokens only.
+
+    `layer_types` says which; without it, the family's rule does.
+    """
+
+    sliding_window: int | None = 4096
+    layer_types: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types = self.layer_types
+        if types is None:
+            return
+        if len(types) != self.num_hidden_layers or not set(types) <= {SLIDING, FULL}:
+            raise ConfigError(
+                f"layer_types={types} is not {SLIDING!r} or {FULL!r} for each of "
+                f"{self.num_hidden_layers} layers"
+            )
+
+    def slides(self, layer: int) -> bool:
+        """The family's rule."""
+        return True
+
+    def layer_type(self, layer: int) -> str:
+        if self.layer_types is not None:
+            return self.layer_types[layer]
+        return SLIDING if self.slides(layer) else FULL
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_type(layer) == SLIDING else None
 
 
 def read_rope(source: Mapping[str, Any], default_theta: float, longest: int) -> dict[str, Any]:

@@ -6,12 +6,9 @@ against transformers' modeling_llama.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
-from tigon.kernels.attention import AttentionMask
-from tigon.layers import AddRMSNorm, Attention, GatedMLP, KVCache
 from tigon.models._base import CausalLM
-from tigon.models._config import Config, activation
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,41 +26,15 @@ class LlamaConfig(Config):
     attention_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
 
-class LlamaBlock(nn.Module):
-    """(x, residual) -> (x, residual): each norm adds the branch before it to the stream."""
-
-    def __init__(self, c: LlamaConfig, layer: int):
-        super().__init__()
-        self.input_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(
-            c.hidden_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            layer=layer,
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-        )
-        self.post_attention_layernorm = AddRMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = GatedMLP(
-            c.hidden_size, c.intermediate_size, activation(c.hidden_act), bias=c.mlp_bias
-        )
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos_sin: tuple[Tensor, Tensor],
-        mask: AttentionMask,
-        cache: KVCache | None,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, cos_sin, mask, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+    @property
+    def out_bias(self) -> bool:
+        return self.attention_bias
 
 
 class Llama(CausalLM):
     config_class = LlamaConfig
-    block_class = LlamaBlock
+    block_class = PreNormBlock

@@ -1,0 +1,41 @@
+"""Mistral 7B (v0.1 slides, later ones do not), Nemo, and Ministral, which slides in some layers.
+
+Llama's blocks with a window. Paper: arXiv 2310.06825; checked against transformers'
+modeling_mistral and modeling_ministral.
+"""
+
+from dataclasses import dataclass
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(WindowedConfig):
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+
+
+class MinistralConfig(MistralConfig):
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+
+
+class Mistral(CausalLM):
+    config_class = MistralConfig
+    block_class = PreNormBlock
+
+
+class Ministral(Mistral):
+    config_class = MinistralConfig

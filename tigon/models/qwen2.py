@@ -1,0 +1,41 @@
+"""Qwen2 and Qwen2.5: Llama's blocks with biases on queries, keys and values.
+
+Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2.
+"""
+
+from dataclasses import dataclass
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(WindowedConfig):
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+
+    @property
+    def qkv_bias(self) -> bool:
+        return True
+
+    def slides(self, layer: int) -> bool:
+        return layer >= self.max_window_layers
+
+    def window(self, layer: int) -> int | None:
+        return super().window(layer) if self.use_sliding_window else None
+
+
+class Qwen2(CausalLM):
+    config_class = Qwen2Config
+    block_class = PreNormBlock

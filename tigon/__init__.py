@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         Mistral,
         Qwen2,
         Qwen3,
+        SeedOss,
+        SmolLM3,
         from_pretrained,
     )
     from tigon.tokenizer import Tokenizer
@@ -31,6 +33,8 @@ __all__ = [
     "Mistral",
     "Qwen2",
     "Qwen3",
+    "SeedOss",
+    "SmolLM3",
     "Tokenizer",
     "from_pretrained",
 ]

@@ -117,6 +117,26 @@ CASES |= {
         },
         "other layers slide": {**WINDOW, "layer_types": [FULL, SLIDING, FULL]},
     },
+    "smollm3": {
+        "every other": {"no_rope_layer_interval": 2, "pad_token_id": 3},
+        "listed, sliding": {
+            **WINDOW,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "pad_token_id": None,
+        },
+        "biases": {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+        },
+    },
+    "seed_oss": {
+        "plain": {},
+        "all biases": {"attention_out_bias": True, "mlp_bias": True},
+        "no bias": {"attention_bias": False},
+    },
     "gemma3_text": {
         "two ropes": {
             **WINDOW,

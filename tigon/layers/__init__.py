@@ -7,7 +7,7 @@ from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.norm import AddRMSNorm, RMSNorm
-from tigon.layers.rope import RotaryEmbedding
+from tigon.layers.rope import NoRotary, RotaryEmbedding
 
 __all__ = [
     "AddRMSNorm",
@@ -17,6 +17,7 @@ __all__ = [
     "GatedMLP",
     "KVCache",
     "LMHead",
+    "NoRotary",
     "RMSNorm",
     "RotaryEmbedding",
 ]

@@ -134,3 +134,17 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.dim}, {self.rope_parameters}"
+
+
+class NoRotary(nn.Module):
+    """Angles of 0 for heads that are not rotated: every fourth layer of SmolLM3."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos = torch.ones(
+            *position_ids.shape, self.dim // 2, dtype=dtype, device=position_ids.device
+        )
+        return cos, torch.zeros_like(cos)

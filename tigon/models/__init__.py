@@ -13,10 +13,12 @@ from tigon.models.llama import Llama
 from tigon.models.mistral import Ministral, Mistral
 from tigon.models.qwen2 import Qwen2
 from tigon.models.qwen3 import Qwen3
+from tigon.models.seed_oss import SeedOss
+from tigon.models.smollm3 import SmolLM3
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
-    for family in (Gemma, Gemma2, Gemma3, Llama, Ministral, Mistral, Qwen2, Qwen3)
+    for family in (Gemma, Gemma2, Gemma3, Llama, Ministral, Mistral, Qwen2, Qwen3, SeedOss, SmolLM3)
 }
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "Mistral",
     "Qwen2",
     "Qwen3",
+    "SeedOss",
+    "SmolLM3",
     "build",
     "from_pretrained",
     "load_weights",

@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from tigon.generation import generate
 from tigon.kernels.attention import AttentionMask
 from tigon.kernels.linear_cross_entropy import active_rows
-from tigon.layers import AddRMSNorm, Embedding, FusedLinear, KVCache, LMHead, RotaryEmbedding
+from tigon.layers import (
+    AddRMSNorm,
+    Embedding,
+    FusedLinear,
+    KVCache,
+    LMHead,
+    NoRotary,
+    RotaryEmbedding,
+)
 from tigon.models import _load, _save
 from tigon.models._config import Config
 from tigon.models._inputs import Inputs, first_given, resolve_inputs
@@ -73,6 +81,8 @@ class Decoder(nn.Module):
         names = list(config.ropes)
         self.rotary_embs = nn.ModuleList(
             RotaryEmbedding(config.head_dim, rope, config.max_position_embeddings)
+            if rope
+            else NoRotary(config.head_dim)
             for rope in config.ropes.values()
         )
         self.rope_of_layer = [names.index(config.rope(i)) for i in layers]

@@ -17,7 +17,6 @@ SILENT = {
     "_attn_implementation",
     "_attn_implementation_autoset",
     "architectures",
-    "attention_dropout",  # reported apart: Tigon trains without dropout
     "attn_implementation",
     "auto_map",
     "chunk_size_feed_forward",
@@ -42,6 +41,8 @@ SILENT = {
     "original_max_position_embeddings",
     "torch_dtype",
 }
+
+DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 # Keys that change numbers in some architecture, and the values that mean "not here".
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -168,7 +169,7 @@ class Config:
             raise ConfigError(f"the config lacks {', '.join(required)}")
         unknown = {}
         for key, value in source.items():
-            if key in names or key in SILENT or key in cls.ignored:
+            if key in names or key in SILENT or key in DROPOUT or key in cls.ignored:
                 continue
             if key in ("model_type", "quantization_config"):
                 continue
@@ -181,12 +182,9 @@ class Config:
                 )
         if unknown:
             warnings.warn(f"config keys not understood and ignored: {unknown}", stacklevel=3)
-        if source.get("attention_dropout"):
-            warnings.warn(
-                f"attention_dropout={source['attention_dropout']} is not applied: "
-                "Tigon trains without dropout",
-                stacklevel=3,
-            )
+        dropout = ", ".join(f"{key}={source[key]}" for key in DROPOUT if source.get(key))
+        if dropout:
+            warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
         values["rope_parameters"] = cls._read_rope(source, longest)
         return cls(**values, source=dict(source))
@@ -240,7 +238,7 @@ class Config:
 
     @property
     def ropes(self) -> dict[str, dict[str, Any]]:
-        """The rotary embeddings of the model, by name."""
+        """The rotary embeddings of the model, by name; {} does not rotate."""
         return {"": self.rope_parameters}
 
     def rope(self, layer: int) -> str:

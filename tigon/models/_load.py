@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from tigon.models._base import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Checkpoints with more than text in them, and the model type of their text where they name none
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+# What files put before the decoder's names; a checkpoint of the decoder alone puts nothing
+PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # Saved by old transformers versions; computed here
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 BLOCK_ROWS = 4096
@@ -75,7 +80,7 @@ def build(
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
     """
-    source = _read_json(repository.file("config.json"))
+    source = _text_config(_read_json(repository.file("config.json")))
     kind = source.get("model_type")
     with _named(f"{repository.name}/config.json"):
         if not isinstance(kind, str) or kind not in models:
@@ -139,14 +144,17 @@ def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
     layout = model.layout()
     names = {part.name for parts in layout.values() for part in parts}
     present = set(checkpoint.tensors)
-    prefix = _prefix(present)
+    prefix, head = _spelling(present)
     source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
     ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
-    if HEAD not in names and HEAD in present:  # tied
+    ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
+    if HEAD in names:
+        source_of[HEAD] = head
+    elif head in present:  # tied
         if source_of[EMBEDDING] in present:
-            ignored.add(HEAD)
+            ignored.add(head)
         else:
-            source_of[EMBEDDING] = HEAD
+            source_of[EMBEDDING] = head
     load_into(
         dict(model.named_parameters()),
         layout,
@@ -157,23 +165,41 @@ def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
     )
 
 
-def _prefix(present: Collection[str]) -> str:
-    """What the file puts before the decoder's names; a checkpoint of the decoder alone, nothing."""
-    return "model." if any(name.startswith("model.") for name in present) else ""
+def _text_config(source: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a multimodal config; any other config as it is."""
+    kind = source.get("model_type")
+    if kind not in MULTIMODAL:
+        return source
+    text = dict(source.get("text_config") or {})
+    text.setdefault("model_type", MULTIMODAL[kind])
+    text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
+    dtype = source.get("dtype") or source.get("torch_dtype")
+    if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
+        text["dtype"] = dtype
+    return text
+
+
+def _spelling(present: Collection[str]) -> tuple[str, str]:
+    """What the file puts before the decoder's names, and what it calls the head."""
+    starts = [p for p in PREFIXES if any(name.startswith(p) for name in present)]
+    prefix = starts[0] if starts else ""
+    inside = f"language_model.{HEAD}"
+    return prefix, inside if inside in present else HEAD
 
 
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
     """A tied config with two different matrices in the file means two matrices."""
     tensors = checkpoint.tensors
-    embedding = _prefix(tensors) + EMBEDDING.removeprefix("model.")
-    if not config.tie_word_embeddings or not {HEAD, embedding} <= tensors.keys():
+    prefix, head = _spelling(tensors)
+    embedding = prefix + EMBEDDING.removeprefix("model.")
+    if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
         return config
-    info = tensors[HEAD]
+    info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
     a, b = (torch.empty(min(rows, BLOCK_ROWS), *info.shape[1:], dtype=info.dtype) for _ in "ab")
     for row in range(0, rows, BLOCK_ROWS):
         n = min(BLOCK_ROWS, rows - row)
-        checkpoint.read_into(HEAD, a[:n], row=row)
+        checkpoint.read_into(head, a[:n], row=row)
         checkpoint.read_into(embedding, b[:n], row=row)
         if not torch.equal(a[:n], b[:n]):
             break

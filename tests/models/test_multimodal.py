@@ -1,0 +1,101 @@
+"""The text model of a multimodal checkpoint: all its weights, of which transformers loads none."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import tigon
+from tests.models.tiny import CASES, SIZES
+
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "mistral3": {"vision_config": PIXTRAL},
+}
+TEXT = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+IDS = torch.arange(4, 44).view(2, 20)
+
+
+def multimodal(kind: str, tie: bool, directory: Path) -> Any:
+    torch.manual_seed(0)
+    text_type = TEXT[kind]
+    first = next(iter(CASES[text_type].values()))
+    text = SIZES | first | {"model_type": text_type, "tie_word_embeddings": tie}
+    config = AutoConfig.for_model(
+        kind, text_config=text, tie_word_embeddings=tie, **WRAPPERS[kind], dtype=torch.float32
+    )
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.model.language_model.parameters():
+            p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.08 * torch.randn_like(p))
+        if not tie:
+            model.lm_head.weight.copy_(0.08 * torch.randn_like(model.lm_head.weight))
+    model.save_pretrained(directory)
+    return model
+
+
+def in_model(name: str) -> str:
+    """Other versions of transformers nest the other way round."""
+    if name.startswith("language_model.model."):
+        return "model.language_model." + name.removeprefix("language_model.model.")
+    if name.startswith("language_model.lm_head."):
+        return name.removeprefix("language_model.")
+    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+
+@pytest.mark.parametrize("rename", [None, in_model])
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_its_logits(
+    kind: str, tie: bool, rename: Callable[[str], str] | None, tmp_path: Path
+) -> None:
+    theirs = multimodal(kind, tie, tmp_path)
+    path = tmp_path / "model.safetensors"
+    if rename is not None:
+        save_file({rename(k): v for k, v in load_file(path).items()}, path)
+    ours = tigon.from_pretrained(tmp_path)
+    assert ours.config.model_type == TEXT[kind]
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+        assert (ours(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ours.save_pretrained(tmp_path / "text")
+    again = tigon.from_pretrained(tmp_path / "text")
+    assert torch.equal(again(IDS).logits, ours(IDS).logits)
+
+
+def test_a_config_that_leaves_out_what_it_can(tmp_path: Path) -> None:
+    multimodal("gemma3", True, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("model_type", "tie_word_embeddings", "dtype"):
+        config["text_config"].pop(key, None)
+    path.write_text(json.dumps(config))
+    model = tigon.Gemma3.from_pretrained(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.dtype == torch.float32
+
+
+def test_a_missing_text_weight_is_an_error(tmp_path: Path) -> None:
+    multimodal("gemma3", True, tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = load_file(path)
+    gone = next(name for name in content if name.endswith("layers.1.mlp.up_proj.weight"))
+    del content[gone]
+    save_file(content, path)
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        tigon.from_pretrained(tmp_path)

@@ -1,0 +1,78 @@
+"""SmolLM3: Llama without rotation in every fourth layer.
+
+Checked against transformers' modeling_smollm3.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import ConfigError, WindowedConfig
+
+ROTATED, PLAIN = "rotated", "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmolLM3Config(WindowedConfig):
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    default_theta = 2e6
+
+    vocab_size: int = 128256
+    hidden_size: int = 2048
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 128004
+    bos_token_id: int | None = 128000
+    eos_token_id: int | list[int] | None = 128001
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    no_rope_layers: list[int] | None = None  # 1 where a layer does rotate, in spite of the name
+    no_rope_layer_interval: int = 4
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.no_rope_layers
+        if given is not None and len(given) != self.num_hidden_layers:
+            raise ConfigError(
+                f"no_rope_layers={given} does not say 0 or 1 for each of "
+                f"{self.num_hidden_layers} layers"
+            )
+
+    def rotates(self, layer: int) -> bool:
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        return {ROTATED: self.rope_parameters, PLAIN: {}}
+
+    def rope(self, layer: int) -> str:
+        return ROTATED if self.rotates(layer) else PLAIN
+
+    def slides(self, layer: int) -> bool:
+        return not self.rotates(layer)
+
+    def window(self, layer: int) -> int | None:
+        return super().window(layer) if self.use_sliding_window else None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def out_bias(self) -> bool:
+        return self.attention_bias
+
+
+class SmolLM3(CausalLM):
+    config_class = SmolLM3Config
+    block_class = PreNormBlock

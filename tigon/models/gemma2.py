@@ -9,30 +9,20 @@ from tigon.kernels.gated_act import Activation
 from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import WindowedConfig, activation
+from tigon.models.gemma import GemmaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma2Config(WindowedConfig):
+class Gemma2Config(GemmaConfig, WindowedConfig):
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
-    norm_offset = 1.0
-    norm_cast = "after_weight"
 
-    vocab_size: int = 256000
     hidden_size: int = 2304
     intermediate_size: int = 9216
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
-    head_dim: int = 256
-    hidden_act: str = "gelu_pytorch_tanh"  # transformers ignores it, vLLM wants the two equal
-    hidden_activation: str = "gelu_pytorch_tanh"
-    max_position_embeddings: int = 8192
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-    bos_token_id: int | None = 2
-    attention_bias: bool = False
+    hidden_activation: str = "gelu_pytorch_tanh"  # not hidden_act, which vLLM wants to be equal
     query_pre_attn_scalar: float = 256
     final_logit_softcapping: float | None = 30.0
     attn_logit_softcapping: float | None = 50.0
@@ -40,14 +30,6 @@ class Gemma2Config(WindowedConfig):
     @property
     def act(self) -> Activation:
         return activation(self.hidden_activation)
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
 
     @property
     def attention_scale(self) -> float:
@@ -60,10 +42,6 @@ class Gemma2Config(WindowedConfig):
     @property
     def logits_softcap(self) -> float | None:
         return self.final_logit_softcapping
-
-    @property
-    def embedding_scale(self) -> float:
-        return self.hidden_size**0.5
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0

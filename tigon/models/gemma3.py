@@ -11,15 +11,14 @@ from tigon.kernels.gated_act import Activation
 from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import FULL, SLIDING, ConfigError, WindowedConfig, activation, read_rope
+from tigon.models.gemma import GemmaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(WindowedConfig):
+class Gemma3Config(GemmaConfig, WindowedConfig):
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     default_theta = 1e6
-    norm_offset = 1.0
-    norm_cast = "after_weight"
     # Read with the RoPEs; and a copy of sliding_window_pattern
     ignored = frozenset({"rope_local_base_freq", "_sliding_window_pattern"})
 
@@ -29,15 +28,8 @@ class Gemma3Config(WindowedConfig):
     num_hidden_layers: int = 26
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
-    head_dim: int = 256
-    hidden_act: str = "gelu_pytorch_tanh"  # transformers ignores it, vLLM wants the two equal
     hidden_activation: str = "gelu_pytorch_tanh"
     max_position_embeddings: int = 131072
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-    bos_token_id: int | None = 2
-    attention_bias: bool = False
     query_pre_attn_scalar: float = 256
     final_logit_softcapping: float | None = None
     sliding_window_pattern: int = 6
@@ -91,24 +83,12 @@ class Gemma3Config(WindowedConfig):
         return True
 
     @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
     def attention_scale(self) -> float:
         return self.query_pre_attn_scalar**-0.5
 
     @property
     def logits_softcap(self) -> float | None:
         return self.final_logit_softcapping
-
-    @property
-    def embedding_scale(self) -> float:
-        return self.hidden_size**0.5
 
 
 class Gemma3(CausalLM):

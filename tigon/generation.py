@@ -293,7 +293,9 @@ def _decode(
         seen.scatter_reduce_(1, tokens[:, :prompt], present, "amax")
 
     for n in range(prompt, total):
-        start = 0 if n == prompt or cache is None else n - 1
+        if cache is not None and n == model.config.cache_restart:
+            cache = KVCache()
+        start = 0 if cache is None or cache.length == 0 else n - 1
         logits = model(
             tokens[:, start:n],
             attention_mask=None if visible is None else visible[:, :n],

@@ -132,6 +132,29 @@ CASES |= {
             "pad_token_id": None,
         },
     },
+    "phi3": {
+        "plain": {"pad_token_id": None},
+        "partial, window": {
+            **WINDOW,
+            "pad_token_id": 3,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        "longrope": {
+            "pad_token_id": None,
+            "head_dim": 16,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + i / 40 for i in range(8)],
+                "long_factor": [1.5 + i for i in range(8)],
+            },
+        },
+    },
     "seed_oss": {
         "plain": {},
         "all biases": {"attention_out_bias": True, "mlp_bias": True},

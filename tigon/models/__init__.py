@@ -11,6 +11,7 @@ from tigon.models.gemma2 import Gemma2
 from tigon.models.gemma3 import Gemma3
 from tigon.models.llama import Llama
 from tigon.models.mistral import Ministral, Mistral
+from tigon.models.phi3 import Phi3
 from tigon.models.qwen2 import Qwen2
 from tigon.models.qwen3 import Qwen3
 from tigon.models.seed_oss import SeedOss
@@ -18,7 +19,19 @@ from tigon.models.smollm3 import SmolLM3
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
-    for family in (Gemma, Gemma2, Gemma3, Llama, Ministral, Mistral, Qwen2, Qwen3, SeedOss, SmolLM3)
+    for family in (
+        Gemma,
+        Gemma2,
+        Gemma3,
+        Llama,
+        Ministral,
+        Mistral,
+        Phi3,
+        Qwen2,
+        Qwen3,
+        SeedOss,
+        SmolLM3,
+    )
 }
 
 __all__ = [
@@ -31,6 +44,7 @@ __all__ = [
     "Llama",
     "Ministral",
     "Mistral",
+    "Phi3",
     "Qwen2",
     "Qwen3",
     "SeedOss",

@@ -80,9 +80,9 @@ class Decoder(nn.Module):
         )
         names = list(config.ropes)
         self.rotary_embs = nn.ModuleList(
-            RotaryEmbedding(config.head_dim, rope, config.max_position_embeddings)
+            RotaryEmbedding(config.rotary_dim, rope, config.max_position_embeddings)
             if rope
-            else NoRotary(config.head_dim)
+            else NoRotary(config.rotary_dim)
             for rope in config.ropes.values()
         )
         self.rope_of_layer = [names.index(config.rope(i)) for i in layers]

@@ -116,6 +116,7 @@ class Config:
     # Norms multiply by offset + weight; the cast says when they round
     norm_offset: ClassVar[float] = 0.0
     norm_cast: ClassVar[Cast] = "before_weight"
+    partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
     # Keys that transformers does not read for this type, though others do
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -191,7 +192,7 @@ class Config:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        return read_rope(source, cls.default_theta, longest)
+        return read_rope(source, cls.default_theta, longest, partial=cls.partial_rotary)
 
     # What blocks are built from, where a family's own keys do not say it
 
@@ -235,6 +236,15 @@ class Config:
     def window(self, layer: int) -> int | None:
         """How many tokens a query of this layer sees, its own among them; None: all before."""
         return None
+
+    @property
+    def cache_restart(self) -> int | None:
+        """Tokens from whose number on all keys are rotated otherwise, so that a cache is stale."""
+        return None
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
 
     @property
     def ropes(self) -> dict[str, dict[str, Any]]:
@@ -286,6 +296,8 @@ class Config:
             # The whole dictionary: where a reader takes rope_scaling, it takes nothing else
             "rope_scaling": rope if rope["rope_type"] != "default" else None,
         }
+        if "partial_rotary_factor" in rope:
+            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
         if rope["rope_type"] == "longrope":  # transformers 4 looks for it here
             out["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         return out
@@ -328,7 +340,9 @@ class WindowedConfig(Config):
         return self.sliding_window if self.layer_type(layer) == SLIDING else None
 
 
-def read_rope(source: Mapping[str, Any], default_theta: float, longest: int) -> dict[str, Any]:
+def read_rope(
+    source: Mapping[str, Any], default_theta: float, longest: int, *, partial: bool = False
+) -> dict[str, Any]:
     """One `rope_parameters` from either generation of keys, complete for its type."""
     # transformers lets a non-null rope_scaling replace rope_parameters
     key = "rope_scaling" if source.get("rope_scaling") else "rope_parameters"
@@ -349,12 +363,18 @@ def read_rope(source: Mapping[str, Any], default_theta: float, longest: int) -> 
     if missing:
         raise ConfigError(f"rope_type {kind!r} needs {', '.join(missing)}; the config has {rope}")
     factor = rope.pop("partial_rotary_factor", None)
-    if factor not in (None, 1, 1.0):
-        raise ConfigError(f"partial_rotary_factor={factor} is not known to this model type")
     extra = {k: v for k, v in rope.items() if k not in ROPE_HINTS}
     if extra:
         raise ConfigError(f"rope_type {kind!r} does not know {extra}")
-    return rope
+    if factor is None and partial:
+        factor = source.get("partial_rotary_factor")
+    if factor in (None, 1, 1.0):
+        return rope
+    if not partial:
+        raise ConfigError(f"partial_rotary_factor={factor} is not known to this model type")
+    if not _fits(factor, float) or not 0 < factor < 1:
+        raise ConfigError(f"partial_rotary_factor={factor!r} is not in (0, 1]")
+    return rope | {"partial_rotary_factor": factor}
 
 
 def _check_types(values: Mapping[str, Any], hints: Mapping[str, Any]) -> None:

@@ -1,0 +1,57 @@
+"""Phi-3, 3.5 and 4-mini: Llama's blocks, stored with qkv and gate_up fused as here.
+
+Paper: arXiv 2404.14219; checked against transformers' modeling_phi3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import WindowedConfig
+
+RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phi3Config(WindowedConfig):
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    partial_rotary = True
+    ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
+
+    vocab_size: int = 32064
+    hidden_size: int = 3072
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 32000
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 32000
+    sliding_window: int | None = None
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        source = {"original_max_position_embeddings": 4096, **source}
+        for key in ("rope_scaling", "rope_parameters"):
+            given = source.get(key)
+            if isinstance(given, dict):
+                names = {k: RENAMED.get(v, v) for k, v in given.items() if k.endswith("type")}
+                source[key] = given | names
+        return super()._read_rope(source, longest)
+
+    @property
+    def cache_restart(self) -> int | None:
+        if self.rope_parameters["rope_type"] != "longrope":
+            return None
+        return self.rope_parameters["original_max_position_embeddings"] + 1
+
+
+class Phi3(CausalLM):
+    config_class = Phi3Config
+    block_class = PreNormBlock
+    FUSED = {}

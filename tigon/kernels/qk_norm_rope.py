@@ -38,8 +38,8 @@ from tigon.kernels.rope import launch as launch_rope
 FORWARD = (1024, 1)
 BACKWARD = (1024, 2)
 # Of the backward pass: programs on each multiprocessor, and stages of their loop over tokens
-RESIDENT = 8
-STAGES = 3
+RESIDENT = 4
+STAGES = 4
 # Rows and columns of one step of the sum over programs
 SUM = (256, 16)
 

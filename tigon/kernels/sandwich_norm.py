@@ -54,6 +54,13 @@ def sandwich_norm_ref(
 
 
 @functools.cache
+def _launch_forward(C: int) -> Launch:
+    launch = launch_forward(C)
+    # One row of two inputs and two outputs is as much as two rows of a plain norm
+    return launch._replace(rows=1, warps=4) if launch.block == 4096 else launch
+
+
+@functools.cache
 def _launch_backward(C: int, width: int) -> Launch:
     """`width`: bytes per element of all inputs, which wait in shared memory."""
     block = power_of_2(C)
@@ -61,10 +68,11 @@ def _launch_backward(C: int, width: int) -> Launch:
         rows, warps, per_sm = min(2048 // block, 16), 2, 4
     elif block <= 2048:
         rows, warps, per_sm = (2, 4, 2) if block > C else (1, 4, 2)
+    elif block == 4096 and block > C:
+        rows, warps, per_sm = 1, 4, 2
     else:
         rows, warps, per_sm = 1, max(block // 512, 8), 1
-    flight = stages(rows * block * width, most=3 if block <= 2048 else 4)
-    return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
+    return Launch(block, rows, warps, per_sm, stages(rows * block * width), late=block < 1024)
 
 
 @triton.jit
@@ -226,7 +234,7 @@ def _forward(
     N = x.numel() // C
     x, x_row = rows_of(x, C)
     residual, residual_row = rows_of(residual, C)
-    launch = launch_forward(C)
+    launch = _launch_forward(C)
     _forward_kernel[(launch.programs(x, N),)](
         x,
         residual,

@@ -4,6 +4,7 @@ from tigon.kernels._triton import use
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
+from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
 from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
@@ -20,6 +21,8 @@ __all__ = [
     "cross_entropy_ref",
     "gated_act",
     "gated_act_ref",
+    "grouped_mlp",
+    "grouped_mlp_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "linear_kl",

@@ -34,7 +34,7 @@ def gated_act_ref(gate_up: Tensor, act: Activation) -> Tensor:
 
 
 @triton.jit
-def _act(x, ACT: tl.constexpr):
+def act_and_slope(x, ACT: tl.constexpr):
     """The activation of fp32 numbers, and its derivative."""
     if ACT == "silu":
         s = tl.sigmoid(x)
@@ -66,7 +66,7 @@ def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
-    a, _ = _act(gate, ACT)
+    a, _ = act_and_slope(gate, ACT)
     a = a.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + row * size + cols, a * up, mask=keep)
 
@@ -81,7 +81,7 @@ def _gated_act_backward_kernel(
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
-    a, slope = _act(gate, ACT)
+    a, slope = act_and_slope(gate, ACT)
     a = a.to(dx.dtype.element_ty).to(tl.float32)
     tl.store(dx + row * dx_row + cols, d * up * slope, mask=keep)
     tl.store(dx + row * dx_row + size + cols, d * a, mask=keep)

@@ -1,0 +1,296 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.gated_act import Activation
+from tigon.kernels.grouped_mlp import _backward, _forward
+
+N, C, I, E, K = 37, 24, 20, 7, 3  # noqa: E741
+CUDA = torch.cuda.is_available()
+# The interpreter cuts bf16 off instead of rounding it; fp16 is right everywhere
+HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
+acts = pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+
+
+def exact(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
+) -> Tensor:
+    """Token by token, in float64."""
+    x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    rows = []
+    for n in range(x.shape[0]):
+        row = torch.zeros_like(x[n])
+        for j, e in enumerate(experts[n].tolist()):
+            gate, up = (gate_up[e] @ x[n]).chunk(2)
+            if act == "silu":
+                gate = gate / (1 + (-gate).exp())
+            elif act == "gelu":
+                gate = gate * (1 + torch.erf(gate / math.sqrt(2))) / 2
+            else:
+                inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+                gate = gate / 2 * (1 + torch.tanh(inner))
+            row = row + weights[n, j] * (down[e] @ (gate * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def inputs(
+    n: int = N,
+    c: int = C,
+    i: int = I,
+    e: int = E,
+    k: int = K,
+    dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """x, gate_up, down, experts, weights; no token chooses the last expert but one."""
+    chances = torch.rand(n, e)
+    if e > k:
+        chances[:, -2] = -1
+    weights, experts = chances.topk(k)
+    x, gate_up, down = torch.randn(n, c), torch.randn(e, 2 * i, c), torch.randn(e, c, i)
+    return [
+        x.to(dtype),
+        (gate_up / c**0.5).to(dtype),
+        (down / i**0.5).to(dtype),
+        experts,
+        weights.to(weights_dtype or dtype),
+    ]
+
+
+def leaves(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+
+
+def gradients(y: Tensor, tensors: list[Tensor], upstream: Tensor) -> list[Tensor]:
+    wanted = [t for t in tensors if t.requires_grad]
+    return list(torch.autograd.grad(y, wanted, upstream.to(y.dtype)))
+
+
+def assert_exact(tensors: list[Tensor], act: Activation = "silu") -> list[Tensor]:
+    """Value and gradients in fp32 are those of the loop; returns the gradients."""
+    tensors = leaves(tensors)
+    y, expected = grouped_mlp(*tensors, act), exact(*tensors, act)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(y)
+    found = gradients(y, tensors, upstream)
+    for grad, wanted in zip(found, gradients(expected, tensors, upstream), strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    return found
+
+
+@acts
+def test_forward_and_gradients(act: Activation) -> None:
+    _, gate_up, down, _ = assert_exact(inputs(), act)
+    assert not gate_up[-2].any() and not down[-2].any()  # zero, and not what `empty` held
+    assert all(gate_up[e].any() and down[e].any() for e in range(E) if e != E - 2)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n": 1},
+        {"n": 1, "k": 1},
+        {"k": 1},
+        {"e": 1, "k": 1},
+        {"e": 3, "k": 3},
+        {"e": 90},
+        {"c": 7, "i": 5},  # rows that start at no multiple of 16 bytes
+        {"c": 8, "i": 5},
+        {"c": 1, "i": 1},
+    ],
+    ids=str,
+)
+def test_sizes(sizes: dict[str, int]) -> None:
+    assert_exact(inputs(**sizes))
+
+
+def test_all_tokens_to_one_expert() -> None:
+    x, gate_up, down, _, weights = inputs(k=1)
+    _, dgate_up, ddown, _ = assert_exact([x, gate_up, down, torch.full((N, 1), 4), weights])
+    assert (
+        {e for e in range(E) if dgate_up[e].any()} == {4} == {e for e in range(E) if ddown[e].any()}
+    )
+
+
+def test_an_expert_may_come_twice() -> None:
+    x, gate_up, down, experts, weights = inputs()
+    experts[:, 1] = experts[:, 0]
+    assert_exact([x, gate_up, down, experts, weights])
+
+
+def test_no_tokens() -> None:
+    tensors = leaves(inputs(n=0))
+    y = grouped_mlp(*tensors, "silu")
+    assert y.shape == (0, C)
+    for grad, t in zip(gradients(y, tensors, y.detach()), [*tensors[:3], tensors[4]], strict=True):
+        assert grad.shape == t.shape and not grad.any()
+
+
+def test_strided_input_and_upstream() -> None:
+    x, gate_up, down, experts, weights = inputs()
+    strided = [
+        x.t().contiguous().t(),
+        gate_up.transpose(0, 2).contiguous().transpose(0, 2),
+        torch.stack((down, down), -1)[..., 0],
+        experts.t().contiguous().t(),
+        weights.t().contiguous().t(),
+    ]
+    assert not any(t.is_contiguous() for t in strided)
+    assert_exact(strided)
+    tensors = leaves(inputs())
+    for upstream in (
+        torch.ones(()).expand(N, C),
+        torch.randn(C, N).t(),
+        torch.randn(N, 2 * C)[:, ::2],
+    ):
+        found = gradients(grouped_mlp(*tensors, "silu"), tensors, upstream)
+        wanted = gradients(exact(*tensors, "silu"), tensors, upstream)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item())
+
+
+def test_some_inputs_without_gradient() -> None:
+    tensors = inputs()
+    whole = leaves(tensors)
+    expected = gradients(grouped_mlp(*whole, "silu"), whole, torch.ones(N, C))
+    for i, grad in zip((0, 1, 2, 4), expected, strict=True):
+        alone = [t.detach().requires_grad_(i == j) for j, t in enumerate(tensors)]
+        found = gradients(grouped_mlp(*alone, "silu"), alone, torch.ones(N, C))
+        torch.testing.assert_close(found, [grad])
+
+
+def test_gradcheck() -> None:
+    x, gate_up, down, experts, weights = leaves(
+        inputs(n=3, c=4, i=3, e=3, k=2, dtype=torch.float64)
+    )
+    assert torch.autograd.gradcheck(
+        lambda *t: grouped_mlp(t[0], t[1], t[2], experts, t[3], "silu"),
+        (x, gate_up, down, weights),
+    )
+
+
+@pytest.mark.parametrize("exact_weights", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_rounded_where_the_definition_says(dtype: torch.dtype, exact_weights: bool) -> None:
+    """Products in the input's dtype; the sum over a token's experts in fp32, rounded once."""
+    weights_dtype = torch.float32 if exact_weights else dtype
+    tensors = leaves(inputs(n=50, dtype=dtype, weights_dtype=weights_dtype))
+    x, gate_up, down, experts, weights = tensors
+    rows = []
+    for n in range(50):
+        row = torch.zeros(C)
+        for j, e in enumerate(experts[n].tolist()):
+            gate, up = (gate_up[e].float() @ x[n].float()).to(dtype).chunk(2)
+            hidden = F.silu(gate) * up
+            row += weights[n, j].float() * (down[e].float() @ hidden.float()).to(dtype).float()
+        rows.append(row.to(dtype))
+    y, expected = grouped_mlp(*tensors, "silu"), torch.stack(rows)
+    assert y.dtype == dtype
+    assert (y != expected).float().mean() < 0.05  # products may be a rounding apart
+    if exact_weights:
+        rounded = [*tensors[:4], weights.to(dtype)]
+        assert (grouped_mlp(*rounded, "silu") != expected).float().mean() > 0.1
+    upstream = torch.randn(50, C)
+    found = gradients(y, tensors, upstream)
+    wanted = gradients(exact(*tensors, "silu"), tensors, upstream)
+    for grad, w, t in zip(found, wanted, [x, gate_up, down, weights], strict=True):
+        assert grad.dtype == t.dtype
+        assert (grad - w).norm() < 4 * torch.finfo(dtype).eps * w.norm()
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    tensors = leaves(inputs())
+    half = [t.bfloat16() if i < 3 else t for i, t in enumerate(tensors)]
+    with torch.autocast(tensors[0].device.type, torch.bfloat16):
+        y = grouped_mlp(*tensors, "silu")
+    assert torch.equal(y, grouped_mlp(*half, "silu"))
+    found = gradients(y, tensors, torch.ones(N, C))
+    assert [g.dtype for g in found] == [torch.float32] * 4
+
+
+@pytest.mark.traced
+@pytest.mark.parametrize(
+    ("dtype", "c", "tolerance"),
+    [(torch.float32, C, 1e-6), (torch.float32, 7, 1e-6), (torch.bfloat16, C, 2e-2)],
+    ids=str,
+)
+def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(grouped_mlp, backend="aot_eager", fullgraph=True)
+    for n in (N, 11):
+        tensors = leaves(inputs(n=n, c=c, dtype=dtype))
+        y, expected = compiled(*tensors, "silu"), grouped_mlp_ref(*tensors, "silu")
+        upstream = torch.randn(n, c)
+        found = [y, *gradients(y, tensors, upstream)]
+        wanted = [expected, *gradients(expected, tensors, upstream)]
+        for a, b in zip(found, wanted, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm()
+    torch._dynamo.reset()
+
+
+@pytest.mark.traced
+def test_the_ops_are_what_they_claim_to_be() -> None:
+    for c in (C, 7):
+        x, gate_up, down, experts, weights = inputs(c=c)
+        arguments = (x, gate_up, down, experts, weights, "silu")
+        torch.library.opcheck(_forward.op, arguments)
+        y, *saved = _forward(*arguments)
+        for wanted in ([True] * 4, [False, True, False, True]):
+            torch.library.opcheck(
+                _backward.op, (y, x, gate_up, down, weights, *saved, "silu", wanted)
+            )
+
+
+def test_a_second_derivative_is_right_or_an_error(path: str) -> None:
+    tensors = leaves(inputs())
+    y = grouped_mlp(*tensors, "silu")
+    if path == "triton":
+        with pytest.raises(RuntimeError, match="grouped_mlp has no second derivative"):
+            torch.autograd.grad(y.sum(), tensors[0], create_graph=True)
+        return
+    x, gate_up, down, experts, weights = leaves(
+        inputs(n=2, c=3, i=2, e=3, k=2, dtype=torch.float64)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: grouped_mlp(x, gate_up, down, experts, w, "silu"), (x, weights)
+    )
+
+
+BAD: dict[str, tuple[dict[int, Any], str]] = {
+    "x": ({0: torch.randn(N, C + 1)}, r"x \(37, 25\), gate_up \(7, 40, 24\), .* are not \[N, C\]"),
+    "x with batch": ({0: torch.randn(2, N, C)}, r"x \(2, 37, 24\)"),
+    "gate_up": ({1: torch.randn(E, 2 * I - 1, C)}, r"gate_up \(7, 39, 24\)"),
+    "experts of gate_up": ({1: torch.randn(E + 1, 2 * I, C)}, r"gate_up \(8, 40, 24\)"),
+    "down": ({2: torch.randn(E, I, C)}, r"down \(7, 20, 24\)"),
+    "tokens": ({3: torch.zeros(N - 1, K).long()}, r"experts \(36, 3\), weights \(37, 3\)"),
+    "none": ({3: torch.zeros(N, 0).long(), 4: torch.zeros(N, 0)}, r"experts \(37, 0\)"),
+    "experts are int32": ({3: torch.zeros(N, K).int()}, "experts is torch.int32, .* must be int64"),
+    "weights are int": (
+        {4: torch.zeros(N, K).long()},
+        "weights torch.int64: they must be int64 an",
+    ),
+    "dtypes": ({1: torch.randn(E, 2 * I, C).half()}, "x is torch.float32, gate_up torch.float16"),
+    "an expert too far": ({3: torch.full((N, K), E)}, r"expert 7 at \[0, 0\] is not in \[0, 7\)"),
+    "a negative expert": ({3: torch.full((N, K), -1)}, r"expert -1 at \[0, 0\] is not in \[0, 7\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    if CUDA and "expert" in case.split() and "of" not in case:
+        pytest.skip("an assertion on the device ends the process's use of it")
+    changes, message = BAD[case]
+    tensors = [changes.get(i, t).to(t.device) for i, t in enumerate(inputs())]
+    with pytest.raises(ValueError, match=message):
+        grouped_mlp(*tensors, "silu")
+
+
+def test_an_unknown_activation() -> None:
+    with pytest.raises(ValueError, match="act='relu' is not one of"):
+        grouped_mlp(*inputs(), "relu")  # type: ignore[arg-type]

@@ -1,0 +1,342 @@
+"""The MLPs of a mixture of experts: each token through the few that its router chose for it.
+
+# N tokens, k experts per token, S = N k slots sorted by expert, E experts, C model dim,
+# I intermediate size
+"""
+
+from typing import Any, cast, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._grouped_gemm import grouped_product, grouped_weight_gradient
+from tigon.kernels._triton import (
+    check_devices,
+    operator,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.kernels.gated_act import Activation, act_and_slope, gated_act, gated_act_ref
+
+# Columns and warps of one program: the best of some tried on an H200
+SPREAD = (4096, 4)
+COMBINE = (1024, 4)
+ACT = (1024, 4)
+
+
+def grouped_mlp_ref(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+) -> Tensor:
+    """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
+
+    Each product is in the input's dtype, the sum over j in fp32 and rounded once.
+    """
+    n, k = experts.shape
+    order = experts.flatten().argsort(stable=True)
+    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
+    rows = x.index_select(0, order // k).split(counts)
+    # unbind: the gradient of all experts is stacked once; indexing would add a full one for each
+    parts = [
+        F.linear(gated_act_ref(F.linear(r, g), act), d)
+        for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
+        if len(r) or not n
+    ]
+    y = torch.cat(parts).index_select(0, _inverse(order)).view(n, k, x.shape[1])
+    scale = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    return (y * scale[..., None]).sum(1).to(y.dtype)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Where in the order each slot is: [S]."""
+    return torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
+    )
+
+
+@triton.jit
+def _spread_kernel(x, inverse, rows, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's row to each of its slots: read once, written k times."""
+    token = tl.program_id(0).to(tl.int64)
+    for start in range(0, C, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < C
+        row = tl.load(x + token * C + cols, mask=keep)
+        for j in tl.static_range(K):
+            slot = tl.load(inverse + token * K + j)
+            tl.store(rows + slot * C + cols, row, mask=keep)
+
+
+@triton.jit
+def _combine_kernel(rows, inverse, weights, x, C, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's slots, weighted if there are weights, in fp32 and rounded once."""
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = cols < C
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(K):
+        slot = tl.load(inverse + token * K + j)
+        row = tl.load(rows + slot * C + cols, mask=keep, other=0.0).to(tl.float32)
+        if weights is not None:
+            row *= tl.load(weights + token * K + j).to(tl.float32)
+        total += row
+    tl.store(x + token * C + cols, total, mask=keep)
+
+
+@triton.jit
+def _act_backward_kernel(
+    gate_up,
+    dh,
+    order,
+    weights,
+    dgate_up,
+    weighted,
+    dweights,
+    I,  # noqa: E741
+    ACT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Back through one slot's weight and activation.
+
+    dh is the gradient of h = act(gate) * up as if the weight were 1: the weight's own is their
+    product, so that the output of `down` need not be kept.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, I, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < I
+        gate = tl.load(gate_up + row * 2 * I + cols, mask=keep, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * I + I + cols, mask=keep, other=0.0).to(tl.float32)
+        d = tl.load(dh + row * I + cols, mask=keep, other=0.0).to(tl.float32)
+        a, slope = act_and_slope(gate, ACT)
+        a = a.to(dh.dtype.element_ty).to(tl.float32)
+        h = (a * up).to(dh.dtype.element_ty).to(tl.float32)
+        product += d * h
+        d *= weight
+        tl.store(weighted + row * I + cols, h * weight, mask=keep)
+        tl.store(dgate_up + row * 2 * I + cols, d * up * slope, mask=keep)
+        tl.store(dgate_up + row * 2 * I + I + cols, d * a, mask=keep)
+    tl.store(dweights + slot, tl.sum(product))
+
+
+def _spread(x: Tensor, inverse: Tensor, k: int) -> Tensor:
+    """x [N, C] -> [S, C]."""
+    if not runs_triton(x):
+        return x.new_empty(len(inverse), x.shape[1]).index_copy_(
+            0, inverse, x.repeat_interleave(k, 0)
+        )
+    rows = x.new_empty(len(inverse), x.shape[1])
+    if rows.numel():
+        block, warps = SPREAD
+        block = min(block, triton.next_power_of_2(x.shape[1]))
+        _spread_kernel[(len(x),)](x, inverse, rows, x.shape[1], K=k, BLOCK=block, num_warps=warps)
+    return rows
+
+
+def _combine(rows: Tensor, inverse: Tensor, weights: Tensor | None, k: int) -> Tensor:
+    """rows [S, C] -> [N, C]."""
+    n, c = len(rows) // k, rows.shape[1]
+    if not runs_triton(rows):
+        slots = rows.index_select(0, inverse).view(n, k, c).float()
+        return (slots if weights is None else slots * weights[..., None]).sum(1).to(rows.dtype)
+    x = rows.new_empty(n, c)
+    if x.numel():
+        block, warps = COMBINE
+        block = min(block, triton.next_power_of_2(c))
+        grid = (n, triton.cdiv(c, block))
+        _combine_kernel[grid](rows, inverse, weights, x, c, K=k, BLOCK=block, num_warps=warps)
+    return x
+
+
+def _act_backward(
+    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of hidden [S, 2I], h times its weight [S, I], and the weights' gradient."""
+    dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
+    dweights = torch.empty_like(weights)
+    if not runs_triton(hidden):
+        gate, up = hidden.chunk(2, dim=-1)
+        h, scale = gated_act_ref(hidden, cast(Activation, act)), weights.flatten()[order][:, None]
+        dweights.view(-1)[order] = (dh.float() * h).sum(-1).to(weights.dtype)
+        weighted.copy_(h * scale)
+        d = (dh * scale).to(dh.dtype)
+        if act == "silu":
+            a, dgate = F.silu(gate), torch.ops.aten.silu_backward(d * up, gate)
+        else:
+            how = "tanh" if act == "gelu_tanh" else "none"
+            a = F.gelu(gate, approximate=how)
+            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=how)
+        dhidden.copy_(torch.cat((dgate, d * a), -1))
+    elif dh.numel():
+        block, warps = ACT
+        block = min(block, triton.next_power_of_2(dh.shape[1]))
+        slots = (hidden, dh, order, weights, dhidden, weighted, dweights)
+        _act_backward_kernel[(len(dh),)](*slots, dh.shape[1], ACT=act, BLOCK=block, num_warps=warps)
+    return dhidden, weighted, dweights
+
+
+def _forward_fake(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
+) -> list[Tensor]:
+    slots = experts.numel()
+    numbers = [experts.new_empty(slots), experts.new_empty(slots)]
+    ends = experts.new_empty(len(gate_up), dtype=torch.int32)
+    return [torch.empty_like(x), x.new_empty(slots, gate_up.shape[1]), *numbers, ends]
+
+
+@operator("grouped_mlp", _forward_fake)
+def _forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
+) -> list[Tensor]:
+    """The output; and for the backward pass gate_up of every slot, the slots' order and its
+    inverse, and where in it each expert ends."""
+    k, number = experts.shape[1], len(gate_up)
+    small = torch.uint8 if number <= 256 else torch.int16 if number < 2**15 else torch.int64
+    ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
+    numbers = torch.arange(number, device=x.device, dtype=small)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    inverse = _inverse(order)
+    hidden = grouped_product(_spread(x, inverse, k), gate_up, ends)
+    y = grouped_product(gated_act(hidden, cast(Activation, act)), down, ends)
+    return [_combine(y, inverse, weights, k), hidden, order, inverse, ends]
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    hidden: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    act: str,
+    wanted: list[bool],
+) -> list[Tensor]:
+    likes = zip((x, gate_up, down, weights), wanted, strict=True)
+    return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
+
+
+@operator("grouped_mlp_backward", _backward_fake)
+def _backward(
+    dy: Tensor,  # [N, C]
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    hidden: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    act: str,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """The gradients of x, gate_up, down and weights; those not wanted are empty."""
+    k = weights.shape[1]
+    dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
+    rows = _spread(dy, inverse, k)
+    dh = grouped_product(rows, down, ends, transposed=True)
+    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
+    del dh
+    if wanted[2]:
+        ddown = grouped_weight_gradient(rows, weighted, ends)
+    del rows, weighted
+    if wanted[0]:
+        dx = _combine(grouped_product(dhidden, gate_up, ends, transposed=True), inverse, None, k)
+    if wanted[1]:
+        dgate_up = grouped_weight_gradient(dhidden, _spread(x, inverse, k), ends)
+    return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        act: Activation,
+    ) -> Tensor:
+        y, *saved = _forward(x, gate_up, down, experts, weights, act)
+        ctx.save_for_backward(x, gate_up, down, weights, *saved)
+        ctx.act = act
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("grouped_mlp")
+        needs = ctx.needs_input_grad
+        wanted = [*needs[:3], needs[4]]
+        grads = _backward(dy.contiguous(), *ctx.saved_tensors, ctx.act, wanted)
+        dx, dgate_up, ddown, dweights = (
+            g if want else None for g, want in zip(grads, wanted, strict=True)
+        )
+        return dx, dgate_up, ddown, None, dweights, None
+
+
+def grouped_mlp(
+    x: Tensor,  # [N, C]
+    gate_up: Tensor,  # [E, 2I, C]: of each expert gate first, then up
+    down: Tensor,  # [E, C, I]
+    experts: Tensor,  # [N, k] int64, in [0, E)
+    weights: Tensor,  # [N, k], of any floating dtype
+    act: Activation,
+) -> Tensor:
+    """The weighted sum of k gated MLPs for each token: [N, C]. No token is dropped.
+
+    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and
+    expert numbers that do not fit. Source: the dropless mixture of experts of MegaBlocks
+    (arXiv 2211.15841), defined by `grouped_mlp_ref`.
+    """
+    _check(x, gate_up, down, experts, weights, act)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"x is {x.dtype}, gate_up {gate_up.dtype} and down {down.dtype}: cast them to one"
+        )
+    # Plain torch has to know how many rows each expert has, which breaks a compiled graph
+    if runs_triton(x) or torch.compiler.is_compiling():
+        tensors = (x, gate_up, down, experts, weights)
+        return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act)
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act)
+
+
+def _check(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+) -> None:
+    if act not in get_args(Activation):
+        raise ValueError(f"act={act!r} is not one of {get_args(Activation)}")
+    dims = (x.dim(), gate_up.dim(), down.dim(), experts.dim(), weights.dim())
+    fits = dims == (2, 3, 3, 2, 2) and experts.shape == weights.shape and experts.shape[1] > 0
+    if fits:
+        (n, c), (e, _, inner) = x.shape, down.shape
+        fits = experts.shape[0] == n and gate_up.shape == (e, 2 * inner, c) and down.shape[1] == c
+    if not fits:
+        shapes = {"x": x, "gate_up": gate_up, "down": down, "experts": experts, "weights": weights}
+        raise ValueError(
+            ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
+            + " are not [N, C], [E, 2I, C], [E, C, I], [N, k] and [N, k]"
+        )
+    check_devices(x=x, gate_up=gate_up, down=down, experts=experts, weights=weights)
+    if experts.dtype != torch.int64 or not weights.is_floating_point():
+        raise ValueError(
+            f"experts is {experts.dtype}, weights {weights.dtype}: they must be int64 and floating"
+        )
+    bad = (experts < 0) | (experts >= len(gate_up))
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(~bad.any(), f"an expert is not in [0, {len(gate_up)})")
+    elif bad.any():
+        token, j = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"expert {experts[token, j].item()} at {[token, j]} is not in [0, {len(gate_up)})"
+        )

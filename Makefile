@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check format clean bench-kernels
+.PHONY: help quickstart test check mutate format clean bench-kernels
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+mutate: .venv/.installed-test  ## plant known mistakes: does a test notice each? (ARGS="3 17" to choose)
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 format: .venv/.installed-test  ## format and fix what ruff can
 	$(BIN)/ruff format .

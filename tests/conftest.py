@@ -23,6 +23,8 @@ torch.set_num_threads(1)  # models this small lose by sharing, and badly on a bu
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("exhaustive") and "exhaustive" not in item.config.option.markexpr:
+        pytest.skip("takes minutes: -m exhaustive")
 
 
 @pytest.fixture(autouse=True)

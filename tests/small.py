@@ -32,6 +32,15 @@ LLAMA = {
 }
 
 
+EXPERTS = LLAMA | {  # five, so that two ranks share them unevenly
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "mlp_only_layers": [0],
+}
+
+
 def write_tokenizer(directory: Path) -> Path:
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -51,10 +60,11 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def write_model(directory: Path, **changes: Any) -> Path:
-    """A random Llama with its tokenizer, in Hugging Face format."""
+    """A random Llama, or another model_type, with its tokenizer, in Hugging Face format."""
     torch.manual_seed(0)
     source = write_tokenizer(directory.with_name(directory.name + "-tokenizer"))
-    model = tigon.Llama.from_config({**LLAMA, **changes})
+    config = {**LLAMA, **changes}
+    model = tigon.models.MODELS[config["model_type"]].from_config(config)
     model.save_pretrained(directory, tokenizer=tigon.Tokenizer.from_pretrained(source))
     return directory
 

@@ -35,7 +35,15 @@ TYPES = {("models", "tokenizer")}
 # These load at run time what is below them: torch takes seconds, and --help must not
 LAZY = {"tigon", "tigon.cli"}
 # Extras; imported where they are used, with an error that says what to install
-OPTIONAL = {"datasets", "lm_eval", "matplotlib", "tensorboard", "transformers", "wandb"}
+OPTIONAL = {
+    "datasets",
+    "flash_attn",
+    "lm_eval",
+    "matplotlib",
+    "tensorboard",
+    "transformers",
+    "wandb",
+}
 IMPORT_NAMES = {"pyyaml": "yaml"}
 
 

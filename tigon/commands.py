@@ -10,6 +10,7 @@ import torch
 
 from tigon import __version__
 from tigon.eval import parity, perplexity, report
+from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train.export import find_checkpoint, load_checkpoint
@@ -114,6 +115,10 @@ def info(args: Namespace) -> int:
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)
             print(f"cuda:{i}: {device.name}, {device.total_memory / 2**30:.0f} GiB")
+        where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        print(f"attention on {where}, bfloat16, heads of 128 dims:")
+        for kind, choice in survey(where).items():
+            print(f"  {kind:<20}{choice.name} ({choice.why})")
         return 0
     model, files = _described(args)
     c = model.config

@@ -116,6 +116,24 @@ def test_labels_and_counts():
             assert (tokens, targets) == data.counts(step)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_bounds_of_sequences(packing):
+    data = loader(packing=packing)
+    for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
+        shape = batch["input_ids"].shape
+        if packing:
+            first = batch["position_ids"] == 0
+        else:
+            first = torch.zeros(shape, dtype=torch.bool)
+            first[:, 1:] = batch["attention_mask"].diff() != 0
+            first[:, 0] = True
+        bounds = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
+        assert batch["cu_seq_lens"].dtype == torch.int32
+        assert batch["cu_seq_lens"].tolist() == bounds
+    filler = data._collate(np.array([], dtype=np.int64))
+    assert filler["cu_seq_lens"].tolist() == [0, filler["input_ids"].shape[1]]
+
+
 def test_where_names_the_examples_of_a_step():
     data = loader(packing=False)
     rows = data.row_indices(2)

@@ -1,5 +1,10 @@
-"""Attention against a loop over queries that softmaxes the keys each may see."""
+"""Attention against a loop over queries that softmaxes the keys each may see.
 
+Backends that need a GPU are played by plain torch here: what they are told is tested, and in
+tests/gpu what they make of it.
+"""
+
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.flash import played
 from tigon.kernels import AttentionMask, attention, attention_ref
 
+__all__ = ["played"]
+implementation = importlib.import_module("tigon.kernels.attention")
 B, H, K, D = 2, 6, 2, 10
 
 
@@ -30,24 +38,23 @@ def loop(
     scale: float | None = None,
 ) -> Tensor:
     q, k, v = q.double(), k.double(), v.double()
-    past = k.shape[2] - q.shape[2]
-    rows = []
+    past, groups = k.shape[1] - q.shape[1], q.shape[2] // k.shape[2]
+    out = torch.zeros_like(q)
     for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            kv = h // (q.shape[1] // k.shape[1])
-            for t in range(q.shape[2]):
-                keys = [s for s in range(k.shape[2]) if sees(b, t + past, s)]
-                scores = k[b, kv, keys] @ q[b, h, t] * (scale or 1 / math.sqrt(q.shape[-1]))
+        for t in range(q.shape[1]):
+            keys = [s for s in range(k.shape[1]) if sees(b, t + past, s)]
+            for h in range(q.shape[2]):
+                scores = k[b, keys, h // groups] @ q[b, t, h] * (scale or 1 / math.sqrt(D))
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                rows.append(scores.softmax(0) @ v[b, kv, keys])
-    return torch.stack(rows).view(q.shape)
+                out[b, t, h] = scores.softmax(0) @ v[b, keys, h // groups]
+    return out
 
 
 def tensors(tokens: int, past: int = 0, kv_heads: int = K) -> tuple[Tensor, Tensor, Tensor]:
-    keys = (B, kv_heads, past + tokens, D)
+    keys = (B, past + tokens, kv_heads, D)
     return (
-        torch.randn(B, H, tokens, D, requires_grad=True),
+        torch.randn(B, tokens, H, D, requires_grad=True),
         torch.randn(keys, requires_grad=True),
         torch.randn(keys, requires_grad=True),
     )
@@ -83,30 +90,78 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int],
         {"window": 2},
         lambda b, q, k: bool(q - 2 < k <= q and SEGMENTS[b, q] == SEGMENTS[b, k]),
     ),
+    "packed evenly": (
+        {"segment_ids": torch.arange(9).expand(2, -1) // 3 + torch.tensor([[0], [3]])},
+        {"window": 2},
+        lambda b, q, k: q - 2 < k <= q and q // 3 == k // 3,
+    ),
     "padded": (
         {"key_mask": PADDING},
         {},
         lambda b, q, k: bool(k <= q and (PADDING[b, k] or k == q)),
     ),
+    "both sides": ({"causal": False}, {}, lambda b, q, k: True),
+    "both sides in a window": (
+        {"causal": False},
+        {"window": 4, "softcap": 0.5},
+        lambda b, q, k: abs(q - k) < 4,
+    ),
+    "both sides, packed with a window": (
+        {"causal": False, "segment_ids": SEGMENTS},
+        {"window": 2},
+        lambda b, q, k: bool(abs(q - k) < 2 and SEGMENTS[b, q] == SEGMENTS[b, k]),
+    ),
+    "both sides, packed": (
+        {"causal": False, "segment_ids": SEGMENTS},
+        {"scale": 0.3},
+        lambda b, q, k: bool(SEGMENTS[b, q] == SEGMENTS[b, k]),
+    ),
+    "both sides, padded": (
+        {"causal": False, "key_mask": PADDING},
+        {},
+        lambda b, q, k: bool(PADDING[b, k] or k == q),
+    ),
 }
+
+
+def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto") -> None:
+    given, options, sees = CASES[case]
+    q, k, v = tensors(9, kv_heads=kv_heads)
+    real = torch.ones(B, 9, dtype=torch.bool)
+    if backend != "auto" and "key_mask" in given:
+        real = given["key_mask"]  # what padding sees is nobody's business
+    out = function(q, k, v, mask=AttentionMask(9, **given, backend=backend), **options)
+    limits = {name: x for name, x in options.items() if name != "window"}
+    expected = loop(q, k, v, sees, **limits)
+    assert out.isfinite().all() and out.shape == q.shape
+    torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
+    upstream = torch.randn_like(out) * real[:, :, None, None]
+    actual = torch.autograd.grad((out * upstream).sum(), (q, k, v))
+    reference = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
+    for a, b in zip(actual, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert q._version == k._version == v._version == 0
 
 
 @FUNCTIONS
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients(function: Any, case: str, kv_heads: int) -> None:
-    given, options, sees = CASES[case]
-    q, k, v = tensors(9, kv_heads=kv_heads)
-    out = function(q, k, v, mask=AttentionMask(9, **given), **options)
-    limits = {name: x for name, x in options.items() if name != "window"}
-    expected = loop(q, k, v, sees, **limits)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-    upstream = torch.randn_like(out)
-    actual = torch.autograd.grad((out * upstream).sum(), (q, k, v))
-    reference = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
-    for a, b in zip(actual, reference, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert q._version == k._version == v._version == 0
+    assert_right(function, case, kv_heads)
+
+
+CUDNN = ("causal", "window 9", "scale", "both sides")  # all it can do of the cases
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(name, case) for name in ("fa4", "flash") for case in CASES if "softcap" not in CASES[case][1]]
+    + [("cudnn", case) for case in CUDNN],
+)
+def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
+    assert_right(attention, case, kv_heads, backend)
 
 
 @FUNCTIONS
@@ -127,27 +182,38 @@ def test_continuing_from_a_cache(
     torch.testing.assert_close(out.double(), loop(q, k, v, sees), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_gpu_backends_continue_from_a_cache(backend: str, window: int | None) -> None:
+    q, k, v = tensors(4, past=5)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # as it holds them
+    out = attention(q, k, v, mask=AttentionMask(4, past=5, backend=backend), window=window)
+    expected = attention_ref(q, k, v, mask=AttentionMask(4, past=5), window=window)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 @FUNCTIONS
 @pytest.mark.parametrize("window", [1, 2, 6, 8, 20, 21, 30])
 @pytest.mark.parametrize("tokens", [21, 1])
 def test_a_window_sees_exactly_its_tokens(function: Any, window: int, tokens: int) -> None:
-    q = torch.zeros(1, 2, tokens, 21)  # every visible key weighs the same
-    k, v = torch.zeros(1, 1, 21, 21), torch.eye(21)[None, None]  # and leaves its mark
+    q = torch.zeros(1, tokens, 2, 21)  # every visible key weighs the same
+    k, v = torch.zeros(1, 21, 1, 21), torch.eye(21)[None, :, None]  # and leaves its mark
     mask = AttentionMask(tokens, past=21 - tokens)
     out = function(q, k, v, mask=mask, window=window)
     seen = (out > 0).sum(-1)
     position = torch.arange(21 - tokens, 21)
-    assert torch.equal(seen, (position + 1).clamp(max=window).expand(1, 2, -1))
-    assert (out[0, 0, -1, 21 - min(window, 21) :] > 0).all()  # the last ones, itself among them
+    assert torch.equal(seen, (position + 1).clamp(max=window)[None, :, None].expand(1, -1, 2))
+    assert (out[0, -1, 0, 21 - min(window, 21) :] > 0).all()  # the last ones, itself among them
 
 
 @FUNCTIONS
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_neighbouring_heads_share_a_kv_head(function: Any, tokens: int) -> None:
     q, k, _ = tensors(tokens)
-    v = torch.arange(K).view(1, K, 1, 1).expand(B, K, tokens, D).float()
+    v = torch.arange(K).view(1, 1, K, 1).expand(B, tokens, K, D).float()
     out = function(q, k, v, mask=AttentionMask(tokens))
-    owner = torch.tensor([0, 0, 0, 1, 1, 1]).view(1, H, 1, 1).expand_as(out).float()
+    owner = torch.tensor([0, 0, 0, 1, 1, 1]).view(1, 1, H, 1).expand_as(out).float()
     torch.testing.assert_close(out, owner)
 
 
@@ -159,12 +225,12 @@ def test_rows_of_padding_alone_are_finite(function: Any, softcap: float | None) 
     out = function(q, k, v, mask=mask, softcap=softcap)
     assert out.isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
-    torch.testing.assert_close(out[0], v[0].repeat_interleave(3, 0))  # each sees itself
+    torch.testing.assert_close(out[0], v[0].repeat_interleave(3, 1))  # each sees itself
 
 
 def test_strided_heads() -> None:
     packed = torch.randn(B, 9, H + 2 * K, D)
-    q, k, v = (x.transpose(1, 2) for x in packed.split((H, K, K), dim=2))
+    q, k, v = packed.split((H, K, K), dim=2)
     out = attention(q, k, v, mask=AttentionMask(9))
     torch.testing.assert_close(out.double(), loop(q, k, v, causal), rtol=1e-5, atol=1e-6)
 
@@ -181,17 +247,40 @@ def test_gradcheck() -> None:
 def test_bf16_is_at_most_twice_as_wrong_as_eager() -> None:
     q, k, v = (x.detach().bfloat16() for x in tensors(33))
     exact = loop(q, k, v, causal)
-    kk, vv = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
-    scores = (q @ kk.transpose(-1, -2) / math.sqrt(D)).masked_fill(
-        torch.ones(33, 33).triu(1).bool(), float("-inf")
-    )
-    eager = scores.float().softmax(-1).bfloat16() @ vv
+    kk, vv = k.repeat_interleave(3, 2), v.repeat_interleave(3, 2)
+    scores = torch.einsum("bthd,bshd->bhts", q, kk) / math.sqrt(D)
+    scores = scores.masked_fill(torch.ones(33, 33).triu(1).bool(), float("-inf"))
+    eager = torch.einsum("bhts,bshd->bthd", scores.float().softmax(-1).bfloat16(), vv)
     for function in (attention, attention_ref):
         out = function(q, k, v, mask=AttentionMask(33))
         assert (out - exact).norm() <= 2 * (eager - exact).norm()
 
 
 def test_heads_that_cannot_share() -> None:
-    q, k = torch.ones(1, 5, 3, 4), torch.ones(1, 2, 3, 4)
+    q, k = torch.ones(1, 3, 5, 4), torch.ones(1, 3, 2, 4)
     with pytest.raises(ValueError, match="5 query heads cannot share 2 key/value heads"):
         attention(q, k, k, mask=AttentionMask(3))
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("fast", "attention='fast' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
+        ("fa4", "attention='fa4' cannot do this: it runs on CUDA GPUs, not on cpu"),
+        ("flash", "attention='flash' cannot do this: it runs on CUDA GPUs, not on cpu"),
+    ],
+)
+def test_a_backend_that_cannot(backend: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(*tensors(3), mask=AttentionMask(3, backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_a_backend_that_is_demanded(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    run = implementation.RUN[backend]
+    monkeypatch.setitem(implementation.RUN, backend, lambda *a: calls.append(1) or run(*a))
+    q, k, v = tensors(5)
+    out = attention(q, k, v, mask=AttentionMask(5, backend=backend))
+    assert calls == [1]
+    torch.testing.assert_close(out.double(), loop(q, k, v, causal), rtol=1e-5, atol=1e-6)

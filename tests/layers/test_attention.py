@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tigon.kernels
 from tigon.kernels import AttentionMask, attention, rms_norm_ref, rope_ref
-from tigon.layers import Attention, KVCache
+from tigon.layers import Attention, KVCache, Rotation
 
 CUDA = torch.cuda.is_available()
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
@@ -18,6 +18,9 @@ NORMS: dict[str, dict[str, Any]] = {
     "none": {},
     "qwen3": {"qk_norm_eps": EPS},
     "gemma3": {"qk_norm_eps": EPS, "offset": 1.0, "cast": "after_weight"},
+    "olmo2": {"qk_norm_eps": EPS, "flat_qk_norm": True, "cast": "after_weight"},
+    "glm4": {"interleaved": True},
+    "both": {"qk_norm_eps": EPS, "flat_qk_norm": True, "interleaved": True},
 }
 norms = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
@@ -39,20 +42,37 @@ def make(norm: dict[str, Any]) -> Attention:
     return layer
 
 
-def exact(layer: Attention, x: Tensor, theta: Tensor, offset: float) -> Tensor:
+def exact(
+    layer: Attention,
+    x: Tensor,
+    theta: Tensor,
+    *,
+    offset: float = 0.0,
+    interleaved: bool = False,
+    query_scale: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
     p = {name: t.double() for name, t in layer.named_parameters()}
     qkv = x.double() @ p["qkv_proj.weight"].T + p["qkv_proj.bias"]
     q, k, v = qkv.view(B, -1, H + 2 * K, D).split((H, K, K), 2)
     if "q_norm.weight" in p:
-        q = q / (q.square().mean(-1, keepdim=True) + EPS).sqrt() * (p["q_norm.weight"] + offset)
-        k = k / (k.square().mean(-1, keepdim=True) + EPS).sqrt() * (p["k_norm.weight"] + offset)
+        q, k = (
+            (z / (z.square().mean(-1, keepdim=True) + EPS).sqrt() * (w + offset)).view(B, -1, n, D)
+            for z, w, n in (
+                (q.reshape(B, T, -1, len(p["q_norm.weight"])), p["q_norm.weight"], H),
+                (k.reshape(B, T, -1, len(p["k_norm.weight"])), p["k_norm.weight"], K),
+            )
+        )
     turn = torch.polar(torch.ones_like(theta), theta)[:, None]
 
     def rotate(z: Tensor) -> Tensor:
+        if interleaved:
+            return torch.view_as_real(torch.complex(z[..., ::2], z[..., 1::2]) * turn).flatten(-2)
         turned = torch.complex(*z.chunk(2, -1)) * turn
         return torch.cat((turned.real, turned.imag), -1)
 
     q, k = rotate(q), rotate(k)
+    q = q if query_scale is None else q * query_scale
     k, v = k.repeat_interleave(H // K, 2), v.repeat_interleave(H // K, 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / D**0.5
     scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
@@ -60,14 +80,16 @@ def exact(layer: Attention, x: Tensor, theta: Tensor, offset: float) -> Tensor:
     return out.reshape(B, -1, H * D) @ p["o_proj.weight"].T
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @norms
-def test_forward_and_gradients(norm: dict[str, Any]) -> None:
+def test_forward_and_gradients(norm: dict[str, Any], scaled: bool) -> None:
     layer, x = make(norm), torch.randn(B, T, C, requires_grad=True)
     theta = torch.rand(T, D // 2, dtype=torch.float64) * 6
-    cos_sin = theta.cos().float()[None], theta.sin().float()[None]
+    scale = torch.rand(1, T, 1, 1) * 9 if scaled else None
+    rotation = Rotation(theta.cos().float()[None], theta.sin().float()[None], scale)
     wanted = (x, *layer.parameters())
-    y = layer(x, cos_sin, AttentionMask(T))
-    expected = exact(layer, x, theta, norm.get("offset", 0.0))
+    y = layer(x, rotation, AttentionMask(T))
+    expected = exact(layer, x, theta, query_scale=scale, **norm)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
     upstream = torch.randn_like(y)
     actual = torch.autograd.grad(y, wanted, upstream)
@@ -79,13 +101,13 @@ def test_forward_and_gradients(norm: dict[str, Any]) -> None:
 def test_decoding_equals_one_pass(norm: dict[str, Any]) -> None:
     layer, x = make(norm), torch.randn(B, T, C)
     theta = torch.rand(1, T, D // 2) * 6
-    whole = layer(x, (theta.cos(), theta.sin()), AttentionMask(T))
+    whole = layer(x, Rotation(theta.cos(), theta.sin()), AttentionMask(T))
     cache, steps = KVCache(), []
     with torch.no_grad():
         for i in range(T):
             now = theta[:, i : i + 1]
             mask = AttentionMask(1, past=i)
-            steps.append(layer(x[:, i : i + 1], (now.cos(), now.sin()), mask, cache))
+            steps.append(layer(x[:, i : i + 1], Rotation(now.cos(), now.sin()), mask, cache))
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -99,9 +121,9 @@ def test_cast(cast: Any, path: str) -> None:
     q = rms_norm_ref(q, layer.q_norm.weight, EPS, cast=cast)
     k = rms_norm_ref(k, layer.k_norm.weight, EPS, cast=cast)
     q, k = rope_ref(q, k, theta.cos(), theta.sin())
-    out = attention(*(z.transpose(1, 2) for z in (q, k, v)), mask=AttentionMask(T))
-    expected = layer.o_proj(out.transpose(1, 2).reshape(B, T, -1))
-    assert torch.equal(layer(x, (theta.cos(), theta.sin()), AttentionMask(T)), expected)
+    out = attention(q, k, v, mask=AttentionMask(T))
+    expected = layer.o_proj(out.reshape(B, T, -1))
+    assert torch.equal(layer(x, Rotation(theta.cos(), theta.sin()), AttentionMask(T)), expected)
 
 
 def test_names_and_first_values() -> None:
@@ -113,3 +135,6 @@ def test_names_and_first_values() -> None:
         state = layer.state_dict()
         for part in ("q_norm.weight", "k_norm.weight"):
             assert torch.equal(state[part], torch.full((D,), first))
+    flat = Attention(C, H, K, D, layer=0, **NORMS["olmo2"]).state_dict()
+    assert flat["q_norm.weight"].shape == (H * D,)
+    assert flat["k_norm.weight"].shape == (K * D,)

@@ -243,7 +243,7 @@ def test_no_input_is_written_to(model: CausalLM, reduction: str, return_logits: 
         "loss_weights": torch.rand(1, T, requires_grad=True),
         "position_ids": torch.cat((torch.arange(6), torch.arange(7)))[None],
         "attention_mask": torch.tensor([[0] + [1] * 12]),
-        "cu_seq_lens": torch.tensor([0, 6, 13]),
+        "cu_seq_lens": torch.tensor([0, 1, 6, 13]),
         "logits_to_keep": torch.tensor([-1, 0, 3, 4, 5, 9]),
     }
     if reduction in ("token", "sequence"):

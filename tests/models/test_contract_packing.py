@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.flash import played
 from tests.models.contract import assert_same_gradients, gradients, mean, tokens
 from tigon.layers import KVCache
 from tigon.models import CausalLM
 from tigon.models._inputs import resolve_inputs
 
+__all__ = ["played"]
 LENGTHS = (5, 1, 9, 4)
 TOTAL = sum(LENGTHS)
 ENDS = [0, 5, 6, 15, 19]
@@ -54,6 +56,20 @@ def test_logits_equal_those_of_the_sequences_alone(
     logits = model(ids, **way, use_cache=use_cache).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(model(ids).logits, expected, atol=0.1)  # packing matters here
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@ways
+def test_backends_without_a_mask_know_the_same_boundaries(
+    model: CausalLM, way: dict[str, Any], backend: Any
+) -> None:
+    ids, labels = packed()
+    expected = model(ids, labels=labels, **way, return_logits=True)
+    model.attention = backend
+    out = model(ids, labels=labels, **way, return_logits=True)
+    torch.testing.assert_close(out.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients(out.loss, model), gradients(expected.loss, model))
 
 
 @ways
@@ -135,9 +151,12 @@ def test_positions_that_skip_do_not_split(model: CausalLM) -> None:
     assert not torch.allclose(skipped[:, 2:], flat[:, 2:], atol=1e-3)
 
 
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["sdpa", "flash"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("positions", [False, True], ids=["no positions", "positions"])
-def test_padding_changes_nothing(model: CausalLM, side: str, positions: bool) -> None:
+def test_padding_changes_nothing(model: CausalLM, side: str, positions: bool, backend: Any) -> None:
+    model.attention = backend
     ids, labels = tokens(length=9)
     labels[:, 0] = -100  # else the last padding on the left would predict it
     padded = torch.full((2, 13), 7)
@@ -159,6 +178,38 @@ def test_padding_changes_nothing(model: CausalLM, side: str, positions: bool) ->
     assert loss.item() == pytest.approx(mean(losses).item(), rel=1e-6)
     assert_same_gradients(gradients(loss, model), gradients(mean(losses), model))
     assert model.num_items(**batch, loss_reduction="sequence") == 2
+
+
+@pytest.mark.parametrize("cu", [[0, 4, 9, 13, 18], [0, 2, 4, 9, 13, 18]])
+def test_padding_that_is_a_sequence_of_its_own(model: CausalLM, cu: list[int]) -> None:
+    ids, labels = tokens(length=9)
+    mask = torch.tensor([[1] * 4 + [0] * 5, [1] * 4 + [0] * 5])
+    labels = torch.where(mask == 1, labels, -100)
+    both = {"attention_mask": mask, "cu_seq_lens": torch.tensor(cu)}
+    out = model(ids, labels=labels, **both, return_logits=True)
+    again = model(ids, labels=labels, cu_seq_lens=torch.tensor(cu), return_logits=True)
+    torch.testing.assert_close(out.loss, again.loss)
+    torch.testing.assert_close(out.logits[mask == 1], again.logits[mask == 1])
+    if len(cu) == 5:
+        padded = model(ids, labels=labels, attention_mask=mask, return_logits=True)
+        torch.testing.assert_close(out.logits[mask == 1], padded.logits[mask == 1])
+        torch.testing.assert_close(out.loss, padded.loss)
+    assert model.num_items(labels, **both) == model.num_items(
+        labels, cu_seq_lens=both["cu_seq_lens"]
+    )
+
+
+def test_padding_that_contradicts_cu_seq_lens(model: CausalLM) -> None:
+    ids, labels = tokens(length=9)
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    message = (
+        "attention_mask begins or ends padding inside a sequence of cu_seq_lens: row 1 changes at "
+        "token 4; make padding a sequence of its own, or give one of the two"
+    )
+    both = {"attention_mask": mask, "cu_seq_lens": torch.tensor([0, 9, 18])}
+    for call in (lambda: model(ids, **both), lambda: model.num_items(labels, **both)):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_left_padding_with_positions_can_be_continued(model: CausalLM) -> None:
@@ -233,6 +284,24 @@ def test_bad_cu_seq_lens(model: CausalLM, cu: list[Any], message: str) -> None:
             model(ids, labels=labels, **{name: torch.tensor(cu)})
     with pytest.raises(ValueError, match=message):
         model.num_items(labels, cu_seq_lens=torch.tensor(cu))
+
+
+def test_max_length_bounds_the_sequences(model: CausalLM) -> None:
+    ids, _ = packed()
+    expected = model(ids, cu_seq_lens=CU).logits
+    for longest in (9, 40):
+        assert torch.equal(model(ids, cu_seq_lens=CU, max_length_q=longest).logits, expected)
+    for name in ("max_length_q", "max_length_k"):
+        with pytest.raises(ValueError, match=r"max_length_q=8 is less than the longest .*15, 19\]"):
+            model(ids, cu_seq_lens=CU, **{name: 8})
+
+
+def test_an_unknown_backend(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="attention='flash2' is not one of auto, fa4, cudnn"):
+        model.use_attention("flash2")
+    model.use_attention("flash")
+    with pytest.raises(ValueError, match="'flash' cannot do this: it runs on CUDA GPUs, not on c"):
+        model(packed()[0])
 
 
 def test_a_sequence_does_not_span_rows(model: CausalLM) -> None:

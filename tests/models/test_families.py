@@ -16,7 +16,11 @@ def prompts() -> torch.Tensor:
     return torch.randint(4, 211, (2, PROMPT), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize(("model_type", "case"), EVERY)
+BOTH_SIDES = [(m, case) for m, case in EVERY if "use_bidirectional_attention" in CASES[m][case]]
+CAUSAL = [row for row in EVERY if row not in BOTH_SIDES]
+
+
+@pytest.mark.parametrize(("model_type", "case"), CAUSAL)
 def test_greedy_text_is_that_of_transformers(model_type: str, case: str, tmp_path: Path) -> None:
     theirs = reference(model_type, CASES[model_type][case], tmp_path)
     ours = from_pretrained(tmp_path)
@@ -29,7 +33,7 @@ def test_greedy_text_is_that_of_transformers(model_type: str, case: str, tmp_pat
     assert torch.equal(ours.generate(ids, eos_token_id=[], **settings), expected)
 
 
-@pytest.mark.parametrize(("model_type", "case"), EVERY)
+@pytest.mark.parametrize(("model_type", "case"), CAUSAL)
 def test_a_cache_changes_nothing(model_type: str, case: str, tmp_path: Path) -> None:
     rope = CASES[model_type][case].get("rope_parameters", {})
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -47,7 +51,19 @@ def test_a_cache_changes_nothing(model_type: str, case: str, tmp_path: Path) -> 
     assert (torch.cat(parts, 1) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
-@pytest.mark.parametrize(("model_type", "case"), FIRST)
+@pytest.mark.parametrize(("model_type", "case"), BOTH_SIDES)
+def test_attention_to_both_sides_cannot_continue(
+    model_type: str, case: str, tmp_path: Path
+) -> None:
+    reference(model_type, CASES[model_type][case], tmp_path)
+    model = from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="can neither use a cache nor generate"):
+        model(prompts(), use_cache=True)
+    with pytest.raises(ValueError, match="can neither use a cache nor generate"):
+        model.generate(prompts(), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST + BOTH_SIDES)
 def test_packed_sequences_are_as_if_alone(model_type: str, case: str, tmp_path: Path) -> None:
     reference(model_type, CASES[model_type][case], tmp_path)
     model = from_pretrained(tmp_path)
@@ -82,3 +98,14 @@ def test_kernels_compute_what_plain_torch_does(model_type: str, case: str, tmp_p
     assert found.keys() == gradients.keys() == dict(model.named_parameters()).keys()
     for name, grad in gradients.items():
         assert (found[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST + BOTH_SIDES)
+def test_one_graph_when_compiled(model_type: str, case: str, tmp_path: Path) -> None:
+    reference(model_type, CASES[model_type][case], tmp_path)
+    model = from_pretrained(tmp_path)
+    ids = prompts()
+    expected = model(ids, labels=ids).loss
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids, labels=ids).loss, expected, rtol=1e-5, atol=0.0)

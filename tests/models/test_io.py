@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import tigon
 from tests.hub_server import HubServer
-from tests.models.tiny import CASES, FIRST, load_reference, reference
+from tests.models.tiny import CASES, FIRST, SHARED, load_reference, reference
 from tigon.models import MODELS, CausalLM, from_pretrained
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -183,6 +183,7 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
     sizes |= {"initializer_range": 0.05}
     known = {f.name for f in fields(MODELS[model_type].config_class)}
     sizes |= {key: True for key in ("attention_bias", "mlp_bias") if key in known}
+    sizes |= {key: value for key, value in SHARED.items() if key in known}
     overrides = sizes | {"tie_word_embeddings": tie, "pad_token_id": 7}
     config = reference(model_type, overrides, tmp_path / "a").config
     torch.manual_seed(3)
@@ -191,16 +192,16 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
     ours = MODELS[model_type].from_config(config.to_dict())
     assert tied(ours) == tie
     ours.save_pretrained(tmp_path / "b")
-    found, wanted = tensors(tmp_path / "b"), theirs.state_dict()
-    if tie:
-        del wanted[HEAD]
+    theirs.save_pretrained(tmp_path / "c")
+    found, wanted = tensors(tmp_path / "b"), tensors(tmp_path / "c")
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         if value.std() == 0:  # norms and biases
             assert torch.equal(found[name], value), name
         else:
-            assert found[name].std().item() == pytest.approx(value.std().item(), rel=0.06), name
-            assert abs(found[name].mean()) < 0.05 * value.std(), name
+            slack = max(0.06, 3 * value.numel() ** -0.5)  # a shared expert's gate is one row
+            assert found[name].std().item() == pytest.approx(value.std().item(), rel=slack), name
+            assert abs(found[name].mean()) < slack * value.std(), name
     assert not found[EMBEDDING][7].any()
     assert not wanted[EMBEDDING][7].any()
 

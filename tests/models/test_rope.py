@@ -90,7 +90,7 @@ def test_tables_of_real_models(name: str, dtype: torch.dtype) -> None:
     for last in (100, 5000, longest - 1, longest + 3000):
         ours, theirs = both(parameters, longest)
         positions = torch.tensor([[0, 1, last // 3, last], [2, 3, 5, last // 2]])
-        cos, sin = ours(positions, dtype)
+        cos, sin, _ = ours(positions, dtype)
         expected = theirs(torch.empty(0, dtype=dtype), positions)
         assert cos.dtype == sin.dtype == dtype
         for table, reference in zip((cos, sin), expected, strict=True):
@@ -148,7 +148,7 @@ def test_llama3_frequencies() -> None:
 )
 def test_scaling(parameters: dict[str, Any], longest: int, scaling: float) -> None:
     ours, theirs = both(parameters, longest)
-    cos, sin = ours(torch.tensor([[0, 7]]), torch.float32)
+    cos, sin, _ = ours(torch.tensor([[0, 7]]), torch.float32)
     assert cos[0, 0].tolist() == pytest.approx([scaling] * (D // 2), rel=1e-6)
     assert (cos[0, 1] ** 2 + sin[0, 1] ** 2).tolist() == pytest.approx([scaling**2] * (D // 2))
     assert theirs.attention_scaling == pytest.approx(scaling, rel=1e-6)
@@ -159,7 +159,7 @@ def test_longrope_switches_for_the_whole_batch() -> None:
     ours, _ = both(parameters, longest)
     base = 1e4 ** -(torch.arange(64, dtype=torch.float64) / 64)
     for last, key in ((4095, "short_factor"), (4096, "long_factor"), (4095, "short_factor")):
-        cos, _ = ours(torch.tensor([[1, 2], [1, last]]), torch.float64)
+        cos, *_ = ours(torch.tensor([[1, 2], [1, last]]), torch.float64)
         expected = (base / torch.tensor(parameters[key])).cos() * 1.1902381
         assert (cos[:, 0] - expected).abs().max() < 1e-6
 

@@ -23,6 +23,17 @@ KINDS = {
     # Odd sizes: the ranks' shares differ, and one rank has nothing of the last norm's padding
     "tied": {"tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3},
     "untied": {"num_key_value_heads": 1, "vocab_size": 77},
+    "experts": {
+        "model_type": "qwen2_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6,
+        "shared_expert_intermediate_size": 7,
+        "mlp_only_layers": [1],
+        "num_key_value_heads": 3,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
 }
 CONFIG = {
     "hidden_size": 36,
@@ -102,7 +113,8 @@ def ranks(
 ) -> tuple[Path, str, list[dict[str, Any]]]:
     root, kind = tmp_path_factory.mktemp("ranks"), request.param
     torch.manual_seed(0)
-    model = tigon.Llama.from_config({**CONFIG, **KINDS[kind]})
+    changes = {"model_type": "llama", **KINDS[kind]}
+    model = MODELS[changes["model_type"]].from_config({**CONFIG, **changes})
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)  # the padding row and the biases too
     model.save_pretrained(root / kind)

@@ -171,8 +171,112 @@ CASES |= {
             },
         },
         "softcap": {**WINDOW, "final_logit_softcapping": 3.0},
+        "both sides": {
+            **WINDOW,
+            "use_bidirectional_attention": True,
+            "layer_types": [SLIDING, FULL, SLIDING],
+        },
         "untied": {**WINDOW, "tie_word_embeddings": False},
     },
+}
+CASES |= {
+    "olmo2": {
+        "plain": {},
+        "one kv head, yarn": {"num_key_value_heads": 1, "rope_parameters": YARN},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+    "olmo3": {
+        "scaled where full": {
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+                FULL: YARN | {"rope_theta": 900.0},
+            },
+        },
+        "listed": {**WINDOW, "layer_types": [FULL, SLIDING, FULL], "attention_bias": True},
+    },
+    "granite": {
+        "multipliers": {
+            "embedding_multiplier": 5.3,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.7,
+        },
+        "none given": {"attention_bias": True, "mlp_bias": True},
+        "tied": {"tie_word_embeddings": True, "logits_scaling": 0.6, "rope_parameters": YARN},
+    },
+    "glm4": {
+        "plain": {"pad_token_id": 3},
+        "a quarter, no bias": {
+            "pad_token_id": None,
+            "attention_bias": False,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "whole, yarn": {
+            "pad_token_id": None,
+            "rope_parameters": YARN | {"partial_rotary_factor": 1.0},
+        },
+    },
+    "ministral3": {
+        "queries grow": {
+            "rope_parameters": YARN
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+        },
+        "window": {
+            **WINDOW,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "original_max_position_embeddings": 3,
+                "llama_4_scaling_beta": 0.9,
+            },
+        },
+        "default rope, tied": {"tie_word_embeddings": True},
+    },
+}
+# No token chooses some of the experts where there are many
+EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
+SHARED: Overrides = {**EXPERTS, "shared_expert_intermediate_size": 56}
+CASES |= {
+    "mixtral": {
+        "plain": {"num_local_experts": 8},
+        "window": {**WINDOW, "num_local_experts": 5, "num_experts_per_tok": 3},
+        "all experts, tied": {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": True,
+        },
+        "two of many": {"num_local_experts": 90, "num_experts_per_tok": 2},
+    },
+    "qwen2_moe": {
+        "plain": SHARED,
+        "normed, no bias": {**SHARED, "norm_topk_prob": True, "qkv_bias": False},
+        "some dense": {**SHARED, "mlp_only_layers": [1]},
+        "every other": {**SHARED, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+        "window": {**SHARED, **WINDOW, "use_sliding_window": True, "max_window_layers": 2},
+        "window unused": {**SHARED, **WINDOW},
+    },
+    "qwen3_moe": {
+        "plain": EXPERTS,
+        "normed, biases": {**EXPERTS, "norm_topk_prob": True, "attention_bias": True},
+        "some dense": {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+        "every other": {**EXPERTS, "decoder_sparse_step": 2},
+        "window": {**EXPERTS, **WINDOW, "use_sliding_window": True},
+        "window unused": {**EXPERTS, **WINDOW},
+        "one of many": MANY,
+    },
+}
+# What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
+IN_BF16: dict[str, Overrides] = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
+    "qwen2_moe": {"num_experts": 6, "num_experts_per_tok": 6},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 6},
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]

@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tests.small import LLAMA, write_tokenizer
+from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
 from tigon.train import main
+from tigon.train.build import prepare
+from tigon.train.config import load
+from tigon.train.parallel import start
 
 
 def batch_of(tokenizer, path):
@@ -116,3 +119,47 @@ def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
     model = tigon.from_pretrained(workspace.root / "pretrained/hf")
     assert model.dtype == torch.bfloat16
     assert (workspace.root / "pretrained/loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
+    """Each micro-batch's balance weighs as its targets do; an evaluation is of the tokens alone."""
+    source = write_model(tmp_path / "experts", **EXPERTS)
+    tokenizer = tigon.Tokenizer.from_pretrained(source)
+    changes = {"model": source, "batch_size": 8, "micro_batch_size": 2, "steps": 2}
+    changes |= {"router_aux_loss_coef": 0.5, "eval_data": workspace.held_out, "export": "true"}
+    settings = workspace.settings("experts", **changes)
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+    batches = run.data.micro_batches(0)
+    shares = torch.stack([run.model.num_items(**batch) for batch in batches]).double()
+    shares /= shares.sum()
+    assert len(batches) == 4 and len(shares.unique()) > 1
+    plain = tigon.from_pretrained(source)
+    names = ("aux_loss", "expert_load")
+    with torch.no_grad():
+        outs = [plain(**batch, metrics=names) for batch in batches]
+    loss, aux_loss = (
+        sum(s * value for s, value in zip(shares, values, strict=True))
+        for values in ([o.loss for o in outs], [o.metrics["aux_loss"] for o in outs])
+    )
+    load_of_step = sum(s * o.metrics["expert_load"] for s, o in zip(shares, outs, strict=True))
+
+    main(settings)
+    assert workspace.metrics("experts", "aux_loss")[0] == pytest.approx(aux_loss.item(), rel=1e-6)
+    assert workspace.metrics("experts", "expert_imbalance")[0] == pytest.approx(
+        5 * load_of_step.max().item(), rel=1e-6
+    )
+    expected = loss + 0.5 * aux_loss
+    assert workspace.metrics("experts", "loss")[0] == pytest.approx(expected.item(), rel=1e-6)
+    trained = tigon.from_pretrained(workspace.root / "experts/hf")
+    assert trained.config.output_router_logits and trained.config.router_aux_loss_coef == 0.5
+    evaluated = reference_loss(trained, list(batch_of(tokenizer, workspace.held_out)))
+    assert workspace.metrics("experts", "eval_loss")[-1] == pytest.approx(
+        evaluated.item(), rel=1e-5
+    )
+
+
+def test_a_model_without_experts_cannot_balance_them(workspace):
+    with pytest.raises(SystemExit) as error:
+        main(workspace.settings("dense", router_aux_loss_coef=0.1))
+    assert "router_aux_loss_coef=0.1, but LlamaForCausalLM has no experts" in str(error.value)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tigon
+from tests.small import EXPERTS, write_model
 from tigon.train import main
 
 ROOT = Path(__file__).parents[2]
@@ -71,3 +72,15 @@ def test_a_checkpoint_of_one_rank_resumes_on_two(workspace, settings):
     printed = torchrun(settings("one-then-two", resume=source))
     assert f"resumed from {source}" in printed
     assert_same_curve(workspace, "one-then-two", start=4)
+
+
+def test_experts_that_two_ranks_share(workspace, tmp_path):
+    """The same micro-batches have the same balance, whichever rank runs them."""
+    model = write_model(tmp_path / "experts", **EXPERTS)
+    changes = {"model": model, "router_aux_loss_coef": 0.5, "batch_size": 8, "steps": 3}
+    main(workspace.settings("experts-one", **changes))
+    torchrun(workspace.settings("experts-two", **changes, activation_checkpointing="true"))
+    for key in ("loss", "grad_norm", "aux_loss", "expert_imbalance"):
+        expected = workspace.metrics("experts-one", key)
+        assert len(expected) == 3
+        assert workspace.metrics("experts-two", key) == pytest.approx(expected, rel=1e-4), key

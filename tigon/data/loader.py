@@ -36,7 +36,8 @@ class Loader:
         """`batch_size` counts rows over all ranks and micro-batches; seed None keeps their order.
 
         Packed rows are seq_len long and carry position_ids that restart; unpacked ones are padded
-        on the right to the longest of their micro-batch and carry an attention_mask.
+        on the right to the longest of their micro-batch and carry an attention_mask. Both carry
+        cu_seq_lens, in which a row's padding is a sequence of its own.
         """
         if batch_size % (micro_batch_size * world):
             raise ValueError(
@@ -96,8 +97,10 @@ class Loader:
         labels = np.full_like(input_ids, IGNORE)
         position_ids = np.zeros_like(input_ids)
         attention_mask = np.zeros_like(input_ids)
+        bounds = {len(spans) * length}
         for r, row in enumerate(spans):
             end = 0
+            bounds.add(r * length)
             for start, stop in row:
                 begin, end = end, end + stop - start
                 tokens = self.examples.tokens[start:stop]
@@ -106,9 +109,12 @@ class Loader:
                     self.examples.supervised[start:stop], tokens, IGNORE
                 )
                 position_ids[r, begin:end] = np.arange(stop - start)
+                bounds.add(r * length + begin)
             position_ids[r, end:] = np.arange(length - end)  # the padding is a sequence of its own
             attention_mask[r, : max(end, 1)] = 1  # a row must attend to something
-        batch = {"input_ids": input_ids, "labels": labels}
+            bounds.add(r * length + end)
+        cu_seq_lens = np.array(sorted(bounds), dtype=np.int32)
+        batch = {"input_ids": input_ids, "labels": labels, "cu_seq_lens": cu_seq_lens}
         batch |= (
             {"position_ids": position_ids} if self.packing else {"attention_mask": attention_mask}
         )

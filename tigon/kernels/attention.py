@@ -1,71 +1,37 @@
 """Causal attention with grouped heads, packed sequences, padding, windows and softcap.
 
+Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blackwell; an extra),
+"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "flex" FlexAttention,
+"sdpa" torch's own choice with a dense mask where one is needed, "reference".
+
 # B batch, T query tokens, S key tokens (cached ones first), H query heads, K kv heads, D head dim
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
+from tigon.kernels import _triton
+from tigon.kernels._attention_backends import (
+    Backend,
+    Choice,
+    Request,
+    capability,
+    check_backend,
+    flash_attn_4,
+    settle,
+    survey,
+)
+from tigon.kernels._attention_mask import AttentionMask, Sequences
 
-class AttentionMask:
-    """Which keys a query may see: causal, inside its own sequence, and never padding.
+__all__ = ["AttentionMask", "Backend", "attention", "attention_ref", "check_backend", "survey"]
 
-    `tokens` T queries follow `past` cached ones. `segment_ids` [B, T] number the packed
-    sequences; `key_mask` bool [B, past + T] is False on padding. Dense masks are built at
-    most once per window and shared by all layers.
-    """
-
-    def __init__(
-        self,
-        tokens: int,
-        *,
-        past: int = 0,
-        segment_ids: Tensor | None = None,
-        key_mask: Tensor | None = None,
-    ):
-        self.tokens = tokens
-        self.past = past
-        self.segment_ids = segment_ids
-        self.key_mask = key_mask
-        self._dense: dict[int | None, Tensor] = {}
-        self._bias: dict[tuple[int | None, torch.dtype], Tensor] = {}
-
-    def needs_dense(self, window: int | None) -> bool:
-        """Whether more than plain causality has to be said."""
-        total = self.past + self.tokens
-        windowed = window is not None and window < total
-        masked = self.segment_ids is not None or self.key_mask is not None
-        return windowed or masked or (self.past > 0 and self.tokens > 1)
-
-    def dense(self, window: int | None, device: torch.device) -> Tensor:
-        """Bool [B or 1, 1, T, S], True where a query may look."""
-        if window not in self._dense:
-            self._dense[window] = self._build(window, device)
-        return self._dense[window]
-
-    def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`dense` as something to add to the scores: 0 or -inf, [B or 1, 1, T, S]."""
-        # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
-        if (window, dtype) not in self._bias:
-            seen = self.dense(window, device)
-            zeros = torch.zeros_like(seen, dtype=dtype)
-            self._bias[window, dtype] = zeros.masked_fill_(~seen, float("-inf"))
-        return self._bias[window, dtype]
-
-    def _build(self, window: int | None, device: torch.device) -> Tensor:
-        query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
-        key = torch.arange(self.past + self.tokens, device=device)[None, :]
-        seen = key <= query  # [T, S]
-        if window is not None:
-            seen = seen & (key > query - window)
-        seen = seen[None]
-        if self.segment_ids is not None:
-            seen = seen & (self.segment_ids[:, :, None] == self.segment_ids[:, None, :])
-        if self.key_mask is not None:
-            # A padded query sees itself: a row without any key would be NaN
-            seen = seen & self.key_mask[:, None, :] | (key == query)[None]
-        return seen[:, None]
+FA4_LEAST = 512  # for a smaller longest sequence flash-attn-4 would compile once more
 
 
 def attention_ref(
@@ -79,6 +45,7 @@ def attention_ref(
     scale: float | None = None,
 ) -> Tensor:
     """`softmax(cap(q k^T * scale)) v`, fp32 inside, over the keys that `mask` allows."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -86,45 +53,214 @@ def attention_ref(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask.dense(window, q.device), float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype).transpose(1, 2)
+
+
+class Plan(NamedTuple):
+    """How one kind of layer computes its attention in this forward pass."""
+
+    choice: Choice
+    window: int | None  # None also where no sequence is longer
+    softcap: float | None
+    scale: float | None
+    sequences: Sequences | None = None  # of packed rows; None: the mask says all
+    even: AttentionMask | None = None  # instead, if the sequences are rows of one length
+
+    def reach(self, causal: bool) -> tuple[int | None, int | None]:
+        """How many tokens a query in a window sees before and after itself; None is all."""
+        if self.window is None:
+            return None, None
+        return self.window - 1, 0 if causal else self.window - 1
+
+
+def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    package, sequences = flash_attn_4(), plan.sequences
+    options: dict[str, Any] = {
+        "softmax_scale": plan.scale,
+        "causal": mask.causal,
+        "window_size": plan.reach(mask.causal),
+        "softcap": plan.softcap or 0.0,
+    }
+    if sequences is None:
+        return package.flash_attn_func(q, k, v, **options)[0]
+    longest = max(sequences.longest, FA4_LEAST)
+    out = package.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)),
+        cu_seqlens_q=sequences.cu,
+        cu_seqlens_k=sequences.cu,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        **options,
+    )[0]
+    return out.view(q.shape)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    heads = (x.transpose(1, 2) for x in (q, k, v))
+    run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _wants_grad(q, k, v)
+    out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]
+    return out.transpose(1, 2)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    # What varlen_attn and SDPA end in: at less cost on the host, and for rows too with a window
+    run = torch.ops.aten._flash_attention_forward
+    causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
+    options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
+    if plan.sequences is None:
+        sizes = q.shape[1], k.shape[1]
+        return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
+    cu, longest = plan.sequences
+    flat = (x.flatten(0, 1) for x in (q, k, v))
+    return run(*flat, cu, cu, longest, longest, 0.0, causal, False, **options)[0].view(q.shape)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    run: Callable[..., Any] = flex_attention
+    if not torch.compiler.is_compiling():
+        run = _compiled_flex()
+    return run(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=None if plan.softcap is None else _cap(plan.softcap),
+        block_mask=mask.blocks(plan.window, q.device),
+        scale=plan.scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def _cap(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, *_: softcap * torch.tanh(score / softcap)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    window, scale = plan.window, plan.scale
+    bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
+    b, t, h, d = q.shape
+    kv_heads = k.shape[2]
+    causal = bias is None and mask.causal
+    if t == 1:  # an `and` would be symbolic when compiled for any length, which SDPA refuses
+        causal = False
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if t == 1 and h != kv_heads:
+        # One token per row: the heads of a group become the queries of their kv head
+        grouped = q.reshape(b, kv_heads, h // kv_heads, d)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
+        return out.reshape(b, t, h, d)
+    if bias is not None and q.is_cuda and h != kv_heads:
+        # With a mask, SDPA's only kernel for grouped heads would spell out all scores
+        k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k,
+        v,
+        attn_mask=bias,
+        is_causal=causal,
+        scale=scale,
+        enable_gqa=k.shape[1] != h,
+    ).transpose(1, 2)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
+    options = {"softcap": plan.softcap, "scale": plan.scale}
+    return attention_ref(q, k, v, mask=mask, window=plan.window, **options)
+
+
+RUN: dict[str, Callable[..., Tensor]] = {
+    "fa4": _fa4,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "flex": _flex,
+    "sdpa": _sdpa,
+    "reference": _reference,
+}
+PACKED = ("fa4", "cudnn", "flash")  # go by where sequences end, not by a mask
 
 
 def attention(
-    q: Tensor,  # [B, H, T, D]
-    k: Tensor,  # [B, K, S, D]
-    v: Tensor,  # [B, K, S, D]
+    q: Tensor,  # [B, T, H, D]
+    k: Tensor,  # [B, S, K, D]
+    v: Tensor,  # [B, S, K, D]
     *,
     mask: AttentionMask,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention output [B, H, T, D]; head h reads kv head `h // (H / K)`.
+    """Attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
 
-    A window of W sees W tokens, the query's own among them. `scale` defaults to D ** -0.5.
+    A window of W sees W tokens, the query's own among them. `scale` defaults to D ** -0.5. The
+    mask names the backend; docs/attention.md says what "auto" takes. A backend that cannot do
+    what is asked raises, with the reason.
     """
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads")
-    if softcap is not None:
-        return attention_ref(q, k, v, mask=mask, window=window, softcap=softcap, scale=scale)
-    bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
-    b, h, t, d = q.shape
-    kv_heads = k.shape[1]
-    causal = bias is None
-    if t == 1:  # an `and` would be symbolic when compiled for any length, which SDPA refuses
-        causal = False
-    if t == 1 and h != kv_heads:
-        # One token per row: the heads of a group become the queries of their kv head
-        out = F.scaled_dot_product_attention(
-            q.reshape(b, kv_heads, h // kv_heads, d), k, v, attn_mask=bias, scale=scale
-        )
-        return out.reshape(b, h, t, d)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=bias,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=h != kv_heads,
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads")
+    grad = _wants_grad(q, k, v)
+    if torch.compiler.is_compiling():
+        plan = _plan(q, mask, window, softcap, scale, grad)
+    else:
+        kind = (q.dtype, q.shape[-1], window, softcap, scale, grad)
+        if kind not in mask.plans:
+            mask.plans[kind] = _plan(q, mask, window, softcap, scale, grad)
+        plan = mask.plans[kind]
+    run = RUN[plan.choice.name]
+    if plan.even is None:
+        return run(q, k, v, mask, plan)
+    rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
+    return run(*rows, plan.even, plan).reshape(q.shape)
+
+
+def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def _plan(
+    q: Tensor,
+    mask: AttentionMask,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    grad: bool,
+) -> Plan:
+    """Backend and layout, for which the device may be asked how long the sequences are."""
+    compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
+    longest = mask.past + mask.tokens
+    if window is not None and window >= longest:
+        window = None
+    request = Request(
+        q.device.type,
+        capability(q.device.index) if gpu else 0,
+        q.dtype,
+        q.shape[-1],
+        longest=None if compiling else longest,
+        cached=mask.past > 0,
+        single=mask.tokens == 1,
+        window=window is not None,
+        softcap=softcap is not None,
+        grad=grad,
+        compiling=compiling,
     )
+    where = mask.backend, q.device.index if gpu else 0, _triton._mode == "reference"
+    choice = settle(request, *where)
+    plan = Plan(choice, window, softcap, scale)
+    if mask.rows or choice.name not in PACKED:
+        return plan
+    told = mask.sequences()
+    if isinstance(told, str):
+        return plan._replace(choice=settle(request._replace(layout=told), *where))
+    if window is not None and window >= told.longest:
+        window = None
+    even = told.even(mask.tokens * q.shape[0])
+    request = request._replace(
+        layout="rows" if even else "sequences",
+        longest=None if compiling else told.longest,
+        window=window is not None,
+    )
+    choice = settle(request, *where)
+    if even:
+        return Plan(choice, window, softcap, scale, even=mask.even(told.longest))
+    return Plan(choice, window, softcap, scale, sequences=told)

@@ -6,12 +6,14 @@ from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear
 from tigon.layers.mlp import GatedMLP
+from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
-from tigon.layers.rope import NoRotary, RotaryEmbedding
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
 
 __all__ = [
     "AddRMSNorm",
     "Attention",
+    "Balance",
     "Embedding",
     "FusedLinear",
     "GatedMLP",
@@ -20,4 +22,9 @@ __all__ = [
     "NoRotary",
     "RMSNorm",
     "RotaryEmbedding",
+    "Rotation",
+    "Routed",
+    "SparseMoE",
+    "balance",
+    "tally",
 ]

@@ -10,13 +10,19 @@ from torch import Tensor, nn
 from tigon.kernels.attention import AttentionMask, attention
 from tigon.kernels.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rms_norm import Cast
+from tigon.kernels.rope import rope
 from tigon.layers.cache import KVCache
 from tigon.layers.linear import FusedLinear
 from tigon.layers.norm import RMSNorm
+from tigon.layers.rope import Rotation
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; with `qk_norm_eps`, every head of q and k is normed."""
+    """x [B, T, C] -> [B, T, C].
+
+    With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
+    all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
+    """
 
     def __init__(
         self,
@@ -29,6 +35,8 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        flat_qk_norm: bool = False,
+        interleaved: bool = False,
         offset: float = 0.0,
         cast: Cast = "before_weight",
         window: int | None = None,
@@ -37,35 +45,48 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.window, self.scale, self.softcap = window, scale, softcap
+        self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, qk_norm_eps, offset=offset, cast=cast)
-            self.k_norm = RMSNorm(head_dim, qk_norm_eps, offset=offset, cast=cast)
+            q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
+            self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
+            self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
 
     def forward(
         self,
         x: Tensor,
-        cos_sin: tuple[Tensor, Tensor],  # [B or 1, T, D / 2] each
+        rotation: Rotation,
         mask: AttentionMask,
         cache: KVCache | None = None,
     ) -> Tensor:
         b, t, _ = x.shape
-        norms: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
-            n = self.q_norm
-            norms = {"q_weight": n.weight, "k_weight": self.k_norm.weight}
-            norms |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        q, k, v = qk_norm_rope(
-            self.qkv_proj(x), *cos_sin, heads=self.heads, kv_heads=self.kv_heads, **norms
-        )
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, D]
+        q, k, v = self._project(x, rotation)
+        if rotation.query_scale is not None:
+            q = q * rotation.query_scale
         if cache is not None:
-            k, v = cache.update(self.layer, k, v)
+            kv = cache.update(self.layer, k.transpose(1, 2), v.transpose(1, 2))
+            k, v = kv[0].transpose(1, 2), kv[1].transpose(1, 2)  # [B, S, K, D]
         out = attention(
             q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap
         )
-        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
+        return self.o_proj(out.reshape(b, t, -1))
+
+    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        qkv, (cos, sin, _) = self.qkv_proj(x), rotation
+        if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
+            sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+            q, k, v = qkv.split(sizes, -1)
+            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+            return *rope(q, k, cos, sin, interleaved=self.interleaved), v
+        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads}
+        if self.q_norm is not None and self.k_norm is not None:
+            n = self.q_norm
+            options |= {"q_weight": n.weight, "k_weight": self.k_norm.weight}
+            options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
+        return qk_norm_rope(qkv, cos, sin, interleaved=self.interleaved, **options)

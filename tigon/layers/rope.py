@@ -7,7 +7,7 @@ LongRoPE Ding et al. (arXiv 2402.13753).
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,20 @@ def _longrope_scaling(p: Mapping[str, Any]) -> float:
 SCALED = {"yarn": _yarn_scaling, "longrope": _longrope_scaling}
 
 
-class RotaryEmbedding(nn.Module):
-    """position_ids [B or 1, T] -> cos, sin [B or 1, T, D / 2], rounded to the model's dtype.
+class Rotation(NamedTuple):
+    """What positions do to queries and keys."""
 
-    `rope_parameters` is a config's, with every value present that its type needs.
+    cos: Tensor  # [B or 1, T, D / 2]
+    sin: Tensor  # [B or 1, T, D / 2]
+    query_scale: Tensor | None = None  # [B or 1, T, 1, 1], of rotated queries
+
+
+class RotaryEmbedding(nn.Module):
+    """position_ids [B or 1, T] -> their rotation, in the given dtype.
+
+    `rope_parameters` is a config's, with every value present that its type needs. With
+    `llama_4_scaling_beta`, queries grow with the logarithm of how many times their position
+    passes the original length.
     """
 
     inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
@@ -128,9 +138,15 @@ class RotaryEmbedding(nn.Module):
         return self.inv_freq
 
     @torch.no_grad()
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
         angles = position_ids[..., None].float() * self._at(position_ids)
-        return (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+        cos, sin = (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+        beta = self.rope_parameters.get("llama_4_scaling_beta")
+        if beta is None:
+            return Rotation(cos, sin)
+        passed = position_ids // self.rope_parameters["original_max_position_embeddings"]
+        scale = 1 + beta * torch.log(1 + passed.float())
+        return Rotation(cos, sin, scale.to(dtype)[..., None, None])
 
     def extra_repr(self) -> str:
         return f"{self.dim}, {self.rope_parameters}"
@@ -143,8 +159,8 @@ class NoRotary(nn.Module):
         super().__init__()
         self.dim = dim
 
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
         cos = torch.ones(
             *position_ids.shape, self.dim // 2, dtype=dtype, device=position_ids.device
         )
-        return cos, torch.zeros_like(cos)
+        return Rotation(cos, torch.zeros_like(cos))

@@ -3,6 +3,8 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import itertools
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.generation import generate
-from tigon.kernels.attention import AttentionMask
+from tigon.kernels.attention import AttentionMask, Backend, check_backend
 from tigon.kernels.linear_cross_entropy import active_rows
 from tigon.layers import (
     AddRMSNorm,
@@ -23,6 +25,9 @@ from tigon.layers import (
     LMHead,
     NoRotary,
     RotaryEmbedding,
+    Routed,
+    balance,
+    tally,
 )
 from tigon.models import _load, _save
 from tigon.models._config import Config
@@ -36,6 +41,7 @@ from tigon.models._loss import (
     shift,
     take,
 )
+from tigon.models._moe import ROUTING_METRICS, MoEConfig
 from tigon.weights import Layout, Part
 
 
@@ -47,6 +53,7 @@ class CausalLMOutput:
     logits: Tensor | None = None  # [B, n, V] in the model's dtype
     past_key_values: KVCache | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
 
 
 @dataclass
@@ -78,6 +85,7 @@ class Decoder(nn.Module):
             offset=config.norm_offset,
             cast=config.norm_cast,
         )
+        self.input_scale, self.rounded_angles = config.input_scale, config.rounded_angles
         names = list(config.ropes)
         self.rotary_embs = nn.ModuleList(
             RotaryEmbedding(config.rotary_dim, rope, config.max_position_embeddings)
@@ -94,19 +102,37 @@ class Decoder(nn.Module):
         mask: AttentionMask,
         cache: KVCache | None,
         recompute: bool,
-    ) -> Tensor:
-        ropes = [rope(position_ids, x.dtype) for rope in self.rotary_embs]
+        tallied: bool = False,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The normed stream, and with `tallied` how each layer of experts routed its tokens."""
+        if self.input_scale != 1.0:
+            x = x * self.input_scale
+        dtype = x.dtype if self.rounded_angles else torch.float32
+        ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
         residual = None
+        tallies: list[Tensor] = []
+        key_mask = mask.key_mask if tallied else None
+        real = None if key_mask is None else key_mask[:, mask.past :].flatten()
         for block, rope in zip(self.layers, self.rope_of_layer, strict=True):
-            cos_sin = ropes[rope]
+            rotation = ropes[rope]
             # A recomputed block would append to the cache again
             if recompute and cache is None and torch.is_grad_enabled():
                 x, residual = checkpoint(
-                    block, x, residual, cos_sin, mask, cache, use_reentrant=False
+                    block, x, residual, rotation, mask, cache, use_reentrant=False
                 )
             else:
-                x, residual = block(x, residual, cos_sin, mask, cache)
-        return self.norm(x, residual)[0]
+                x, residual = block(x, residual, rotation, mask, cache)
+            if isinstance(x, Routed):
+                if tallied:
+                    tallies.append(tally(x, real))
+                x = x.x
+        return self.norm(x, residual)[0], tallies
+
+
+def _tile(names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]) -> tuple[Part, ...]:
+    """Parts one after the other, that many rows each."""
+    starts = itertools.accumulate(rows, initial=0)
+    return tuple(Part(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False))
 
 
 class CausalLM(nn.Module):
@@ -119,15 +145,24 @@ class CausalLM(nn.Module):
         "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
     }
+    # Ending of a stacked parameter -> where checkpoints with experts apart have it, in row order
+    PER_EXPERT: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.generation_config: dict[str, Any] = {}
+        self.stacked = False  # whether checkpoints hold all experts of a layer in one tensor
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
+        self.attention: Backend = "auto"
         self.model = Decoder(config, self.block_class)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, softcap=config.logits_softcap)
+        self.lm_head = LMHead(
+            config.hidden_size,
+            config.vocab_size,
+            softcap=config.logits_softcap,
+            logit_scale=config.logits_scale,
+        )
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 
@@ -148,9 +183,21 @@ class CausalLM(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
+        attention: Backend = "auto",
     ) -> Self:
         """Random weights as transformers initialises them; on "meta", no weights at all."""
-        return _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+        model = _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+        return model.use_attention(attention)
+
+    def use_attention(self, backend: Backend) -> Self:
+        """Choose what computes attention: a name that docs/attention.md explains, or "auto".
+
+        Raises for a name that is none, and for a package that is not there; a call that the
+        backend cannot serve raises when it is made.
+        """
+        check_backend(backend)
+        self.attention = backend
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -175,14 +222,19 @@ class CausalLM(nn.Module):
     def _parts(
         self, path: str, kind: str, module: nn.Module, shape: tuple[int, ...]
     ) -> tuple[Part, ...]:
-        ending = ".".join(path.split(".")[-2:])
-        if not isinstance(module, FusedLinear) or ending not in self.FUSED:
-            return (Part(f"{path}.{kind}", shape),)
-        parent, start, parts = path.rpartition(".")[0], 0, []
-        for name, rows in zip(self.FUSED[ending], module.parts, strict=True):
-            parts.append(Part(f"{parent}.{name}.{kind}", (rows, *shape[1:]), start))
-            start += rows
-        return tuple(parts)
+        """The tensors of a parameter: itself, or those fused in it, or each expert's."""
+        name, ending = f"{path}.{kind}", ".".join(path.split(".")[-2:])
+        if isinstance(module, FusedLinear) and ending in self.FUSED:
+            parent = path.rpartition(".")[0]
+            names = [f"{parent}.{part}.{kind}" for part in self.FUSED[ending]]
+            return _tile(names, module.parts, shape[1:])
+        for stacked, apart in () if self.stacked else self.PER_EXPERT.items():
+            if name.endswith(f".{stacked}"):
+                layer, experts = name.removesuffix(stacked), shape[0] if len(shape) == 3 else 1
+                names = [layer + part.format(e) for e in range(experts) for part in apart]
+                rows = math.prod(shape[:-1]) // len(names)
+                return _tile(names, [rows] * len(names), shape[-1:])
+        return (Part(name, shape),)
 
     def num_items(
         self,
@@ -253,6 +305,15 @@ class CausalLM(nn.Module):
         same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
         `return_logits=True` with labels gives both. `metrics`: "accuracy", "predicted_tokens",
         "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor.
+
+        Mixtures of experts also know, with and without labels, "expert_load" [layers, experts],
+        the share of a layer's assignments that each expert got, and "aux_loss", which is least
+        when all get the same. Where their config says output_router_logits, "token" and
+        "sequence" losses include router_aux_loss_coef times it, as transformers' does, and "sum"
+        and "none" ones do not, but `aux_loss` of the output may be added. With
+        num_items_in_batch a batch contributes by its share of the items: over micro-batches and
+        ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
+        of their aux_loss, however many they are.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
@@ -263,6 +324,11 @@ class CausalLM(nn.Module):
         cache = past_key_values
         if cache is None and use_cache:
             cache = KVCache()
+        if cache is not None and not self.config.causal:
+            raise ValueError(
+                f"{type(self).__name__} with attention to both sides can neither use a cache nor "
+                "generate: each new token would change the ones before it"
+            )
         if cache is not None and cache.packed:
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         inputs = resolve_inputs(
@@ -273,7 +339,10 @@ class CausalLM(nn.Module):
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
+            longest=max_length_k if max_length_q is None else max_length_q,
             look=cache is not None,
+            causal=self.config.causal,
+            attention=self.attention,
         )
         if cache is not None:
             cache.packed = inputs.segment_ids is not None
@@ -281,19 +350,27 @@ class CausalLM(nn.Module):
         reduction = loss_reduction or self.defaults.loss_reduction
         keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep
         kept = resolve_keep(keep, b, t, x.device)
-        targets = self._loss_inputs(
+        targets, share = self._loss_inputs(
             labels, shift_labels, loss_weights, reduction, num_items_in_batch, kept, inputs, (b, t)
         )
+        if metrics is None:
+            metrics = self.defaults.metrics if targets else ()
+        of_routing = [m for m in metrics if m in ROUTING_METRICS]
+        metrics = [m for m in metrics if m not in ROUTING_METRICS]
         if metrics and not targets:
             raise ValueError(f"metrics={tuple(metrics)} without labels: they come with the loss")
         if targets:
-            metrics = self.defaults.metrics if metrics is None else metrics
             weights = None if metrics else targets["token_weights"]
             # Before the blocks are launched, so that nobody waits for it
             active = active_rows(targets["targets"], weights)
             targets |= {"metrics": metrics, "active": active}
-        hidden = self.model(
-            x, inputs.position_ids, inputs.mask, cache, self.activation_checkpointing
+        hidden, tallies = self.model(
+            x,
+            inputs.position_ids,
+            inputs.mask,
+            cache,
+            self.activation_checkpointing,
+            bool(of_routing or (targets and self.config.balanced)),
         )
         want = self.defaults.return_logits if return_logits is None else return_logits
         out = self.lm_head(
@@ -301,7 +378,31 @@ class CausalLM(nn.Module):
             **targets,
             return_logits=bool(want),
         )
-        return CausalLMOutput(out.loss, out.logits, cache, out.metrics)
+        result = CausalLMOutput(out.loss, out.logits, cache, out.metrics)
+        return self._add_routing(result, tallies, share, of_routing)
+
+    def _add_routing(
+        self,
+        out: CausalLMOutput,
+        tallies: Sequence[Tensor],
+        share: Tensor | None,
+        metrics: Sequence[str],
+    ) -> CausalLMOutput:
+        """What routers did, where asked for, and its part of the loss."""
+        c = self.config
+        if not isinstance(c, MoEConfig) or not tallies:
+            if metrics:
+                name = type(self).__name__
+                raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
+            return out
+        load, aux_loss = balance(tallies, c.num_experts_per_tok)
+        values = {"aux_loss": aux_loss.detach(), "expert_load": load}
+        out.metrics |= {name: values[name] for name in metrics}
+        if c.balanced:
+            out.aux_loss = aux_loss
+            if out.loss is not None and share is not None:
+                out.loss = out.loss + c.router_aux_loss_coef * share * aux_loss
+        return out
 
     def _loss_inputs(
         self,
@@ -313,12 +414,15 @@ class CausalLM(nn.Module):
         kept: slice | Tensor,
         inputs: Inputs,
         shape: tuple[int, int],
-    ) -> dict[str, Any]:
-        """The head's loss arguments for the kept positions; empty without labels."""
+    ) -> tuple[dict[str, Any], Tensor | None]:
+        """The head's loss arguments for the kept positions, empty without labels.
+
+        And which share of the loss's items they are, if it is a mean.
+        """
         if labels is None and shift_labels is None:
             if loss_weights is not None:
                 raise ValueError("loss_weights without labels")
-            return {}
+            return {}, None
         segments = inputs.segment_ids
         targets, weights = shift(labels, shift_labels, loss_weights, segments, shape)
         targets = take(targets, kept)
@@ -328,9 +432,11 @@ class CausalLM(nn.Module):
             weights = take(weights, kept)
         if d.weights is not None:
             weights = d.weights if weights is None else weights * d.weights
+        total = divisor(d.items, num_items, reduction)
+        share = None if reduction in ("sum", "none") else d.items / total
         return {
             "targets": targets,
             "token_weights": weights,
-            "denominator": divisor(d.items, num_items, reduction),
+            "denominator": total,
             "reduction": "none" if reduction == "none" else "sum",
-        }
+        }, share

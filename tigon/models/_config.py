@@ -53,6 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "embedding_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None,),
+    "is_causal": (None, True),
     "layer_types": (None,),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
@@ -65,6 +66,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "rope_interleaved": (None, False),
+    "router_jitter_noise": (None, 0, 0.0),
     "sliding_window": (None,),
     "use_bidirectional_attention": (None, False),
     "use_qk_norm": (None, False),
@@ -117,6 +119,10 @@ class Config:
     norm_offset: ClassVar[float] = 0.0
     norm_cast: ClassVar[Cast] = "before_weight"
     partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
+    interleaved: ClassVar[bool] = False  # rotates neighbours, not the two halves of a head
+    rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, not in fp32
+    rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
+    flat_qk_norm: ClassVar[bool] = False  # qk_norm is over all heads together
     # Keys that transformers does not read for this type, though others do
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -192,7 +198,13 @@ class Config:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        return read_rope(source, cls.default_theta, longest, partial=cls.partial_rotary)
+        return read_rope(
+            source,
+            cls.default_theta,
+            longest,
+            partial=cls.partial_rotary,
+            extras=cls.rope_extras,
+        )
 
     # What blocks are built from, where a family's own keys do not say it
 
@@ -230,8 +242,27 @@ class Config:
         return None
 
     @property
-    def embedding_scale(self) -> float:
+    def logits_scale(self) -> float:
         return 1.0
+
+    @property
+    def embedding_scale(self) -> float:
+        """Of the embeddings of token ids, rounded to the model's dtype."""
+        return 1.0
+
+    @property
+    def input_scale(self) -> float:
+        """Of what enters the first block, `inputs_embeds` too; not rounded."""
+        return 1.0
+
+    @property
+    def causal(self) -> bool:
+        return True
+
+    @property
+    def balanced(self) -> bool:
+        """Whether a loss that balances the load of experts joins the loss."""
+        return False
 
     def window(self, layer: int) -> int | None:
         """How many tokens a query of this layer sees, its own among them; None: all before."""
@@ -271,7 +302,7 @@ class Config:
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         if not self.rope_parameters:
-            rope = {"rope_type": "default", "rope_theta": self.default_theta}
+            rope = self._read_rope({}, self.max_position_embeddings)
             object.__setattr__(self, "rope_parameters", rope)
 
     def to_dict(self) -> dict[str, Any]:
@@ -340,8 +371,54 @@ class WindowedConfig(Config):
         return self.sliding_window if self.layer_type(layer) == SLIDING else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TwoRopesConfig(WindowedConfig):
+    """A family whose sliding layers have a RoPE of their own.
+
+    `rope_parameters` holds both; `rope_theta` and `rope_scaling` are of the full layers alone.
+    """
+
+    @classmethod
+    def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        """Of the sliding layers, where `rope_parameters` does not say it."""
+        return cls.default_theta
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        given = source.get("rope_parameters") or {}
+        full, sliding = (given.get(name) or {} for name in (FULL, SLIDING))
+        if not given.keys() <= {FULL, SLIDING}:
+            raise ConfigError(f"rope_parameters={given} is not given per {FULL!r} and {SLIDING!r}")
+        full = full | (source.get("rope_scaling") or {})
+        theta, local = source.get("rope_theta", cls.default_theta), cls._local_theta(source)
+        return {
+            FULL: read_rope({"rope_parameters": full}, theta, longest),
+            SLIDING: read_rope({"rope_parameters": sliding}, local, longest),
+        }
+
+    def _rope_keys(self) -> dict[str, Any]:
+        full = self.rope_parameters[FULL]
+        return {
+            "rope_parameters": self.rope_parameters,
+            "rope_theta": full["rope_theta"],
+            "rope_scaling": full if full["rope_type"] != "default" else None,
+        }
+
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        return self.rope_parameters
+
+    def rope(self, layer: int) -> str:
+        return self.layer_type(layer)
+
+
 def read_rope(
-    source: Mapping[str, Any], default_theta: float, longest: int, *, partial: bool = False
+    source: Mapping[str, Any],
+    default_theta: float,
+    longest: int,
+    *,
+    partial: bool = False,
+    extras: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One `rope_parameters` from either generation of keys, complete for its type."""
     # transformers lets a non-null rope_scaling replace rope_parameters
@@ -356,23 +433,24 @@ def read_rope(
         rope["original_max_position_embeddings"] = source.get(
             "original_max_position_embeddings"
         ) or rope.get("original_max_position_embeddings", longest)
-    _check_types(rope, ROPE_HINTS)
+    hints = ROPE_HINTS | dict(extras or {})
+    _check_types(rope, hints)
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
     missing = [k for k in ROPE_KEYS[kind] if rope.get(k) is None]
     if missing:
         raise ConfigError(f"rope_type {kind!r} needs {', '.join(missing)}; the config has {rope}")
     factor = rope.pop("partial_rotary_factor", None)
-    extra = {k: v for k, v in rope.items() if k not in ROPE_HINTS}
-    if extra:
-        raise ConfigError(f"rope_type {kind!r} does not know {extra}")
+    unknown = {k: v for k, v in rope.items() if k not in hints}
+    if unknown:
+        raise ConfigError(f"rope_type {kind!r} does not know {unknown}")
     if factor is None and partial:
         factor = source.get("partial_rotary_factor")
-    if factor in (None, 1, 1.0):
+    if factor is None or (factor == 1 and not partial):
         return rope
     if not partial:
         raise ConfigError(f"partial_rotary_factor={factor} is not known to this model type")
-    if not _fits(factor, float) or not 0 < factor < 1:
+    if not _fits(factor, float) or not 0 < factor <= 1:
         raise ConfigError(f"partial_rotary_factor={factor!r} is not in (0, 1]")
     return rope | {"partial_rotary_factor": factor}
 

@@ -45,37 +45,50 @@ def resolve_inputs(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
+    longest: int | None = None,
     look: bool = False,
+    causal: bool = True,
+    attention: str = "auto",
 ) -> Inputs:
     """What attention, RoPE and the loss need to know about a batch.
 
-    Boundaries of packed sequences come from `cu_seq_lens`, or from `position_ids` that do not
-    increase. With `look`, the host may wait for the device to learn whether there are any.
+    Boundaries of packed sequences come from `cu_seq_lens`, whose `longest` sequence the host may
+    know, or from `position_ids` that do not increase. With `look`, the host may wait for the
+    device to learn whether there are any. `attention` names a backend.
     """
     key_mask = _key_mask(attention_mask, batch, past + tokens, device)
     if position_ids is not None:
         position_ids = _positions(position_ids, batch, tokens)
-    starts = None
+    starts = bounds = None
     if past == 0:
         if cu_seq_lens is not None:
-            starts = _starts_of(cu_seq_lens, batch, tokens, device)
+            bounds, longest = _bounds(cu_seq_lens, longest, batch * tokens, device)
+            starts = _starts_of(bounds, batch, tokens)
+            if key_mask is not None:
+                _check_padding(key_mask, starts)
         elif position_ids is not None and tokens > 1:
             starts = _restarts(position_ids, key_mask, batch)
     elif cu_seq_lens is not None:
         raise ValueError(f"cu_seq_lens with a cache that already holds {past} tokens")
     if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
-        starts = None
+        starts = bounds = None
     segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
     if position_ids is None:
         position_ids = torch.arange(past, past + tokens, device=device)[None]
         if starts is not None:
             first = torch.where(starts, position_ids, 0).cummax(1).values
             position_ids = position_ids - first
-    return Inputs(
-        position_ids,
-        segment_ids,
-        AttentionMask(tokens, past=past, segment_ids=segment_ids, key_mask=key_mask),
+    mask = AttentionMask(
+        tokens,
+        past=past,
+        segment_ids=segment_ids,
+        key_mask=key_mask,
+        causal=causal,
+        cu_seq_lens=bounds,
+        longest=longest,
+        backend=attention,
     )
+    return Inputs(position_ids, segment_ids, mask)
 
 
 def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
@@ -99,26 +112,56 @@ def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
     return position_ids
 
 
-def _starts_of(cu_seq_lens: Tensor, batch: int, tokens: int, device: torch.device) -> Tensor:
-    """First tokens of the sequences that `cu_seq_lens` bounds in the flattened batch: [B, T]."""
+def _bounds(
+    cu_seq_lens: Tensor, longest: int | None, total: int, device: torch.device
+) -> tuple[Tensor, int | None]:
+    """`cu_seq_lens` as int32 on the device, and the longest sequence if knowing it is free."""
     if cu_seq_lens.dim() != 1 or cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:
         raise ValueError(
             f"cu_seq_lens must be integers [sequences + 1], not {cu_seq_lens.dtype} "
             f"{tuple(cu_seq_lens.shape)}"
         )
-    cu = cu_seq_lens.to(device=device, dtype=torch.long)
-    total = batch * tokens
-    values = f": {cu_seq_lens.tolist()}" if on_host(cu_seq_lens) else ""
-    check((cu[1:] >= cu[:-1]).all(), f"cu_seq_lens is not sorted{values}")
+    given = on_host(cu_seq_lens)
+    values = f": {cu_seq_lens.tolist()}" if given else ""
+    cu = cu_seq_lens.to(device=device, dtype=torch.int32, non_blocking=True)
+    lengths = cu_seq_lens.diff() if given else cu.diff()
+    check((lengths >= 0).all(), f"cu_seq_lens is not sorted{values}")
     check(
         (cu[0] == 0) & (cu[-1] == total),
         f"cu_seq_lens must run from 0 to {total}, the number of tokens{values}",
     )
+    if longest is not None:
+        check(
+            lengths.max() <= longest,
+            f"max_length_q={longest} is less than the longest sequence of cu_seq_lens{values}",
+        )
+    elif given:
+        longest = int(lengths.max())
+    return cu, longest
+
+
+def _starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
+    """First tokens of the sequences that `cu` bounds in the flattened batch: [B, T]."""
     # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot
-    starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
-    starts = starts.index_fill(0, cu, True)[:-1].view(batch, tokens)
+    starts = torch.zeros(batch * tokens + 1, dtype=torch.bool, device=cu.device)
+    starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)
+    values = f": {cu.tolist()}" if on_host(cu) else ""
     check(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans two rows of {tokens}{values}")
     return starts
+
+
+def _check_padding(key_mask: Tensor, starts: Tensor) -> None:
+    """Each sequence of `cu_seq_lens` is all padding or all real: otherwise which would hold?"""
+    torn = (key_mask[:, 1:] != key_mask[:, :-1]) & ~starts[:, 1:]
+    where = ""
+    if on_host(torn) and torn.any():
+        row, column = torn.nonzero()[0].tolist()
+        where = f": row {row} changes at token {column + 1}"
+    check(
+        ~torn.any(),
+        "attention_mask begins or ends padding inside a sequence of cu_seq_lens"
+        f"{where}; make padding a sequence of its own, or give one of the two",
+    )
 
 
 def _restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tigon.kernels.attention import Backend
 from tigon.models._config import Config, ConfigError
 from tigon.weights import Checkpoint, Repository, load_into
 
@@ -36,6 +37,7 @@ class LoadOptions(TypedDict, total=False):
 
     dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
     device: torch.device | str
+    attention: Backend  # docs/attention.md
     revision: str | None
     subfolder: str
     token: str | bool | None
@@ -49,6 +51,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
+    attention: Backend = "auto",
     revision: str | None = None,
     subfolder: str = "",
     token: str | bool | None = None,
@@ -65,6 +68,7 @@ def from_pretrained(
         local_files_only=local_files_only,
     )
     model, checkpoint = build(repository, models, dtype=dtype)
+    model.use_attention(attention)
     materialize(model, torch.device(device))
     load_weights(model, checkpoint)
     return model.eval()
@@ -93,6 +97,7 @@ def build(
         elif dtype not in DTYPES:
             raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
         model = on_meta(models[kind], config, dtype)
+    model.stacked = any(name.endswith(tuple(model.PER_EXPERT)) for name in checkpoint.tensors)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = _read_json(generation)

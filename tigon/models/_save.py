@@ -78,7 +78,9 @@ def export_entries(model: "CausalLM", dtype: torch.dtype) -> list[Entry]:
         return p.full_tensor() if isinstance(p, DTensor) else p
 
     def getter(name: str, part: Part) -> Callable[[], Tensor]:
-        return lambda: whole(name).narrow(0, part.start, part.shape[0]).to(dtype)
+        return lambda: (
+            whole(name).reshape(-1, *part.shape[1:]).narrow(0, part.start, part.shape[0]).to(dtype)
+        )
 
     return [
         (part.name, part.shape, dtype, getter(name, part))

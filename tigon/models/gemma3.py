@@ -1,6 +1,7 @@
 """Gemma 3, text: Gemma 2 with normed heads, five sliding layers to a full one, and two RoPEs.
 
-Paper: arXiv 2503.19786; checked against transformers' modeling_gemma3.
+EmbeddingGemma is the same with attention to both sides. Paper: arXiv 2503.19786; checked against
+transformers' modeling_gemma3.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from typing import Any
 from tigon.kernels.gated_act import Activation
 from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
-from tigon.models._config import FULL, SLIDING, ConfigError, WindowedConfig, activation, read_rope
+from tigon.models._config import SLIDING, TwoRopesConfig, activation
 from tigon.models.gemma import GemmaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(GemmaConfig, WindowedConfig):
+class Gemma3Config(GemmaConfig, TwoRopesConfig):
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
     default_theta = 1e6
@@ -33,46 +34,28 @@ class Gemma3Config(GemmaConfig, WindowedConfig):
     query_pre_attn_scalar: float = 256
     final_logit_softcapping: float | None = None
     sliding_window_pattern: int = 6
+    use_bidirectional_attention: bool | None = False
 
     @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Of full and of sliding layers; rope_theta and rope_scaling are of the former."""
-        given = source.get("rope_parameters") or {}
-        full, sliding = (given.get(name) or {} for name in (FULL, SLIDING))
-        if not given.keys() <= {FULL, SLIDING}:
-            raise ConfigError(f"rope_parameters={given} is not given per {FULL!r} and {SLIDING!r}")
-        full = full | (source.get("rope_scaling") or {})
-        theta = source.get("rope_theta", cls.default_theta)
-        local = source.get("rope_local_base_freq", 1e4)
-        return {
-            FULL: read_rope({"rope_parameters": full}, theta, longest),
-            SLIDING: read_rope({"rope_parameters": sliding}, local, longest),
-        }
-
-    def __post_init__(self) -> None:
-        if not self.rope_parameters:
-            rope = self._read_rope({}, self.max_position_embeddings)
-            object.__setattr__(self, "rope_parameters", rope)
-        super().__post_init__()
+    def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        return source.get("rope_local_base_freq", 1e4)
 
     def _rope_keys(self) -> dict[str, Any]:
-        full, sliding = self.rope_parameters[FULL], self.rope_parameters[SLIDING]
-        return {
-            "rope_parameters": self.rope_parameters,
-            "rope_theta": full["rope_theta"],
-            "rope_local_base_freq": sliding["rope_theta"],
-            "rope_scaling": full if full["rope_type"] != "default" else None,
-        }
-
-    @property
-    def ropes(self) -> dict[str, dict[str, Any]]:
-        return self.rope_parameters
-
-    def rope(self, layer: int) -> str:
-        return self.layer_type(layer)
+        local = self.rope_parameters[SLIDING]["rope_theta"]
+        return super()._rope_keys() | {"rope_local_base_freq": local}
 
     def slides(self, layer: int) -> bool:
         return (layer + 1) % self.sliding_window_pattern != 0
+
+    def window(self, layer: int) -> int | None:
+        window = super().window(layer)
+        if window is None or self.causal:
+            return window
+        return window // 2 + 1  # the config gives the width of both sides
+
+    @property
+    def causal(self) -> bool:
+        return not self.use_bidirectional_attention
 
     @property
     def act(self) -> Activation:

@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tigon.data import Loader, find_files
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models import MODELS, CausalLM, MoEConfig, build, load_weights, materialize
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.config import Config
@@ -89,7 +89,10 @@ def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
         materialize(model, world.device)
         if load:
             load_weights(model, weights)
+    if config.router_aux_loss_coef is not None:
+        set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
+    model.use_attention(config.attention)
     return model.train()
 
 
@@ -122,6 +125,15 @@ def build_loader(
         rank=world.rank,
         world=world.size,
     )
+
+
+def set_balance(model: CausalLM, coef: float) -> None:
+    """The weight of aux_loss in the loss; the exported config.json will say it too."""
+    if not isinstance(model.config, MoEConfig):
+        raise ValueError(
+            f"router_aux_loss_coef={coef}, but {model.config.architecture} has no experts"
+        )
+    model.config = replace(model.config, output_router_logits=coef > 0, router_aux_loss_coef=coef)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

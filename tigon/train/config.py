@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from tigon.kernels.attention import Backend
+
 USAGE = """\
 python -m tigon.train config.yaml [key=value | --key value ...]
 torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
@@ -35,6 +37,12 @@ class Config:
     revision: str | None = option(None, "commit, branch or tag of a hub repository")
     init: str = option("", "instead of model: a config.json to start from with random weights")
     tokenizer: str = option("", "directory or hub repository; default: that of model")
+    router_aux_loss_coef: float | None = option(
+        None,
+        "weight of the loss that balances experts, 0: none; null: as config.json says",
+        least=0,
+    )
+    attention: Backend = option("auto", "its backend: docs/attention.md")  # noqa: RUF009
     activation_checkpointing: bool = option(False, "recompute blocks in backward to save memory")
 
     data: tuple[str, ...] = option((), "training files or globs: .jsonl, or .txt to pretrain on")

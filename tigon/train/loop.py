@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import Tensor
 
 from tigon.train import checkpoint, objectives, resume
 from tigon.train.build import Run
@@ -35,7 +36,7 @@ def train(run: Run) -> int:
         for step in range(start, steps):
             began, done = time.perf_counter(), step + 1
             lr = learning_rate(config, step, steps)
-            loss, grad_norm, stop = backward(run, step, stop=bool(received))
+            loss, grad_norm, stop, more = backward(run, step, stop=bool(received))
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise FloatingPointError(diagnosis(run, step, loss, grad_norm))
             for group in run.optimizer.param_groups:
@@ -57,6 +58,7 @@ def train(run: Run) -> int:
                     "step_seconds": seconds,
                     "tokens_per_second": tokens / seconds,
                     "memory_gib": peak_memory(world.device) / 2**30,
+                    **more,
                 }
             )
             last = stop or done == steps
@@ -83,24 +85,30 @@ def train(run: Run) -> int:
     return 0
 
 
-def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool]:
-    """The step's loss, its gradients' norm before clipping, and whether any rank wants to stop."""
+def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, dict[str, float]]:
+    """The step's loss, its gradients' norm before clipping, whether any rank wants to stop, and
+    what else its objective records."""
     config, world, model = run.config, run.world, run.model
     batches = [objectives.to(batch, world.device) for batch in run.data.micro_batches(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     shares = [objectives.num_items(model, batch, config) for batch in batches]
     items = world.sum(torch.stack(shares).sum())
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for i, batch in enumerate(batches):
+    means: dict[str, Tensor] = {}
+    for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
         sync_gradients(model, i == len(batches) - 1)
-        loss = objectives.loss(model, batch, config, items)
+        loss, metrics = objectives.loss(model, batch, config, items)
         loss.backward()
         totals[0] += loss.detach()
+        for name, value in metrics.items():
+            means[name] = means.get(name, 0) + value * (share / items.clamp(min=1))
     totals[1] = float(stop)
     norm = clip_gradients(model, config.max_grad_norm)
+    more = objectives.recorded({name: world.sum(mean) for name, mean in means.items()})
     # The step's only wait for the device
-    loss_sum, stops, grad_norm = torch.cat([world.sum(totals), norm.double().view(1)]).tolist()
-    return loss_sum, grad_norm, stops > 0
+    values = torch.stack([*world.sum(totals), norm.double(), *(v.double() for v in more.values())])
+    loss_sum, stops, grad_norm, *rest = values.tolist()
+    return loss_sum, grad_norm, stops > 0, dict(zip(more, rest, strict=True))
 
 
 @torch.no_grad()

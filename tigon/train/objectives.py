@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.data import Examples, Rows, chat_examples, split, text_examples, whole
-from tigon.models import CausalLM
+from tigon.models import CausalLM, MoEConfig
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # keyword arguments of the model: tensors, and numbers for the host
 
 
 def pretrain(config: Config, files: Sequence[Path], tokenizer: Tokenizer) -> tuple[Examples, Rows]:
@@ -36,11 +37,34 @@ def num_items(model: CausalLM, batch: Batch, config: Config) -> Tensor:
     return model.num_items(**batch, loss_reduction=config.loss_reduction)
 
 
-def loss(model: CausalLM, batch: Batch, config: Config, items: Tensor) -> Tensor:
-    """This micro-batch's share of the step's loss: the shares of all ranks add up to it."""
-    output = model(**batch, loss_reduction=config.loss_reduction, num_items_in_batch=items)
-    return output.loss
+def loss(
+    model: CausalLM, batch: Batch, config: Config, items: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This micro-batch's share of the step's loss, and what to know about it.
+
+    The shares of all ranks add up to the step's.
+    """
+    c = model.config
+    routed = isinstance(c, MoEConfig) and any(map(c.sparse, range(c.num_hidden_layers)))
+    output = model(
+        **batch,
+        loss_reduction=config.loss_reduction,
+        num_items_in_batch=items,
+        metrics=("aux_loss", "expert_load") if routed else (),
+    )
+    return output.loss, output.metrics
 
 
-def to(batch: Batch, device: torch.device) -> Batch:
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+def recorded(means: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What metrics.jsonl says of the means that a step's metrics have, as numbers."""
+    means = dict(means)
+    if "expert_load" in means:  # [layers, E]: the busiest expert of all, in multiples of the mean
+        load = means.pop("expert_load")
+        means["expert_imbalance"] = load.max() * load.shape[1]
+    return means
+
+
+def to(batch: dict[str, Tensor], device: torch.device) -> Batch:
+    """The batch on the device, and what the host has to know of it to launch attention."""
+    moved: Batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    return moved | {"max_length_q": int(batch["cu_seq_lens"].diff().max())}

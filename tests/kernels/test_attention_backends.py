@@ -1,0 +1,220 @@
+"""Which backend is taken and why, and the forms of a mask that backends are given."""
+
+import itertools
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.kernels import AttentionMask
+from tigon.kernels import _attention_backends as backends
+from tigon.kernels._attention_backends import Request, check_backend, choose, settle
+from tigon.kernels._attention_mask import Sequences
+
+NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
+TRAINED = {"longest": 4096, "grad": True}
+GPU = "not fa4: it is for Hopper and Blackwell, not for sm_80"
+
+
+@pytest.fixture(autouse=True)
+def path() -> None:
+    """Nothing is computed here."""
+
+
+@pytest.mark.parametrize(
+    ("request_", "missing", "name", "why"),
+    [
+        (TRAINED, {}, "fa4", "the first choice on cuda"),
+        (TRAINED, NO_FA4, "cudnn", "not fa4: flash-attn-4 is not installed: pip install"),
+        ({**TRAINED, "window": True}, {}, "fa4", ""),
+        ({**TRAINED, "window": True}, NO_FA4, "flash", "not cudnn: it has no sliding window"),
+        ({**TRAINED, "layout": "sequences"}, NO_FA4, "flash", "it has no packed sequences"),
+        ({**TRAINED, "softcap": True}, {}, "fa4", ""),
+        ({**TRAINED, "softcap": True}, NO_FA4, "flex", "not flash: it has no softcap"),
+        ({**TRAINED, "head_dim": 256}, {}, "fa4", ""),
+        ({**TRAINED, "head_dim": 512}, {}, "flex", "not flash: head_dim 512 is above 256"),
+        ({**TRAINED, "head_dim": 20}, {}, "flex", "head_dim 20 is not a multiple of 8"),
+        ({**TRAINED, "head_dim": 12}, {}, "sdpa", "not flex: head_dim 12 is below 16"),
+        ({**TRAINED, "layout": "holes"}, {}, "flex", "not flash: it knows no dense mask, and hole"),
+        ({**TRAINED, "sm": 100}, {}, "fa4", ""),
+        ({**TRAINED, "sm": 100, "head_dim": 192}, {}, "cudnn", "head_dim 192 on Blackwell"),
+        ({**TRAINED, "sm": 80}, {}, "cudnn", GPU),
+        ({**TRAINED, "sm": 80, "head_dim": 256}, {}, "flash", "needs sm_90, not sm_80"),
+        ({**TRAINED, "sm": 89, "head_dim": 256}, {}, "flex", "no backward pass on sm_89"),
+        ({"sm": 89, "head_dim": 256, "longest": 4096}, {}, "flash", ""),
+        ({**TRAINED, "sm": 75}, {}, "flex", "it needs sm_80 or newer, and this GPU is sm_75"),
+        ({"longest": 1000}, NO_FA4, "flash", "not cudnn: it prepares for every new length, and"),
+        ({"longest": 1024}, NO_FA4, "cudnn", ""),
+        ({"longest": 100}, {}, "flash", "not fa4: 100 tokens are too few to compile for"),
+        ({"longest": 100, "softcap": True}, {}, "reference", "not sdpa: it has no softcap"),
+        ({"longest": 4096, "softcap": True}, {}, "fa4", ""),
+        ({"longest": 100, "layout": "holes"}, {}, "sdpa", "not flex: 100 tokens are too few"),
+        ({**TRAINED, "dtype": torch.float32}, {}, "sdpa", "bfloat16 and float16, not float32"),
+        ({**TRAINED, "dtype": torch.float32, "softcap": True}, {}, "reference", ""),
+        ({"longest": 9, "cached": True, "single": True}, {}, "sdpa", "the first choice on cuda"),
+        ({"longest": 4096, "cached": True}, {}, "fa4", ""),
+        ({"longest": 4096, "cached": True}, NO_FA4, "flash", "not cudnn: it does not continue a"),
+        ({"longest": 4096, "cached": True, "layout": "holes"}, {}, "sdpa", "not flex: it does not"),
+        ({"compiling": True}, {}, "flash", "not fa4: torch.compile cannot look into it; not cudnn"),
+        ({"compiling": True, "softcap": True}, {}, "flex", ""),
+        ({"device": "cpu"}, {}, "sdpa", "the first choice on cpu"),
+        ({"device": "cpu", "softcap": True}, {}, "reference", "not sdpa: it has no softcap"),
+        ({"device": "mps"}, {}, "sdpa", "the first choice on mps"),
+    ],
+)
+def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> None:
+    choice = choose(Request(**request_), missing=missing)
+    assert choice.name == name
+    assert why in choice.why
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "message"),
+    [
+        ("fa4", {"sm": 80}, "'fa4' cannot do this: it is for Hopper and Blackwell, not for sm_80"),
+        ("fa4", {"dtype": torch.float32}, "it takes bfloat16 and float16, not float32"),
+        ("fa4", {"head_dim": 20}, "head_dim 20 is not a multiple of 8"),
+        ("fa4", {"compiling": True}, "torch.compile cannot look into it"),
+        ("fa4", {"layout": "padding"}, "it knows no dense mask, and padding"),
+        ("cudnn", {"window": True}, "'cudnn' cannot do this: it has no sliding window"),
+        ("cudnn", {"softcap": True}, "it has no softcap"),
+        ("cudnn", {"layout": "sequences"}, "it has no packed sequences"),
+        ("cudnn", {"head_dim": 264}, "head_dim 264 is above 256"),
+        ("flash", {"softcap": True}, "'flash' cannot do this: it has no softcap"),
+        ("flash", {"device": "cpu"}, "it runs on CUDA GPUs, not on cpu"),
+        ("flex", {"head_dim": 8}, "'flex' cannot do this: head_dim 8 is below 16"),
+        ("sdpa", {"softcap": True}, "'sdpa' cannot do this: it has no softcap"),
+        ("eager", {}, "'eager' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
+    ],
+)
+def test_a_demand_that_cannot_be_met(name: str, request_: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(Request(**request_), name)
+
+
+def test_a_demand_for_what_is_missing() -> None:
+    with pytest.raises(ValueError, match="'fa4' cannot do this: flash-attn-4 is not installed"):
+        choose(Request(), "fa4", NO_FA4)
+
+
+@pytest.mark.parametrize("name", ["fa4", "cudnn", "flash", "flex", "sdpa", "reference"])
+def test_a_demand_that_can_be_met_beats_every_hesitation(name: str) -> None:
+    assert choose(Request(longest=100), name) == (name, f"attention='{name}'")
+
+
+def test_a_demand_is_about_whole_sequences() -> None:
+    step = Request(cached=True, single=True, layout="the cache holds padding")
+    assert choose(step, "fa4").name == "sdpa"
+
+
+def test_plain_torch_alone() -> None:
+    assert choose(Request(), plain=True).name == "sdpa"
+    assert choose(Request(softcap=True), plain=True).name == "reference"
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn.cute", None)
+    backends.flash_attn_4.cache_clear()
+    with pytest.raises(ImportError, match=r"attention='fa4': .*pip install tigon\[fa4\]"):
+        check_backend("fa4")
+    backends.flash_attn_4.cache_clear()
+    check_backend("flex")
+    with pytest.raises(ValueError, match="attention='sdp' is not one of auto, fa4"):
+        check_backend("sdp")
+
+
+def test_a_choice_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backends, "_said", set())
+    backends._settle.cache_clear()
+    request = Request("cpu", 0, torch.float32, 40, softcap=True)
+    with caplog.at_level(logging.DEBUG, "tigon.attention"):
+        for longest in (5, 6, 5):
+            settle(request._replace(longest=longest), "auto", 0, False)
+    assert caplog.messages == [
+        "reference for float32, head_dim 40, rows, softcap (not sdpa: it has no softcap)"
+    ]
+
+
+def sequences(**given: Any) -> Sequences | str:
+    shape = next(x for x in given.values() if isinstance(x, Tensor) and x.dim() == 2).shape
+    return AttentionMask(shape[1], **given).sequences()
+
+
+@pytest.mark.parametrize(
+    ("segments", "real", "bounds"),
+    [
+        ([[0, 0, 1, 1, 1], [2, 2, 2, 2, 3]], None, [0, 2, 5, 9, 10]),
+        ([[0, 0, 0], [0, 0, 0]], None, [0, 3, 6]),
+        (None, [[1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]], [0, 3, 4, 8, 10, 12]),
+        (None, [[0, 1, 1, 0, 0], [0, 0, 0, 0, 0]], [0, 1, 3, 5, 10]),
+        ([[0, 0, 0, 1, 1, 1]], [[1, 1, 0, 1, 1, 1]], [0, 2, 3, 6]),
+        ([[0, 0, 0, 0, 1, 1]], [[1, 1, 0, 0, 0, 1]], [0, 2, 4, 5, 6]),
+        (None, [[1, 0, 1]], "padding inside a sequence"),
+        ([[0, 0, 0, 0, 1]], [[1, 0, 0, 1, 1]], "padding inside a sequence"),
+    ],
+)
+def test_sequences_of_a_batch(segments: Any, real: Any, bounds: Any) -> None:
+    given = {} if segments is None else {"segment_ids": torch.tensor(segments)}
+    given |= {} if real is None else {"key_mask": torch.tensor(real).bool()}
+    found = sequences(**given)
+    if isinstance(bounds, str):
+        assert isinstance(found, str) and bounds in found
+        return
+    assert isinstance(found, Sequences) and found.cu.dtype == torch.int32
+    assert found.cu.tolist() == bounds
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    assert found.longest == max(lengths)
+    assert found.even(bounds[-1]) == (len(set(lengths)) == 1)
+
+
+def test_bounds_that_were_given_are_taken() -> None:
+    segments, cu = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    assert sequences(segment_ids=segments, cu_seq_lens=cu, longest=7) == (cu, 7)
+    assert sequences(segment_ids=segments, cu_seq_lens=cu) == (cu, 3)
+    mask = AttentionMask(1, past=4, key_mask=torch.ones(1, 5, dtype=torch.bool))
+    assert mask.sequences() == "the cache holds padding"
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "both sides": {"causal": False},
+    "packed": {"segment_ids": torch.rand(2, 700).lt(0.01).cumsum(1)},
+    "both sides, packed": {"segment_ids": torch.rand(2, 700).lt(0.01).cumsum(1), "causal": False},
+    "padded": {"key_mask": torch.arange(700) >= torch.tensor([[300], [0]])},
+    "holes": {
+        "key_mask": torch.rand(2, 700) < 0.5,
+        "segment_ids": torch.arange(700).expand(2, -1) // 300,
+    },
+    "all padding": {"key_mask": torch.zeros(1, 700, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 130, 300])
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_of_flex_attention(case: str, window: int | None) -> None:
+    mask, device = AttentionMask(700, **BLOCKS[case]), torch.device("cpu")
+    dense, blocks = mask.dense(window, device)[:, 0], mask.blocks(window, device)
+    rows = torch.arange(len(dense))[:, None, None]
+    at = torch.arange(700)
+    rule = blocks.mask_mod(rows, rows, at[:, None], at[None])
+    assert torch.equal(rule.expand_as(dense), dense)
+    padded = torch.nn.functional.pad(dense, (0, 68, 0, 68)).view(len(dense), 6, 128, 6, 128)
+    some, every = padded.any(4).any(2), padded.all(4).all(2)
+
+    def listed(counts: Tensor, indices: Tensor) -> Tensor:
+        out = torch.zeros_like(some)
+        for b, i in itertools.product(range(len(dense)), range(6)):
+            b_ = min(b, len(counts) - 1)
+            out[b, i, indices[b_, 0, i, : counts[b_, 0, i]].long()] = True
+        return out
+
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    assert not (full & partial).any() and not (full & ~every).any()
+    assert (full | partial | ~some).all()
+    if case != "holes":  # where a block is read for nothing, sometimes
+        assert torch.equal(full | partial, some) and torch.equal(full[:, :5], every[:, :5])

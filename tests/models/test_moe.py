@@ -1,0 +1,393 @@
+"""Mixtures of experts: the loss that balances them, what they report, and both forms on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.models.contract import tiny_llama
+from tests.models.test_io import same, tensors
+from tests.models.test_parity import gradients
+from tests.models.tiny import CASES, EXPERTS, load_reference, reference
+from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models._config import ConfigError
+from tigon.models._moe import MoEConfig
+
+FAMILIES = [name for name, family in MODELS.items() if issubclass(family.config_class, MoEConfig)]
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+ROUTING = [
+    ("mixtral", "plain"),
+    ("mixtral", "two of many"),
+    ("qwen2_moe", "plain"),
+    ("qwen2_moe", "normed, no bias"),
+    ("qwen2_moe", "some dense"),
+    ("qwen3_moe", "plain"),
+    ("qwen3_moe", "every other"),
+]
+families = pytest.mark.parametrize("model_type", FAMILIES)
+B, T = 3, 17
+SMALL: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+def batch(padded: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 211, (B, T), generator=generator)
+    labels = ids.masked_fill(torch.rand(B, T, generator=generator) < 0.3, -100)
+    if not padded:
+        return {"input_ids": ids, "labels": labels}
+    mask = torch.ones_like(ids)
+    mask[0, 11:] = mask[1, 5:] = 0
+    ids = ids.masked_fill(mask == 0, 0)  # all alike, so that they would be seen in the balance
+    return {"input_ids": ids, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def pair(model_type: str, case: str, directory: Path, **changes: Any) -> tuple[Any, CausalLM]:
+    theirs = reference(model_type, CASES[model_type][case] | changes, directory)
+    return theirs, from_pretrained(directory)
+
+
+def tiny(model_type: str = "qwen2_moe", **changes: Any) -> CausalLM:
+    """A random one, fp32."""
+    sizes = {**CASES[model_type]["plain"], **SMALL, **changes}
+    return MODELS[model_type].from_config(sizes, dtype=torch.float32)
+
+
+def collect(model: CausalLM, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_there_are_mixtures() -> None:
+    assert set(FAMILIES) >= {"mixtral", "qwen2_moe", "qwen3_moe"}
+    assert set(FAMILIES) == {model_type for model_type, _ in ROUTING}
+
+
+@pytest.mark.parametrize(("model_type", "case"), ROUTING)
+@pytest.mark.parametrize("padded", [False, True])
+def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: Path) -> None:
+    theirs, ours = pair(model_type, case, tmp_path, **BALANCED)
+    inputs = batch(padded)
+    expected, out = theirs(**inputs), ours(**inputs)
+    assert out.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=3e-7)
+    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    if padded:  # the pads would have counted
+        everywhere = theirs(inputs["input_ids"], labels=inputs["labels"]).aux_loss
+        assert abs(everywhere - expected.aux_loss) > 1e-3
+
+    for ours_loss, their_loss in ((out.aux_loss, expected.aux_loss), (out.loss, expected.loss)):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ours_loss.backward(retain_graph=True)
+        their_loss.backward(retain_graph=True)
+        routers = {n: p for n, p in theirs.named_parameters() if n.endswith("mlp.gate.weight")}
+        assert len(routers) == sum(ours.config.sparse(i) for i in range(3))  # type: ignore[attr-defined]
+        found = gradients(ours, missing=ours_loss is out.aux_loss)
+        for name, p in theirs.named_parameters():
+            if p.grad is None:
+                assert name not in found
+            else:
+                error = (found[name] - p.grad).abs().max()
+                assert error <= 1e-5 * p.grad.abs().max() + 1e-9, name
+
+
+@families
+def test_without_balance_the_loss_is_plain(model_type: str, tmp_path: Path) -> None:
+    _, ours = pair(model_type, "plain", tmp_path)
+    out = ours(**batch())
+    assert out.aux_loss is None
+    logits = ours(batch()["input_ids"]).logits
+    plain = cross_entropy(logits[:, :-1].flatten(0, 1), batch()["labels"][:, 1:].flatten())
+    torch.testing.assert_close(out.loss, plain)
+
+
+def loads(router_logits: list[Tensor], k: int, real: Tensor) -> Tensor:
+    """[layers, E], by counting."""
+    found = torch.zeros(len(router_logits), router_logits[0].shape[1])
+    for layer, logits in enumerate(router_logits):
+        for row in logits[real.flatten().bool()]:
+            for expert in row.sort(descending=True).indices[:k].tolist():
+                found[layer, expert] += 1
+    return found / found.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("model_type", "case"), ROUTING)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_metrics(model_type: str, case: str, padded: bool, balanced: bool, tmp_path: Path) -> None:
+    theirs, ours = pair(model_type, case, tmp_path, output_router_logits=balanced)
+    inputs = batch(padded)
+    with torch.no_grad():
+        expected = theirs(**inputs, output_router_logits=True)
+    out = ours(**inputs, metrics=("expert_load", "aux_loss", "accuracy"))
+    assert out.metrics.keys() == {"expert_load", "aux_loss", "accuracy"}
+    real = inputs.get("attention_mask", torch.ones(B, T))
+    load = loads(expected.router_logits, theirs.config.num_experts_per_tok, real)
+    torch.testing.assert_close(out.metrics["expert_load"], load)
+    assert out.metrics["aux_loss"].item() == pytest.approx(expected.aux_loss.item(), rel=3e-7)
+    assert not out.metrics["aux_loss"].requires_grad
+    assert not out.metrics["expert_load"].requires_grad
+    # Asking changes nothing, and labels are not needed
+    assert torch.equal(out.loss, ours(**inputs).loss)
+    del inputs["labels"]
+    again = ours(**inputs, metrics=("expert_load",))
+    assert again.metrics.keys() == {"expert_load"} and again.loss is None
+    assert torch.equal(again.metrics["expert_load"], out.metrics["expert_load"])
+
+
+def test_metrics_of_new_tokens_only() -> None:
+    model, inputs = tiny(), batch(padded=True)
+    ids, mask = inputs["input_ids"].flip(1), inputs["attention_mask"].flip(1)  # pads on the left
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, metrics=("expert_load",)).metrics["expert_load"]
+        first = model(
+            ids[:, :9], attention_mask=mask[:, :9], use_cache=True, metrics=("expert_load",)
+        )
+        rest = model(
+            ids[:, 9:],
+            attention_mask=mask,
+            past_key_values=first.past_key_values,
+            metrics=("expert_load",),
+        )
+    share = mask[:, :9].sum() / mask.sum()
+    both = [out.metrics["expert_load"] for out in (first, rest)]
+    torch.testing.assert_close(share * both[0] + (1 - share) * both[1], whole)
+
+
+def test_metrics_set_once() -> None:
+    model = tiny()
+    model.defaults.metrics = ("aux_loss", "nll")
+    assert model(**batch()).metrics.keys() == {"aux_loss", "nll"}
+    assert model(batch()["input_ids"]).metrics == {}
+    assert model(**batch(), metrics=()).metrics == {}
+
+
+def test_metrics_without_experts() -> None:
+    with pytest.raises(ValueError, match="metrics=\\('aux_loss',\\): no layer of this Llama has"):
+        tiny_llama()(torch.arange(8)[None], metrics=("aux_loss",))
+    dense = tiny(mlp_only_layers=[0, 1, 2], output_router_logits=True)
+    assert dense(**batch()).aux_loss is None
+    with pytest.raises(ValueError, match="no layer of this Qwen2Moe has experts"):
+        dense(**batch(), metrics=("expert_load",))
+    with pytest.raises(ValueError, match="metrics=\\('nll',\\) without labels"):
+        tiny()(batch()["input_ids"], metrics=("nll", "aux_loss"))
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_micro_batches_add_up(reduction: Any) -> None:
+    """To the cross-entropy of all, and the coefficient times their mean balance, by items."""
+    model, inputs = tiny(**BALANCED), batch()
+    inputs["labels"][0, 3:] = -100
+    rows = [{name: t[i : i + 1] for name, t in inputs.items()} for i in range(B)]
+    weights = torch.stack([model.num_items(**row, loss_reduction=reduction) for row in rows])
+    assert reduction == "sequence" or len(weights.unique()) > 1
+    items = weights.sum()
+    outs = [model(**row, loss_reduction=reduction, num_items_in_batch=items) for row in rows]
+    aux = sum(w * out.aux_loss for w, out in zip(weights / items, outs, strict=True))
+    plain = tiny()
+    plain.load_state_dict(model.state_dict())
+    expected = plain(**inputs, loss_reduction=reduction).loss + 0.7 * aux
+    torch.testing.assert_close(sum(out.loss for out in outs), expected, rtol=1e-6, atol=0.0)
+    alone = model(**rows[0], loss_reduction=reduction)
+    same_alone = model(
+        **rows[0], loss_reduction=reduction, num_items_in_batch=int(weights[0].item())
+    )
+    torch.testing.assert_close(alone.loss, same_alone.loss)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_sums_and_single_losses_are_of_the_tokens_alone(reduction: Any) -> None:
+    model, plain = tiny(**BALANCED), tiny()
+    plain.load_state_dict(model.state_dict())
+    out = model(**batch(), loss_reduction=reduction)
+    assert torch.equal(out.loss, plain(**batch(), loss_reduction=reduction).loss)
+    assert torch.equal(out.aux_loss, model(**batch()).aux_loss)
+    assert out.aux_loss.requires_grad
+
+
+def test_without_a_target_nothing_is_learned() -> None:
+    model = tiny(**BALANCED)
+    out = model(batch()["input_ids"], labels=torch.full((B, T), -100))
+    assert out.loss == 0
+    assert not any(grad.any() for grad in collect(model, out.loss).values())
+
+
+@families
+def test_recomputed_blocks_give_the_same(model_type: str) -> None:
+    model, inputs = tiny(model_type, **BALANCED), batch(padded=True)
+    out = model(**inputs, metrics=("expert_load",))
+    expected = collect(model, out.loss)
+    model.activation_checkpointing = True
+    again = model(**inputs, metrics=("expert_load",))
+    assert torch.equal(again.loss, out.loss)
+    assert torch.equal(again.metrics["expert_load"], out.metrics["expert_load"])
+    found = collect(model, again.loss)
+    assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_one_graph(recomputed: bool) -> None:
+    model, inputs = tiny(**BALANCED), batch(padded=not recomputed)
+    out = model(**inputs, metrics=("expert_load",))
+    expected = collect(model, out.loss)
+    model.activation_checkpointing = recomputed
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    again = compiled(**inputs, metrics=("expert_load",))
+    torch.testing.assert_close(again.loss, out.loss, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(again.metrics, out.metrics)
+    for name, grad in collect(model, again.loss).items():
+        assert (grad - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
+    torch.compiler.reset()
+
+
+@families
+@pytest.mark.parametrize("normed", [False, True])
+def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
+    """Experts and weights to the bit: rounding them would drown in the spread of the logits."""
+    overrides = CASES[model_type]["plain"] | (
+        {} if model_type == "mixtral" else {"norm_topk_prob": normed}
+    )
+    reference(model_type, overrides, tmp_path, dtype=torch.bfloat16)
+    theirs, ours = load_reference(tmp_path), from_pretrained(tmp_path)
+    x = torch.randn(1, 200, 96).bfloat16()
+    seen: list[Any] = []
+    moe = ours.model.layers[0].mlp
+    moe.experts.register_forward_pre_hook(lambda _, given: seen.extend(given))
+    with torch.no_grad():
+        out = moe(x)
+        logits, weights, experts = theirs.model.layers[0].mlp.gate(x)
+    assert torch.equal(seen[1], experts) and torch.equal(out.experts, experts)
+    assert seen[2].dtype == weights.dtype and torch.equal(seen[2], weights)
+    assert torch.equal(out.probs, logits.float().softmax(-1))
+
+
+STACKED_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("size", ["5GB", "40KB"])
+def test_both_forms_load_and_go_out_as_they_came(
+    model_type: str, stacked: bool, size: str, tmp_path: Path
+) -> None:
+    theirs = reference(
+        model_type,
+        CASES[model_type]["plain"],
+        tmp_path / "a",
+        save_original_format=not stacked,
+        max_shard_size=size,
+    )
+    names = tensors(tmp_path / "a")
+    assert any(name.endswith(STACKED_NAMES) for name in names) == stacked
+    ours = from_pretrained(tmp_path / "a")
+    inputs = batch()["input_ids"]
+    with torch.no_grad():
+        expected = theirs(inputs).logits
+        assert (ours(inputs).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ours.save_pretrained(tmp_path / "b", max_shard_size=size)
+    assert same(tensors(tmp_path / "b"), names)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
+    assert not any(info.values()), info
+    assert same(again.state_dict(), theirs.state_dict())
+    other = from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+    assert same(other.state_dict(), {k: v.bfloat16() for k, v in ours.state_dict().items()})
+
+
+@families
+def test_a_new_model_goes_out_expert_by_expert(model_type: str, tmp_path: Path) -> None:
+    ours = tiny(model_type)
+    ours.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert not any(name.endswith(STACKED_NAMES) for name in names)
+    assert any(("block_sparse_moe" in n) == (model_type == "mixtral") for n in names if "exp" in n)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        expected = theirs(batch()["input_ids"]).logits
+        logits = ours(batch()["input_ids"]).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    reference("mixtral", CASES["mixtral"]["plain"], tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 9}))
+    with pytest.raises(ValueError) as error:
+        from_pretrained(tmp_path)
+    message = str(error.value)
+    assert "9 missing: " in message and "3 of another shape" in message
+    assert "model.layers.0.block_sparse_moe.experts.8.w1.weight" in message
+    assert "model.layers.0.block_sparse_moe.gate.weight is [8, 96], not [9, 96]" in message
+
+
+def test_both_names_of_the_number_of_experts(tmp_path: Path) -> None:
+    config_class = MODELS["qwen3_moe"].config_class
+    for names in (("num_experts",), ("num_local_experts",), ("num_experts", "num_local_experts")):
+        config = config_class.from_dict({name: 16 for name in names})
+        assert config.experts == 16  # type: ignore[attr-defined]
+        written = config.to_dict()
+        assert written["num_experts"] == written["num_local_experts"] == 16
+        assert config_class.from_dict(written) == config
+    with pytest.raises(ConfigError, match="num_experts=16 and num_local_experts=8 are two names"):
+        config_class.from_dict({"num_experts": 16, "num_local_experts": 8})
+    reference("qwen3_moe", EXPERTS, tmp_path)
+    assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
+    from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
+    assert load_reference(tmp_path / "out").config.num_experts == 8
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
+        ("mixtral", {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not in \[1, 8\]"),
+        ("qwen2_moe", {"num_experts_per_tok": 0}, r"num_experts_per_tok=0 is not in \[1, 60\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not positive"),
+        ("qwen3_moe", {"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
+        ("qwen3_moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] is not list"),
+        ("mixtral", {"num_experts": 8}, "num_experts=8 changes"),
+    ],
+)
+def test_bad_values_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MODELS[model_type].config_class.from_dict(changes)
+
+
+def test_harmless_values() -> None:
+    MODELS["mixtral"].config_class.from_dict({"router_jitter_noise": 0.0})
+    config = MODELS["qwen3_moe"].config_class.from_dict(
+        {"mlp_only_layers": None, "max_window_layers": 48, "sliding_window": None}
+    )
+    assert config.mlp_only_layers == []  # type: ignore[attr-defined]
+    assert [config.sparse(i) for i in range(24)] == [True] * 24  # type: ignore[attr-defined]
+
+
+@families
+@pytest.mark.parametrize("used", [False, True])
+def test_windows_by_rule(model_type: str, used: bool) -> None:
+    """Where config.json says less than transformers writes."""
+    raw = {"num_hidden_layers": 6, "sliding_window": 7}
+    if model_type != "mixtral":
+        raw |= {"use_sliding_window": used, "max_window_layers": 3}
+    theirs = AutoConfig.for_model(model_type, **raw)
+    types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 6
+    expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
+    ours = MODELS[model_type].config_class.from_dict(raw)
+    assert [ours.window(i) for i in range(6)] == expected
+    assert (7 in expected) == (used or model_type == "mixtral")

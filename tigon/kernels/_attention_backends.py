@@ -1,0 +1,239 @@
+"""Which backend computes attention, and why: a pure function of the call and of the machine."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
+HALF = (torch.bfloat16, torch.float16)
+SHORT = 256  # tokens under which a kernel that has to be compiled first has nothing to win
+BUCKET = 256
+log = logging.getLogger("tigon.attention")
+
+
+class Request(NamedTuple):
+    """What a call of attention asks for, as far as a backend may care."""
+
+    device: str = "cuda"
+    sm: int = 90  # compute capability of a GPU, times ten
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    longest: int | None = None  # tokens of the longest sequence, where the host knows it
+    # A row is a sequence; sequences of known bounds; or, otherwise, the reason why only a dense
+    # mask describes the batch
+    layout: str = "rows"
+    cached: bool = False  # the tokens continue a cache
+    single: bool = False  # each row has one
+    window: bool = False
+    softcap: bool = False
+    grad: bool = False
+    compiling: bool = False
+
+
+class Choice(NamedTuple):
+    name: str
+    why: str
+
+
+def _first(*rules: tuple[bool, str]) -> str | None:
+    return next((reason for holds, reason in rules if holds), None)
+
+
+def _kernel(r: Request) -> str | None:
+    """What fused kernels ask for."""
+    return _first(
+        (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
+        (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
+        (r.dtype not in HALF, f"it takes bfloat16 and float16, not {str(r.dtype)[6:]}"),
+        (r.head_dim % 8 > 0, f"head_dim {r.head_dim} is not a multiple of 8"),
+        (r.head_dim > 256, f"head_dim {r.head_dim} is above 256"),
+        (r.layout not in ("rows", "sequences"), f"it knows no dense mask, and {r.layout}"),
+    )
+
+
+def _fa4(r: Request) -> str | None:
+    return _kernel(r) or _first(
+        (r.sm // 10 not in (9, 10), f"it is for Hopper and Blackwell, not for sm_{r.sm}"),
+        (r.sm // 10 == 10 and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
+        (r.compiling, "torch.compile cannot look into it"),
+    )
+
+
+def _cudnn(r: Request) -> str | None:
+    return _kernel(r) or _first(
+        (r.sm < 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
+        (r.window, "it has no sliding window"),
+        (r.softcap, "it has no softcap"),
+        (r.layout == "sequences", "it has no packed sequences"),
+        (r.cached, "it does not continue a cache"),
+        (r.compiling, "torch.compile calls it by way of sdpa"),
+    )
+
+
+def _flash(r: Request) -> str | None:
+    small = r.sm in (86, 89, 120) and r.head_dim > 192 and r.grad
+    return _kernel(r) or _first(
+        (r.softcap, "it has no softcap"),
+        (small, f"head_dim {r.head_dim} has no backward pass on sm_{r.sm}"),
+    )
+
+
+def _flex(r: Request) -> str | None:
+    return _first(
+        (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
+        (r.cached, "it does not continue a cache"),
+        (r.head_dim < 16, f"head_dim {r.head_dim} is below 16"),
+    )
+
+
+def _sdpa(r: Request) -> str | None:
+    return "it has no softcap" if r.softcap else None
+
+
+# In order of preference; each says why it cannot serve a request, or None
+OBSTACLES: dict[str, Callable[[Request], str | None]] = {
+    "fa4": _fa4,
+    "cudnn": _cudnn,
+    "flash": _flash,
+    "flex": _flex,
+    "sdpa": _sdpa,
+    "reference": lambda r: None,
+}
+PLAIN = ("sdpa", "reference")  # without kernels of anybody's own choosing
+
+
+def _hesitation(name: str, r: Request) -> str | None:
+    """Why a backend that could serve a request is not taken unless it is asked for by name."""
+    longest = 0 if r.longest is None else r.longest
+    if name == "cudnn" and longest % BUCKET:
+        return f"it prepares for every new length, and {longest} is no multiple of {BUCKET}"
+    if name in ("fa4", "flex") and 0 < longest < SHORT:
+        return f"{longest} tokens are too few to compile for"
+    if name == "flex" and r.dtype not in HALF:
+        return "float32 is no faster with it"
+    return None
+
+
+def check_backend(name: str) -> None:
+    """Raise unless `name` is "auto" or a backend's that can be loaded."""
+    _check_name(name)
+    if name == "fa4" and isinstance(flash_attn_4(), str):
+        raise ImportError(f"attention='fa4': {flash_attn_4()}")
+
+
+def _check_name(name: str) -> None:
+    if name not in get_args(Backend):
+        raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
+
+
+def choose(
+    r: Request,
+    backend: str = "auto",
+    missing: Mapping[str, str] = MappingProxyType({}),
+    *,
+    plain: bool = False,
+) -> Choice:
+    """The backend for a request: the one demanded, or the first of the order that can.
+
+    `missing` names the backends that this machine lacks, with the reason; `plain` leaves only
+    what torch has for every device. Raises for a demand that cannot be met, except of tokens that
+    continue a cache: a demand is about whole sequences.
+    """
+    if backend != "auto":
+        _check_name(backend)
+        reason = missing.get(backend) or OBSTACLES[backend](r)
+        if reason is None:
+            return Choice(backend, f"attention={backend!r}")
+        if not r.cached:
+            raise ValueError(f"attention={backend!r} cannot do this: {reason}")
+    # One token against a cache: torch splits the keys among its blocks, and others do not
+    plain = plain or r.device != "cuda" or (r.cached and r.single)
+    passed: list[str] = []
+    for name, obstacle in OBSTACLES.items():
+        if plain and name not in PLAIN:
+            continue
+        reason = missing.get(name) or obstacle(r) or _hesitation(name, r)
+        if reason is None:
+            return Choice(name, "; ".join(passed) or f"the first choice on {r.device}")
+        passed.append(f"not {name}: {reason}")
+    raise AssertionError("the reference serves every request")
+
+
+@functools.cache
+def flash_attn_4() -> Any:
+    """The package, or the reason why there is none. Imported when a GPU first asks for it."""
+    hint = "pip install tigon[fa4]"
+    try:
+        import flash_attn.cute as package
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "flash_attn":
+            return f"flash-attn-4 is not installed: {hint}"
+        return f"flash-attn-4 misses {error.name}: {hint}"
+    except Exception as error:  # a driver, a compiler, another version: whatever it is
+        return f"flash-attn-4 does not load ({type(error).__name__}: {error}): {hint}"
+    return package
+
+
+@functools.cache
+def capability(device: int) -> int:
+    """Of a GPU, times ten; 0 for one that is not NVIDIA's."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 0 if torch.version.hip else 10 * major + minor
+
+
+# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def missing(device: int) -> dict[str, str]:
+    """What a machine with this GPU lacks, and why."""
+    lacks = {}
+    if capability(device) // 10 in (9, 10) and isinstance(flash_attn_4(), str):
+        lacks["fa4"] = flash_attn_4()
+    if not torch.backends.cudnn.is_available():
+        lacks["cudnn"] = "this torch has no cuDNN"
+    if find_spec("triton") is None:
+        lacks["flex"] = "Triton is not installed"
+    return lacks
+
+
+def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
+    """What "auto" takes on this machine to train on sequences of 4,096 tokens, and to decode."""
+    gpu, index = device.type == "cuda", device.index or 0
+    r = Request(device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096)
+    kinds = {
+        "one sequence a row": r._replace(grad=True),
+        "packed": r._replace(layout="sequences", grad=True),
+        "window": r._replace(window=True, grad=True),
+        "softcap": r._replace(softcap=True, grad=True),
+        "decoding": r._replace(cached=True, single=True),
+    }
+    return {kind: choose(r, missing=missing(index) if gpu else {}) for kind, r in kinds.items()}
+
+
+def settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
+    """`choose` on this machine; logs what is chosen for the first time."""
+    if torch.compiler.is_compiling():
+        return choose(r, backend, plain=plain)
+    return _settle(r, backend, device, plain)
+
+
+@functools.lru_cache(maxsize=4096)
+def _settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
+    choice = choose(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
+    facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
+    facts += [name for name in ("cached", "window", "softcap", "grad") if getattr(r, name)]
+    line = (choice.name, ", ".join(facts), choice.why)
+    if line not in _said:
+        _said.add(line)
+        log.debug("%s for %s (%s)", *line)
+    return choice
+
+
+_said: set[tuple[str, ...]] = set()

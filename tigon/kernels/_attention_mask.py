@@ -1,0 +1,207 @@
+"""Who sees whom in a batch, in the forms that attention backends want.
+
+# B batch, T query tokens, S key tokens (cached ones first), n sequences, or blocks of tokens
+"""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
+
+
+class Sequences(NamedTuple):
+    """The sequences that a flattened batch is made of."""
+
+    cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
+    longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
+
+    def even(self, tokens: int) -> bool:
+        """Whether all of them are of one length: then the batch is a batch of these rows."""
+        return (self.cu.shape[0] - 1) * self.longest == tokens
+
+
+class AttentionMask:
+    """Which keys a query may see: causal, inside its own sequence, and never padding.
+
+    `tokens` T queries follow `past` cached ones. `segment_ids` [B, T] number the packed
+    sequences in order; `key_mask` bool [B, past + T] is False on padding. Without `causal` a query
+    sees as far ahead as back. `cu_seq_lens` int32 [n + 1] says what segment_ids say, over the
+    flattened batch; `longest` is the number of tokens of its longest sequence, or more. `backend`
+    is "auto" or the name of one. One mask serves a whole forward pass: what is derived from it is
+    derived once, whichever layers ask.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        past: int = 0,
+        segment_ids: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        causal: bool = True,
+        cu_seq_lens: Tensor | None = None,
+        longest: int | None = None,
+        backend: str = "auto",
+    ):
+        self.tokens = tokens
+        self.past = past
+        self.segment_ids = segment_ids
+        self.key_mask = key_mask
+        self.causal = causal
+        self.cu_seq_lens = cu_seq_lens
+        self.longest = longest
+        self.backend = backend
+        self.plans: dict[Any, Any] = {}  # what attention() settled, per kind of layer
+        self._dense: dict[int | None, Tensor] = {}
+        self._bias: dict[tuple[int | None, torch.dtype], Tensor] = {}
+        self._blocks: dict[int | None, BlockMask] = {}
+        self._sequences: Sequences | str | None = None
+        self._even: Self | None = None
+
+    @property
+    def rows(self) -> bool:
+        """Whether each row is one sequence, without padding."""
+        return self.segment_ids is None and self.key_mask is None
+
+    def sequences(self) -> Sequences | str:
+        """The sequences of the flattened batch, or why they cannot be told.
+
+        A run of padding at either end of a sequence counts as a sequence of its own, which real
+        tokens do not see. If the caller gave no bounds, the host waits for the device, once.
+        """
+        if self._sequences is None:
+            self._sequences = self._find_sequences()
+        return self._sequences
+
+    def _find_sequences(self) -> Sequences | str:
+        if self.past:
+            return "the cache holds padding"
+        if self.cu_seq_lens is not None and self.longest is not None:
+            return Sequences(self.cu_seq_lens, self.longest)
+        if torch.compiler.is_compiling():
+            return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
+        device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph cannot look at their lengths: give cu_seq_lens and max_length_q"
+        if self.cu_seq_lens is not None:
+            return Sequences(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
+        return self._look(device)
+
+    def _look(self, device: torch.device) -> Sequences | str:
+        code = torch.zeros((), dtype=torch.uint8, device=device)
+        if self.segment_ids is not None:
+            first = torch.ones_like(self.segment_ids, dtype=torch.bool)
+            first[:, 1:] = self.segment_ids[:, 1:] != self.segment_ids[:, :-1]
+            code = code + first
+        if self.key_mask is not None:
+            code = code + 2 * self.key_mask.to(torch.uint8)
+        code = code.cpu()  # [B, T]; one copy for all that the host wants to know
+        real, begins = code >= 2, (code % 2).bool()
+        begins[:, 0] = True
+        sequence = begins.flatten().cumsum(0)
+        if self.key_mask is not None:
+            begins[:, 1:] |= real[:, 1:] != real[:, :-1]
+            runs = sequence[(begins & real).flatten()]
+            if len(runs) != len(runs.unique()):
+                return "there is padding inside a sequence"
+        cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
+        longest = int(cu.diff().max())
+        return Sequences(cu.to(device, non_blocking=True), longest)
+
+    def even(self, longest: int) -> Self:
+        """The mask of the same batch as rows of `longest` tokens, each a sequence."""
+        if self._even is None:
+            self._even = type(self)(longest, causal=self.causal, backend=self.backend)
+        return self._even
+
+    def needs_dense(self, window: int | None) -> bool:
+        """Whether more than plain causality, or its absence, has to be said."""
+        total = self.past + self.tokens
+        windowed = window is not None and window < total
+        return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
+
+    def dense(self, window: int | None, device: torch.device) -> Tensor:
+        """Bool [B or 1, 1, T, S], True where a query may look."""
+        if window not in self._dense:
+            self._dense[window] = self._build(window, device)
+        return self._dense[window]
+
+    def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`dense` as something to add to the scores: 0 or -inf, [B or 1, 1, T, S]."""
+        # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
+        if (window, dtype) not in self._bias:
+            seen = self.dense(window, device)
+            zeros = torch.zeros_like(seen, dtype=dtype)
+            self._bias[window, dtype] = zeros.masked_fill_(~seen, float("-inf"))
+        return self._bias[window, dtype]
+
+    def _build(self, window: int | None, device: torch.device) -> Tensor:
+        query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
+        key = torch.arange(self.past + self.tokens, device=device)[None, :]
+        seen = key <= query if self.causal else torch.ones_like(key <= query)  # [T, S]
+        if window is not None:
+            seen = seen & ((query - key).abs() < window)
+        seen = seen[None]
+        if self.segment_ids is not None:
+            seen = seen & (self.segment_ids[:, :, None] == self.segment_ids[:, None, :])
+        if self.key_mask is not None:
+            # A padded query sees itself: a row without any key would be NaN
+            seen = seen & self.key_mask[:, None, :] | (key == query)[None]
+        return seen[:, None]
+
+    def blocks(self, window: int | None, device: torch.device) -> BlockMask:
+        """The same for FlexAttention, without a cache: [T / 128, T / 128] and a rule inside."""
+        if window not in self._blocks:
+            self._blocks[window] = self._build_blocks(window, device)
+        return self._blocks[window]
+
+    def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
+        # create_block_mask would go through a dense [T, T]. Segments are numbered in order, so a
+        # block's first and last tokens tell what is in it.
+        t, causal, segments, real = self.tokens, self.causal, self.segment_ids, self.key_mask
+        first = torch.arange(0, t, BLOCK, device=device)
+        last = (first + BLOCK - 1).clamp(max=t - 1)
+        q0, q1, k0, k1 = first[:, None], last[:, None], first, last
+        some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
+        every = (k1 <= q0) if causal else some  # all pairs are
+        inside = first + BLOCK <= t
+        every = every & inside[:, None] & inside
+        if window is not None:
+            some = some & (q0 - k1 < window) & (k0 - q1 < window)
+            every = every & (q1 - k0 < window) & (k1 - q0 < window)
+        some, every = some[None], every[None]  # [B or 1, n, n]
+        if segments is not None:
+            s0, s1 = segments[:, first], segments[:, last]  # [B, n]
+            some = some & (s0[:, :, None] <= s1[:, None]) & (s0[:, None] <= s1[:, :, None])
+            every = every & (s0[:, :, None] == s1[:, None]) & (s0[:, None] == s1[:, :, None])
+        if real is not None:
+            padded = torch.nn.functional.pad(real, (0, -t % BLOCK)).unflatten(1, (-1, BLOCK))
+            own = torch.eye(len(first), dtype=torch.bool, device=device)
+            some = some & padded.any(-1)[:, None] | own
+            every = every & padded.all(-1)[:, None]
+
+        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            seen = key <= query if causal else key == key
+            if window is not None:
+                seen = seen & (query - key < window) & (key - query < window)
+            if segments is not None:
+                seen = seen & (segments[b, query] == segments[b, key])
+            if real is not None:
+                seen = seen & real[b, key] | (key == query)
+            return seen
+
+        def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+            """How many blocks of keys each block of queries reads, and which come first."""
+            order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+            return blocks.sum(-1).int()[:, None], order.int()[:, None]
+
+        return BlockMask.from_kv_blocks(
+            *listed(some & ~every),
+            *listed(every),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=visible,
+            seq_lengths=(t, t),
+        )

@@ -1,0 +1,112 @@
+"""A mixture of experts in place of an MLP, and how evenly its router spreads the tokens.
+
+# B batch, T tokens, N = B T, E experts, k of them per token, C model dim, I size of an expert,
+# L layers with experts
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.kernels.gated_act import Activation
+from tigon.kernels.grouped_mlp import grouped_mlp
+from tigon.layers.mlp import GatedMLP
+
+
+class Routed(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
+    """What experts made of a batch, and how it came to them."""
+
+    x: Tensor  # [B, T, C]
+    probs: Tensor  # [N, E] fp32, of the router
+    experts: Tensor  # [N, k] int64, those chosen
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts: one parameter for gate and up, one for down."""
+
+    def __init__(self, dim: int, intermediate: int, experts: int, act: Activation):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, dim))
+        self.down_proj = nn.Parameter(torch.empty(experts, dim, intermediate))
+        self.act: Activation = act
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [N, C], experts and weights [N, k] -> [N, C]."""
+        return grouped_mlp(x, self.gate_up_proj, self.down_proj, experts, weights, self.act)
+
+
+class SparseMoE(nn.Module):
+    """[B, T, C] -> Routed: the `per_token` likeliest experts of each token, weighted; none drops.
+
+    The weights are probabilities over all experts, made to sum to 1 with `normalize`, and
+    rounded to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert
+    takes every token, and a gate of its own decides how much of it counts.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        intermediate: int,
+        experts: int,
+        per_token: int,
+        act: Activation,
+        *,
+        normalize: bool,
+        exact_weights: bool = False,
+        shared: int = 0,
+    ):
+        super().__init__()
+        self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
+        self.gate = nn.Linear(dim, experts, bias=False)
+        self.experts = Experts(dim, intermediate, experts, act)
+        self.shared_expert = GatedMLP(dim, shared, act) if shared else None
+        self.shared_expert_gate = nn.Linear(dim, 1, bias=False) if shared else None
+
+    def forward(self, x: Tensor) -> Routed:
+        rows = x.flatten(0, -2)
+        logits = self.gate(rows)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        weights, chosen = probs.topk(self.per_token)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if not self.exact_weights:
+            weights = weights.to(logits.dtype)
+        y = self.experts(rows, chosen, weights)
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            y = y + F.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        return Routed(y.view_as(x), probs, chosen)
+
+
+class Balance(NamedTuple):
+    """How evenly a forward pass used its experts."""
+
+    load: Tensor  # [L, E], the share of a layer's assignments that went to each expert
+    aux_loss: Tensor  # differentiable scalar: k if even, up to E if k experts take everything
+
+
+def tally(routed: Routed, real: Tensor | None) -> Tensor:
+    """[2, E]: how often each expert was chosen, and its probabilities' sum, over the real tokens.
+
+    `real` [N] is 0 on padding; None: there is none. Small, so that a layer's probabilities need
+    not be kept, and the same on every run: nothing is added by atomics.
+    """
+    chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
+    kept = [t if real is None else t * real[:, None] for t in (chosen, routed.probs)]
+    return torch.stack([t.sum(0) for t in kept])
+
+
+def balance(tallies: Sequence[Tensor], per_token: int) -> Balance:
+    """From the tally of every layer; `per_token` is k.
+
+    aux_loss = E sum_e f_e P_e over the tokens of all layers together, where f_e is how often a
+    token chose expert e and P_e its mean probability. Source: Fedus et al. (arXiv 2101.03961),
+    eq. 4 to 6, for k experts as in transformers, which rounds P to the model's dtype.
+    """
+    counts, sums = torch.stack(list(tallies), dim=1)  # [L, E] each
+    counts = counts.detach()
+    tokens = (counts.sum() / per_token).clamp(min=1)  # times layers
+    aux_loss = counts.shape[1] * (counts.sum(0) / tokens * (sums.sum(0) / tokens)).sum()
+    return Balance(counts / counts.sum(1, keepdim=True).clamp(min=1), aux_loss)

@@ -1,0 +1,61 @@
+"""GLM-4-0414: four norms to a block as in Gemma 2, and neighbours rotated in half of each head.
+
+Paper: arXiv 2406.12793; checked against transformers' modeling_glm4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import SandwichBlock
+from tigon.models._config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Config(Config):
+    model_type = "glm4"
+    architecture = "Glm4ForCausalLM"
+    partial_rotary = True
+    interleaved = True
+    ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
+
+    vocab_size: int = 151552
+    hidden_size: int = 4096
+    intermediate_size: int = 13696
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1.5625e-7
+    pad_token_id: int | None = 151329
+    attention_bias: bool = True
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eos_token_id is None:  # null means these, too
+            object.__setattr__(self, "eos_token_id", [151329, 151336, 151338])
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+
+class Glm4Block(SandwichBlock):
+    NORMS = (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
+
+
+class Glm4(CausalLM):
+    config_class = Glm4Config
+    block_class = Glm4Block
+    FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}  # gate_up_proj is stored fused

@@ -1,0 +1,58 @@
+"""Mixtral: Mistral with eight experts for every MLP, of which each token takes two.
+
+Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
+"""
+
+from dataclasses import dataclass
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._moe import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(MoEConfig):
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    default_theta = 1e6
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+
+    @property
+    def experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def expert_size(self) -> int:
+        return self.intermediate_size
+
+    @property
+    def exact_weights(self) -> bool:
+        return True
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class Mixtral(CausalLM):
+    config_class = MixtralConfig
+    block_class = PreNormBlock
+    PER_EXPERT = {
+        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+        "mlp.experts.gate_up_proj": (
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+        ),
+        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+    }

@@ -1,0 +1,87 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with many small experts and one that all tokens share.
+
+Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
+"""
+
+from dataclasses import dataclass, field
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import ConfigError, WindowedConfig
+from tigon.models._moe import MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenMoEConfig(MoEConfig):
+    """The experts of Qwen's mixtures: every decoder_sparse_step-th layer not in mlp_only_layers."""
+
+    num_experts: int = 60
+    moe_intermediate_size: int = 1408
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = field(default_factory=list)
+    use_sliding_window: bool = False
+
+    def __post_init__(self) -> None:
+        if self.decoder_sparse_step < 1:
+            raise ConfigError(f"decoder_sparse_step={self.decoder_sparse_step} is not positive")
+        if self.mlp_only_layers is None:
+            object.__setattr__(self, "mlp_only_layers", [])
+        super().__post_init__()
+
+    @property
+    def experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def normalize(self) -> bool:
+        return self.norm_topk_prob
+
+    def sparse(self, layer: int) -> bool:
+        on_step = (layer + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and on_step and layer not in (self.mlp_only_layers or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    max_position_embeddings: int = 32768
+    num_experts_per_tok: int = 4
+    shared_expert_intermediate_size: int = 5632
+    max_window_layers: int = 28
+    qkv_bias: bool = True
+
+    @property
+    def shared_size(self) -> int:
+        return self.shared_expert_intermediate_size
+
+    def slides(self, layer: int) -> bool:
+        return layer % 2 == 0 and layer < self.max_window_layers
+
+    def window(self, layer: int) -> int | None:
+        return super().window(layer) if self.use_sliding_window else None
+
+
+class Qwen2Moe(CausalLM):
+    config_class = Qwen2MoeConfig
+    block_class = PreNormBlock
+    FUSED = CausalLM.FUSED | {"shared_expert.gate_up_proj": ("gate_proj", "up_proj")}
+    PER_EXPERT = {
+        "mlp.experts.gate_up_proj": (
+            "mlp.experts.{}.gate_proj.weight",
+            "mlp.experts.{}.up_proj.weight",
+        ),
+        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+    }

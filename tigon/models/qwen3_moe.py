@@ -1,0 +1,71 @@
+"""Qwen3-MoE: Qwen3 with many small experts, and no shared one.
+
+Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tigon.models._base import CausalLM
+from tigon.models._blocks import PreNormBlock
+from tigon.models._config import ConfigError
+from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(QwenMoEConfig):
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    # Another name of num_experts; and what says nothing where all layers slide or none
+    ignored = frozenset({"num_local_experts", "max_window_layers"})
+
+    vocab_size: int = 151936
+    hidden_size: int = 2048
+    intermediate_size: int = 6144
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 32768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    attention_bias: bool = False
+    sliding_window: int | None = 4096
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Self:
+        names = [name for name in ("num_experts", "num_local_experts") if name in source]
+        if len(names) == 2 and source[names[0]] != source[names[1]]:
+            raise ConfigError(
+                f"num_experts={source[names[0]]} and num_local_experts={source[names[1]]} are two "
+                "names of the same number"
+            )
+        if names:
+            source = {**source, "num_experts": source[names[0]]}
+        return super().from_dict(source)
+
+    def to_dict(self) -> dict[str, Any]:
+        # transformers 5 writes the one name, and 4 and vLLM read the other
+        return super().to_dict() | {"num_local_experts": self.num_experts}
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def out_bias(self) -> bool:
+        return self.attention_bias
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+
+class Qwen3Moe(CausalLM):
+    config_class = Qwen3MoeConfig
+    block_class = PreNormBlock
+    PER_EXPERT = Qwen2Moe.PER_EXPERT

@@ -4,10 +4,10 @@ BIN := .venv/bin
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check mutate format clean bench-kernels
+.PHONY: help quickstart test check mutate format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 .venv/bin/pip:
 	$(PYTHON) -m venv .venv
@@ -37,5 +37,5 @@ format: .venv/.installed-test  ## format and fix what ruff can
 clean:  ## remove the environment and everything built
 	rm -rf .venv .assets runs .mypy_cache .pytest_cache .ruff_cache
 
-bench-kernels: .venv/.installed-train  ## every operator beside its peers, on a GPU (ARGS="--quick")
-	$(BIN)/python bench/kernels.py $(ARGS)
+bench-%: .venv/.installed-train  ## kernels, moe or attention beside peers, on a GPU (ARGS="--help")
+	$(BIN)/python bench/$*.py $(ARGS)

@@ -1,6 +1,7 @@
 """Mixtures of experts beside transformers and Liger, and beside dense products, in one run.
 
 python bench/moe.py [--commit DESCRIBED]
+python bench/moe.py --write-docs        # needs no GPU: the newest figures into docs/kernels.md
 
 Measures `grouped_mlp` with a given random routing at two shapes, forward and backward, against the
 experts of transformers and of Liger; what the products would take if they were dense, as one
@@ -13,6 +14,7 @@ shape: here only over those that `likely` names, in any number of stages, and at
 
 import argparse
 import importlib
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -26,9 +28,10 @@ if not __package__:  # a script: runs where nothing is installed
 import torch
 from torch import Tensor
 
-from bench._common import RESULTS, save, stamp
+from bench._common import RESULTS, ROOT, save, stamp
 from bench.measure import progress
 from bench.peers import imported, versions
+from bench.report import between, markdown
 from bench.timing import milliseconds, peak_mib, quantiles, relative_l2
 
 # tokens, model dim, intermediate size, experts, experts per token; and transformers' experts
@@ -255,31 +258,67 @@ def their_stack(*, liger: bool) -> Any:
     return model.to(torch.bfloat16).train()
 
 
-def show(record: dict[str, Any]) -> None:
+def tables(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    peers = ", ".join(f"{name} {v}" for name, v in record["peers"].items() if v)
+    changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
+    lines = [
+        f"{record['gpu']}, torch {record['torch']}, {peers}; commit {record['commit']}{changes}, "
+        f"{record['date'][:10]}.",
+        "",
+    ]
+    head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
+    head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
+    rows = []
     for name, case in record["layers"].items():
-        print(f"{name}: tokens, C, I, experts, per token = {case['shape']}")
-        rate = case["providers"]["dense"]
+        dense = case["providers"]["dense"]
         for provider, row in case["providers"].items():
             if "error" in row:
-                print(f"  {provider:26} {row['error']}")
+                rows.append([name, provider, row["error"].partition(":")[0], *[""] * 7])
                 continue
-            forward, backward = row["forward_tflops"], row["backward_tflops"]
-            print(
-                f"  {provider:26} forward {row['forward_ms'][1]:.3f} ms, {forward:.0f} TFLOP/s, "
-                f"{forward / rate['forward_tflops']:.2f} of dense; backward {backward:.0f} TFLOP/s,"
-                f" {backward / rate['backward_tflops']:.2f}; worst error "
-                f"{max(row.get('errors', {'': 0.0}).values()):.1e}; "
-                f"{row.get('peak_mib', 0):.0f} MiB"
-            )
-    print(f"4 layers of Qwen3-30B-A3B, tokens {record['stack']['tokens']}")
-    for provider, row in record["stack"]["providers"].items():
-        print(f"  {provider:26} {row}")
+            cells = [name, provider]
+            for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
+                rate = row[f"{mode}_tflops"]
+                cells += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
+            errors = row.get("errors")
+            cells.append(f"{max(errors.values()):.1e}" if errors else "")
+            cells.append(f"{row['peak_mib']:.0f}" if errors else "")
+            rows.append(cells)
+    lines += [markdown(head, rows), ""]
+    stack = record["stack"]
+    b, t = stack["tokens"]
+    lines.append(f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:")
+    rows = []
+    for provider, row in stack["providers"].items():
+        if "error" in row:
+            rows.append([provider, row["error"].partition(":")[0], "", ""])
+            continue
+        memory = f"{row['peak_mib'] / 1024:.1f}"
+        rows.append([provider, f"{row['ms'][1]:.4g}", f"{row['tokens_per_second']:.0f}", memory])
+    head = "provider", "ms", "tokens/s", "extra GiB"
+    return "\n".join([*lines, "", markdown(head, rows)])
+
+
+def backward_ms(row: dict[str, Any]) -> float:
+    return row["both_ms"][1] - row["forward_ms"][1]
+
+
+def write_docs() -> None:
+    """The newest record, between its markers."""
+    records = [json.loads(path.read_text()) for path in RESULTS.glob("moe-*.json")]
+    newest = max(records, key=lambda record: record["date"])
+    path = ROOT / "docs/kernels.md"
+    path.write_text(between(path.read_text(), tables(newest), path.name, "moe"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commit", help="of a copy without git: git describe --always --dirty")
+    parser.add_argument("--write-docs", action="store_true", help="put the newest into docs")
     args = parser.parse_args()
+    if args.write_docs:
+        write_docs()
+        return 0
     if not torch.cuda.is_available():
         print("bench/moe.py needs a CUDA GPU")
         return 1
@@ -298,7 +337,7 @@ def main() -> int:
         save(RESULTS / f"moe-{slug}.json", record)
     record["stack"] = stack()
     save(RESULTS / f"moe-{slug}.json", record)
-    show(record)
+    print(tables(record))
     return 0
 
 

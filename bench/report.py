@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 PLOT = "docs/kernels.svg"
 COLUMNS = ("tigon", "eager", "torch.compile", "Liger", "QuACK", "CCE")
 MODES = {"forward": "forward", "both": "forward + backward"}
@@ -243,13 +242,14 @@ def console(record: Record, operator: str) -> str:
     return "\n".join(lines)
 
 
-def between(text: str, block: str, name: str) -> str:
-    """`text` with `block` between its markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{name} does not hold {BEGIN} and {END} once each")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+def between(text: str, block: str, name: str, kind: str = "kernels") -> str:
+    """`text` with `block` between its markers of that kind."""
+    begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{name} does not hold {begin} and {end} once each")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{block}\n{end}{after}"
 
 
 def blocks(record: Record) -> dict[str, str]:

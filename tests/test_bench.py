@@ -12,10 +12,12 @@ import torch
 from bench import cases, kernels, losses, measure, peers, report, streaming, timing
 from bench._common import RESULTS, ROOT
 from bench.cases import CASES, Case
+from bench.moe import tables
 from bench.plot_kernels import plot
 from bench.problem import Problem, Provider, truth
 
 Record = dict[str, Any]
+BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 
 
 def test_bytes_are_those_counted_by_hand() -> None:
@@ -315,18 +317,16 @@ def test_a_nan_is_worse_than_any_error() -> None:
 def test_docs_are_written_between_the_markers_or_not_at_all(record: Record, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     readme, docs = tmp_path / "README.md", tmp_path / "docs/kernels.md"
-    readme.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     docs.write_text("no markers\n")
     with pytest.raises(ValueError, match=r"docs/kernels\.md does not hold"):
         report.write_docs(record, tmp_path)
     assert "stale" in readme.read_text()
-    docs.write_text(f"{report.BEGIN}\n{report.END}\n")
+    docs.write_text(f"{BEGIN}\n{END}\n")
     for _ in range(2):
         report.write_docs(record, tmp_path)
     text = readme.read_text()
-    assert text.startswith(f"before\n{report.BEGIN}\n![") and text.endswith(
-        f"{report.END}\nafter\n"
-    )
+    assert text.startswith(f"before\n{BEGIN}\n![") and text.endswith(f"{END}\nafter\n")
     assert "stale" not in text and report.summary(record, short=True) in text
     assert report.details(record) in docs.read_text()
 
@@ -364,3 +364,9 @@ def test_unknown_operators_and_missing_gpus_are_named(capsys: pytest.CaptureFixt
     assert "unknown operators rmsnorm; there are rms_norm, rms_norm_residual" in (
         capsys.readouterr().err
     )
+
+
+def test_the_docs_show_the_newest_run_of_experts() -> None:
+    records = [json.loads(path.read_text()) for path in RESULTS.glob("moe-*.json")]
+    newest = max(records, key=lambda record: record["date"])
+    assert tables(newest) in (ROOT / "docs/kernels.md").read_text(encoding="utf-8")

@@ -236,8 +236,8 @@ def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
 
 @pytest.mark.traced
 def test_the_ops_are_what_they_claim_to_be() -> None:
-    for c in (C, 7):
-        x, gate_up, down, experts, weights = inputs(c=c)
+    for c in (8, 7):
+        x, gate_up, down, experts, weights = inputs(n=3, c=c, i=8, e=3, k=2)
         arguments = (x, gate_up, down, experts, weights, "silu")
         torch.library.opcheck(_forward.op, arguments)
         y, *saved = _forward(*arguments)

@@ -18,7 +18,7 @@ except ImportError:  # no Triton
 
 # Rows, outputs and summed elements of a step, warps, and steps in flight: the best of some tried
 # on an H200. The interpreter, which takes as long for a step of any size, tests with more tiles
-TILE = (16, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
+TILE = (32, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
 
 
 @triton.jit

@@ -116,6 +116,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int],
         {"scale": 0.3},
         lambda b, q, k: bool(SEGMENTS[b, q] == SEGMENTS[b, k]),
     ),
+    "both sides, packed evenly": (
+        {"causal": False, "segment_ids": torch.arange(2)[:, None].expand(2, 9)},
+        {"window": 7},
+        lambda b, q, k: abs(q - k) < 7,
+    ),
     "both sides, padded": (
         {"causal": False, "key_mask": PADDING},
         {},
@@ -162,6 +167,31 @@ CUDNN = ("causal", "window 9", "scale", "both sides")  # all it can do of the ca
 )
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     assert_right(attention, case, kv_heads, backend)
+
+
+@pytest.mark.usefixtures("played")
+def test_padding_inside_a_sequence_needs_a_dense_mask() -> None:
+    real = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]).bool()
+    q, k, v = tensors(5)
+    for backend in ("fa4", "cudnn", "flash"):
+        message = f"'{backend}' cannot do this: it knows no dense mask, and there is padding inside"
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, mask=AttentionMask(5, key_mask=real, backend=backend))
+    out = attention(q, k, v, mask=AttentionMask(5, key_mask=real))
+    expected = loop(q, k, v, lambda b, i, j: bool(j <= i and (real[b, j] or i == j)))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash", "sdpa"])
+def test_one_mask_serves_different_layers(backend: str) -> None:
+    q, k, v = tensors(9)
+    shared = AttentionMask(9, segment_ids=SEGMENTS, backend=backend)
+    for options in ({}, {"window": 2}, {"scale": 0.4}, {"window": 3, "scale": 0.4}, {}):
+        alone = AttentionMask(9, segment_ids=SEGMENTS)
+        expected = attention_ref(q, k, v, mask=alone, **options)
+        out = attention(q, k, v, mask=shared, **options)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
 @FUNCTIONS

@@ -50,6 +50,8 @@ def path() -> None:
         ({"longest": 100}, {}, "flash", "not fa4: 100 tokens are too few to compile for"),
         ({"longest": 100, "softcap": True}, {}, "reference", "not sdpa: it has no softcap"),
         ({"longest": 4096, "softcap": True}, {}, "fa4", ""),
+        ({"longest": 4096, "softcap": True}, NO_FA4, "flex", ""),
+        ({"longest": 4095, "softcap": True}, NO_FA4, "reference", "4095 is no multiple of 256"),
         ({"longest": 100, "layout": "holes"}, {}, "sdpa", "not flex: 100 tokens are too few"),
         ({**TRAINED, "dtype": torch.float32}, {}, "sdpa", "bfloat16 and float16, not float32"),
         ({**TRAINED, "dtype": torch.float32, "softcap": True}, {}, "reference", ""),

@@ -1,12 +1,14 @@
 """Packed sequences are computed and counted as if each had come alone."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import tigon
 from tests.flash import played
 from tests.models.contract import assert_same_gradients, gradients, mean, tokens
 from tigon.layers import KVCache
@@ -294,6 +296,16 @@ def test_max_length_bounds_the_sequences(model: CausalLM) -> None:
     for name in ("max_length_q", "max_length_k"):
         with pytest.raises(ValueError, match=r"max_length_q=8 is less than the longest .*15, 19\]"):
             model(ids, cu_seq_lens=CU, **{name: 8})
+
+
+def test_a_backend_is_chosen_when_a_model_is_made(model: CausalLM, tmp_path: Path) -> None:
+    assert model.attention == "auto"
+    assert type(model).from_config(model.config, attention="flex").attention == "flex"
+    model.save_pretrained(tmp_path / "out")
+    assert type(model).from_pretrained(tmp_path / "out", attention="sdpa").attention == "sdpa"
+    for make in (tigon.from_pretrained, type(model).from_pretrained):
+        with pytest.raises(ValueError, match="attention='eager' is not one of auto, fa4, cudnn"):
+            make(tmp_path / "out", attention="eager")
 
 
 def test_an_unknown_backend(model: CausalLM) -> None:

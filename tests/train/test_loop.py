@@ -121,6 +121,13 @@ def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
     assert (workspace.root / "pretrained/loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_attention_by_a_backend_that_is_demanded(workspace):
+    with pytest.raises(ValueError, match="attention='flash' cannot do this: it runs on CUDA GPUs"):
+        main(workspace.settings("demanded", attention="flash", steps=1))
+    with pytest.raises(ValueError, match="attention='eager' is not one of auto, fa4, cudnn"):
+        load(None, workspace.settings("demanded", attention="eager"))
+
+
 def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     """Each micro-batch's balance weighs as its targets do; an evaluation is of the tokens alone."""
     source = write_model(tmp_path / "experts", **EXPERTS)

@@ -110,10 +110,10 @@ PLAIN = ("sdpa", "reference")  # without kernels of anybody's own choosing
 def _hesitation(name: str, r: Request) -> str | None:
     """Why a backend that could serve a request is not taken unless it is asked for by name."""
     longest = 0 if r.longest is None else r.longest
-    if name == "cudnn" and longest % BUCKET:
-        return f"it prepares for every new length, and {longest} is no multiple of {BUCKET}"
     if name in ("fa4", "flex") and 0 < longest < SHORT:
         return f"{longest} tokens are too few to compile for"
+    if name in ("cudnn", "flex") and longest % BUCKET:
+        return f"it prepares for every new length, and {longest} is no multiple of {BUCKET}"
     if name == "flex" and r.dtype not in HALF:
         return "float32 is no faster with it"
     return None

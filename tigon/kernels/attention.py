@@ -134,7 +134,8 @@ def _cap(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+    # For each length anew: torch 2.11 failed to compile it for lengths that change
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:

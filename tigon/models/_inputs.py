@@ -71,7 +71,7 @@ def resolve_inputs(
     elif cu_seq_lens is not None:
         raise ValueError(f"cu_seq_lens with a cache that already holds {past} tokens")
     if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
-        starts = bounds = None
+        starts = None
     segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
     if position_ids is None:
         position_ids = torch.arange(past, past + tokens, device=device)[None]

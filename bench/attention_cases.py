@@ -135,7 +135,7 @@ def problem(case: Case) -> tuple[Problem, dict[str, Choice]]:
 
     def sdpa(backend: str) -> Callable[[], Run]:
         def make() -> Run:
-            kind = torch.nn.attention.SDPBackend[backend]
+            kind = getattr(torch.nn.attention.SDPBackend, backend)  # no Enum to index in 2.11
 
             def run() -> Tensor:
                 parts = (x.view(-1, longest, *x.shape[2:]).transpose(1, 2) for x in (q, key, v))

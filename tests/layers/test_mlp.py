@@ -10,6 +10,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 import tigon.kernels
+import tigon.layers.linear
+import tigon.layers.mlp
+from tigon.kernels import row_linear
 from tigon.layers import FusedLinear, GatedMLP
 
 CUDA = torch.cuda.is_available()
@@ -127,3 +130,27 @@ def test_the_gradient_takes_the_memory_of_gate_up() -> None:
         peak = torch.cuda.max_memory_allocated() - before
     # The gradient of the activation's output, and small ones of x and the weights
     assert peak < 1.5 * size
+
+
+@torch.no_grad()
+def test_one_row_takes_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[tuple[int, str | None]] = []
+
+    def spy(x: Tensor, weight: Tensor, bias: Tensor | None, act: Any = None) -> Tensor:
+        rows.append((weight.shape[0], act))
+        return row_linear(x, weight, bias, act)
+
+    for module in (tigon.layers.mlp, tigon.layers.linear):
+        monkeypatch.setattr(module, "row_linear", spy)
+    mlp = make(bias=True)
+    x = torch.randn(1, 1, C)
+    y = mlp(x)
+    assert rows == [(2 * I, "silu"), (C, None)]
+    torch.testing.assert_close(y, mlp(torch.cat((x, x)))[:1], rtol=1e-5, atol=1e-5)
+    assert len(rows) == 2
+    # Who listens to the projection hears it
+    heard: list[Tensor] = []
+    mlp.gate_up_proj.register_forward_hook(lambda *a: heard.append(a[2]))
+    torch.testing.assert_close(mlp(x), y, rtol=1e-5, atol=1e-5)
+    assert heard[0].shape == (1, 1, 2 * I)
+    assert rows[2:] == [(2 * I, None), (C, None)]

@@ -10,6 +10,7 @@ from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
 from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
 from tigon.kernels.rope import rope, rope_ref
+from tigon.kernels.row_linear import row_linear, row_linear_ref
 from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
 from tigon.kernels.selected_logprobs import selected_logprobs, selected_logprobs_ref
 
@@ -33,6 +34,8 @@ __all__ = [
     "rms_norm_ref",
     "rope",
     "rope_ref",
+    "row_linear",
+    "row_linear_ref",
     "sandwich_norm",
     "sandwich_norm_ref",
     "selected_logprobs",

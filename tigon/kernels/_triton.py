@@ -32,6 +32,7 @@ except ImportError:  # not on Linux
 
 Mode = Literal["auto", "reference", "triton"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FEW = 1 << 20  # elements; see `closely`
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -106,6 +107,35 @@ def _increment(x):
     tl.store(x, tl.load(x) + 1)
 
 
+@triton.jit
+def follow(CLOSELY: tl.constexpr):
+    """Lets the next kernel's programs start, and waits until the last kernel's results are there.
+
+    For the top of a kernel launched with `closely(x)`: what stands before must not depend on
+    other kernels. Every kernel of such a chain has to wait, even for what an earlier one made.
+    """
+    if CLOSELY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def _hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def closely(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that calls `follow`: on sm_90 and newer, for an x of few rows,
+    it may start before the last kernel has ended (programmatic dependent launch).
+
+    That saves the microseconds between two kernels, of which decoding a token mostly consists
+    otherwise; beside larger kernels they do not count.
+    """
+    if x.numel() > FEW or x.device.type != "cuda" or not _hopper(x.device.index):
+        return {"CLOSELY": False}
+    return {"CLOSELY": True, "launch_pdl": True}
+
+
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -116,8 +146,12 @@ def multiprocessors(x: Tensor) -> int:
     return _multiprocessors(x.device.index) if x.device.type == "cuda" else 3
 
 
-def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Any]:
     """Registers a launcher as the op `tigon::name`, with `fake` for its shapes.
+
+    `mutates` names the arguments that it writes to.
 
     torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
     which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
@@ -132,7 +166,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
                     return launch(x, *rest)
             return launch(x, *rest)
 
-        op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=())
+        op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=mutates)
         op.register_fake(fake)
 
         @functools.wraps(launch)

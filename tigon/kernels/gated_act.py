@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     as_rows,
+    closely,
+    follow,
     operator,
     refuse_second_derivative,
     runs_triton,
@@ -61,7 +63,10 @@ def _place(size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_act_kernel(
+    x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, CLOSELY: tl.constexpr
+):
+    follow(CLOSELY)
     row, cols = _place(size, BLOCK)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
@@ -105,7 +110,7 @@ def _forward(gate_up: Tensor, act: str) -> Tensor:
     if y.numel():
         x, launch = as_rows(gate_up), _launch(size, FORWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
-        _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch)
+        _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch, **closely(x))
     return y
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     check_devices,
+    closely,
+    follow,
     multiprocessors,
     operator,
     refuse_second_derivative,
@@ -174,7 +176,9 @@ def _qk_norm_rope_kernel(
     KV_HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     AFTER: tl.constexpr,
+    CLOSELY: tl.constexpr,
 ):
+    follow(CLOSELY)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + (K + KV_HEADS - 1) // KV_HEADS
     token = tl.program_id(0) // BLOCKS
@@ -528,6 +532,7 @@ def _forward(
             KV_HEADS=kv_per_tile,
             AFTER=after,
             num_warps=warps,
+            **closely(qkv),
         )
     return yq, yk
 

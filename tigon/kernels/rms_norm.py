@@ -17,6 +17,8 @@ from tigon.kernels._triton import (
     DTYPES,
     as_rows,
     check_devices,
+    closely,
+    follow,
     multiprocessors,
     operator,
     refuse_second_derivative,
@@ -165,7 +167,9 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    CLOSELY: tl.constexpr,
 ):
+    follow(CLOSELY)
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
@@ -364,6 +368,7 @@ def _forward(
         launch.block,
         launch.rows,
         num_warps=launch.warps,
+        **closely(x),
     )
     return outputs
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     check_devices,
+    closely,
+    follow,
     operator,
     refuse_second_derivative,
     runs_triton,
@@ -173,7 +175,9 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
     BACK: tl.constexpr,
     COPY_V: tl.constexpr,
+    CLOSELY: tl.constexpr,
 ):
+    follow(CLOSELY)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = (K + KV_HEADS - 1) // KV_HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (K_BLOCKS if COPY_V else 0)
@@ -300,6 +304,7 @@ def launch(
         BACK=back,
         COPY_V=v is not None,
         num_warps=warps,
+        **closely(q),
     )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from tigon.kernels._triton import (
     DTYPES,
     check_devices,
+    closely,
+    follow,
     operator,
     refuse_second_derivative,
     runs_triton,
@@ -93,7 +95,9 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    CLOSELY: tl.constexpr,
 ):
+    follow(CLOSELY)
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
@@ -254,6 +258,7 @@ def _forward(
         launch.rows,
         num_warps=launch.warps,
         enable_fp_fusion=False,  # a fused multiply-add would not round the normed branch
+        **closely(x),
     )
     return outputs
 

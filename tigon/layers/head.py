@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.cross_entropy import Options, Reduction, cross_entropy, scale_and_cap
 from tigon.kernels.linear_cross_entropy import LOGITS_BYTES, ActiveRows, linear_cross_entropy
+from tigon.kernels.row_linear import row_linear, takes_row
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -54,7 +55,10 @@ class LMHead(nn.Module):
         metrics: Sequence[str] = (),
     ) -> HeadOutput:
         weight = self.weight  # once: a parametrised weight is computed at each access
-        raw = F.linear(hidden, weight, self.bias) if return_logits or targets is None else None
+        raw = None
+        if return_logits or targets is None:
+            row = takes_row(hidden, weight)
+            raw = (row_linear if row else F.linear)(hidden, weight, self.bias)
         logits = None if raw is None else scale_and_cap(raw, self.options)
         if targets is None:
             return HeadOutput(None, logits, {})

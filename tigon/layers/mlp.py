@@ -4,7 +4,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from tigon.kernels.gated_act import Activation, gated_act
-from tigon.layers.linear import FusedLinear
+from tigon.kernels.row_linear import row_linear, takes_row
+from tigon.layers.linear import FusedLinear, Linear
 
 
 class GatedMLP(nn.Module):
@@ -13,7 +14,7 @@ class GatedMLP(nn.Module):
     def __init__(self, dim: int, intermediate: int, act: Activation, *, bias: bool = False):
         super().__init__()
         self.gate_up_proj = FusedLinear(dim, (intermediate, intermediate), bias=bias)
-        self.down_proj = nn.Linear(intermediate, dim, bias=bias)
+        self.down_proj = Linear(intermediate, dim, bias=bias)
         self.act: Activation = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -24,4 +25,6 @@ class GatedMLP(nn.Module):
         proj = self.gate_up_proj
         private = type(proj) is FusedLinear and not proj._forward_hooks
         private = private and not hooks._global_forward_hooks
+        if private and takes_row(x, proj.weight):
+            return self.down_proj(row_linear(x, proj.weight, proj.bias, self.act))
         return self.down_proj(gated_act(proj(x), self.act, overwrite=private))

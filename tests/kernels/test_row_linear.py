@@ -1,0 +1,113 @@
+"""One row through a linear layer: beside the definition in double precision, on both paths."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.gated_act import Activation, gated_act_ref
+from tigon.kernels.row_linear import launch_for, row_linear, takes_row
+
+# N, C: less than a tile, several of them, one row, columns that fill no block, several steps
+SHAPES = [(48, 64), (37, 96), (1, 64), (29, 2560), (13, 4096), (21, 6144), (9, 9216), (5, 14336)]
+ACTS: list[Activation | None] = [None, "silu", "gelu", "gelu_tanh"]
+
+
+def problem(
+    n: int, c: int, act: Activation | None, bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, nn.Parameter, nn.Parameter | None]:
+    torch.manual_seed(n)
+    rows = n if act is None else 2 * n
+    weight = nn.Parameter((torch.randn(rows, c) * c**-0.5).to(dtype))
+    return (
+        torch.randn(1, 1, c).to(dtype),
+        weight,
+        nn.Parameter(torch.randn(rows).to(dtype)) if bias else None,
+    )
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation | None) -> Tensor:
+    y = x.double() @ weight.double().T
+    y = y if bias is None else y + bias.double()
+    return y if act is None else gated_act_ref(y, act)
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n", "c"), SHAPES)
+@torch.no_grad()
+def test_values(n: int, c: int, bias: bool, act: Activation | None) -> None:
+    x, weight, b = problem(n, c, act, bias, torch.float32)
+    y = row_linear(x, weight, b, act)
+    assert y.shape == (1, 1, n)
+    torch.testing.assert_close(y.double(), exact(x, weight, b, act), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("act", [None, "silu"])
+@pytest.mark.parametrize(("n", "c"), [(6144, 4096), (4096, 14336), (1152, 6912), (100, 640)])
+@torch.no_grad()
+def test_half_precision_is_as_exact_as_torch(
+    n: int, c: int, act: Activation | None, dtype: torch.dtype
+) -> None:
+    x, weight, b = problem(n, c, act, True, dtype)
+    want = exact(x, weight, b, act)
+    eager = nn.functional.linear(x, weight, b)
+    eager = eager if act is None else gated_act_ref(eager, act)
+    error = (row_linear(x, weight, b, act).double() - want).norm()
+    assert error <= 1.1 * (eager.double() - want).norm()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_chain_in_a_graph_waits_for_each_result() -> None:
+    """Kernels start before the one before has ended; they must not read what is not there yet."""
+    weights = [nn.Parameter(torch.randn(2048, 2048) * 2048**-0.5) for _ in range(24)]
+    x = torch.randn(1, 2048)
+
+    def chain() -> Tensor:
+        y = x
+        for w in weights:
+            y = row_linear(y, w)
+        return y
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        want = x.double()
+        for w in weights:
+            want = want @ w.double().T
+        torch.testing.assert_close(y.double(), want, rtol=1e-3, atol=1e-3)
+
+
+def test_whom_it_serves(path: str) -> None:
+    x, weight, _ = problem(8, 64, None, False, torch.float32)
+    with torch.no_grad():
+        assert takes_row(x, weight) == (path == "triton")
+        assert not takes_row(torch.cat((x, x)), weight)
+        assert not takes_row(x, nn.Parameter(weight.half()))
+        assert not takes_row(x, weight.T[:64].T)
+        assert not takes_row(x, weight.detach())
+        with torch.autocast(x.device.type, torch.bfloat16):
+            assert not takes_row(x, weight)
+    assert not takes_row(x, weight)
+
+
+def test_bad_shapes_are_refused() -> None:
+    x, weight, _ = problem(8, 64, None, False, torch.float32)
+    with pytest.raises(ValueError, match=r"\(2, 1, 64\) is not one row"):
+        row_linear(torch.cat((x, x)), weight)
+    with pytest.raises(ValueError, match=r"x has 32 columns, the weight \(8, 64\)"):
+        row_linear(x[..., :32], weight)
+
+
+def test_a_tile_covers_whole_rows() -> None:
+    for c in (8, 64, 2560, 4096, 5120, 6912, 8192, 14336, 28672):
+        for factors in (1, 2):
+            launch = launch_for(c, factors)
+            assert launch.rows >= 1
+            assert launch.block & (launch.block - 1) == 0

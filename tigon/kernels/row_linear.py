@@ -1,0 +1,189 @@
+"""A linear layer for one row, as in decoding one sequence, with the gated activation after it.
+
+# C columns of the row and of the weight, N rows of the weight
+
+All that counts is that the weight, 2 N C bytes in bf16 for as many operations, is read without a
+pause. Every multiprocessor holds a few programs that walk over the weight with the next tile under
+way. And where kernels may follow each other closely (`follow`), programs take the places of the
+last kernel's as these end, and fetch their first tile before they wait for its results: weights do
+not depend on them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._triton import (
+    closely,
+    follow,
+    multiprocessors,
+    operator,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.kernels.gated_act import Activation, act_and_slope, gated_act_ref
+from tigon.kernels.rms_norm import power_of_2
+
+BLOCK = 4096  # most columns of a tile
+
+
+class Launch(NamedTuple):
+    """A tile's rows and columns, and how many programs share a multiprocessor.
+
+    The numbers below were the best of some tried on an H200.
+    """
+
+    rows: int
+    block: int
+    warps: int
+    per_sm: int
+
+
+@functools.cache
+def launch_for(C: int, factors: int) -> Launch:
+    """`factors`: weights of equal size that are read together, 2 for gate and up."""
+    block = power_of_2(C)
+    if block <= BLOCK:
+        return Launch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
+    # Several steps for a row: no lane idle in any of them, if that can be had
+    block = next((b for b in (BLOCK, BLOCK // 2, BLOCK // 4) if C % b == 0), BLOCK)
+    return Launch(16384 // block // factors, block, warps=8, per_sm=2)
+
+
+def row_linear_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
+) -> Tensor:
+    y = F.linear(x, weight, bias)
+    return y if act is None else gated_act_ref(y, act)
+
+
+@triton.jit
+def _load_tile(weight, tile, columns, N, C: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr):
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    mask = (rows < N)[:, None]
+    if not EVEN:
+        mask = mask & (columns < C)[None, :]
+    at = weight + rows.to(tl.int64)[:, None] * C + columns[None, :]
+    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _rounded(sums, bias, y, rows, N):
+    """Sums as the linear layer returns them: with the bias, rounded once."""
+    if bias is not None:
+        sums += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
+    return sums.to(y.dtype.element_ty)
+
+
+@triton.jit
+def _row_linear_kernel(
+    x,
+    weight,
+    up_weight,  # the second half of the weight's rows, with an activation
+    bias,
+    up_bias,
+    y,
+    N,  # of y
+    C: tl.constexpr,
+    ACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLOSELY: tl.constexpr,
+):
+    STEPS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    EVEN: tl.constexpr = C % BLOCK == 0
+    columns = tl.arange(0, BLOCK)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    w = _load_tile(weight, first, columns, N, C, ROWS, EVEN)
+    if ACT is not None:
+        u = _load_tile(up_weight, first, columns, N, C, ROWS, EVEN)
+    follow(CLOSELY)
+    if STEPS == 1:
+        row = tl.load(x + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
+    for tile in tl.range(first, tl.cdiv(N, ROWS), step):
+        sums = tl.zeros([ROWS], tl.float32)
+        up_sums = tl.zeros([ROWS], tl.float32)
+        for i in tl.static_range(STEPS):
+            # The tile of the next step is under way while this one is used
+            later = tile + step if i == STEPS - 1 else tile
+            ahead = columns if i == STEPS - 1 else columns + (i + 1) * BLOCK
+            w_next = _load_tile(weight, later, ahead, N, C, ROWS, EVEN)
+            if ACT is not None:
+                u_next = _load_tile(up_weight, later, ahead, N, C, ROWS, EVEN)
+            if STEPS > 1:
+                at = i * BLOCK + columns
+                row = tl.load(x + at, mask=at < C, other=0.0).to(tl.float32)[None, :]
+            sums += tl.sum(w.to(tl.float32) * row, 1)
+            w = w_next
+            if ACT is not None:
+                up_sums += tl.sum(u.to(tl.float32) * row, 1)
+                u = u_next
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        out = _rounded(sums, bias, y, rows, N)
+        if ACT is not None:
+            up = _rounded(up_sums, up_bias, y, rows, N)
+            a, _ = act_and_slope(out.to(tl.float32), ACT)
+            out = (a.to(out.dtype).to(tl.float32) * up.to(tl.float32)).to(out.dtype)
+        tl.store(y + rows, out, mask=rows < N)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
+
+
+@operator("row_linear", _fake)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+    y = _fake(x, weight, bias, act)
+    N, C = y.shape[-1], x.shape[-1]
+    launch = launch_for(C, 1 if act is None else 2)
+    programs = min(triton.cdiv(N, launch.rows), launch.per_sm * multiprocessors(x))
+    _row_linear_kernel[(programs,)](
+        x,
+        weight,
+        None if act is None else weight[N:],
+        bias,
+        None if act is None or bias is None else bias[N:],
+        y,
+        N,
+        C=C,
+        ACT=act,
+        ROWS=launch.rows,
+        BLOCK=launch.block,
+        num_warps=launch.warps,
+        **closely(x),
+    )
+    return y
+
+
+def takes_row(x: Tensor, weight: Tensor) -> bool:
+    """Whether `row_linear` is for this call: one row on a GPU, and nothing to differentiate."""
+    return (
+        x.numel() == x.shape[-1]
+        and runs_triton(x)
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.dtype == weight.dtype
+        and isinstance(weight, torch.nn.Parameter)  # no tensor that computes in another way
+        and weight.is_contiguous()
+    )
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
+) -> Tensor:
+    """`F.linear(x, weight, bias)` of one row x [..., C]; no gradients.
+
+    With an activation, the weight [2 N, C] is of a gate and of what it gates, as in `gated_act`:
+    y [..., N]. Sums are fp32, and every step is rounded as it is alone. Callers ask `takes_row`.
+    """
+    if x.numel() != x.shape[-1]:
+        raise ValueError(f"x {tuple(x.shape)} is not one row")
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
+    if not runs_triton(x):
+        return row_linear_ref(x, weight, bias, act)
+    return _forward(x.contiguous(), weight, bias, act)

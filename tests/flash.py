@@ -36,17 +36,17 @@ def in_sequences(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *options: Any) -> 
 
 class FlashAttn4:
     @staticmethod
-    def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, softcap):
-        assert softcap == 0.0
+    def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, **rest):
+        assert rest == {"softcap": 0.0, "deterministic": False}
         return in_rows(q, k, v, causal, softmax_scale, *window_size), None
 
     @staticmethod
     def flash_attn_varlen_func(
         q, k, v, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, **rest
     ):
-        longest = rest["max_seqlen_k"]
-        assert rest == {"cu_seqlens_k": cu_seqlens_q, "max_seqlen_k": max_seqlen_q, "softcap": 0.0}
-        assert cu_seqlens_q.diff().max() <= longest
+        assert rest.pop("cu_seqlens_k") is cu_seqlens_q
+        assert rest.pop("max_seqlen_k") == max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert rest == {"softcap": 0.0, "deterministic": False}
         return in_sequences(q, k, v, cu_seqlens_q, causal, softmax_scale, *window_size), None
 
 
@@ -76,5 +76,6 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(implementation, "settle", settle)
     monkeypatch.setattr(implementation, "flash_attn_4", FlashAttn4)
+    monkeypatch.setattr(implementation, "FA4_LEAST", 0)  # so that too short a longest is noticed
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", aten_cudnn)

@@ -14,17 +14,26 @@ from torch import Tensor
 
 import tigon
 from tigon.kernels import AttentionMask, attention, attention_ref
-from tigon.kernels._attention_backends import OBSTACLES, Request, capability, missing
+from tigon.kernels._attention_backends import OBSTACLES, Request, capability, choose, missing
+from tigon.kernels.attention import PACKED
 
 pytestmark = pytest.mark.gpu
 
-B, T, K = 2, 257, 2
+B, T, K = 2, 261, 2
 COMPILED = ("fa4", "flex")
-SEGMENTS = torch.cat([torch.full((n,), i) for i, n in enumerate((100, 1, 156, 7, 250))]).view(B, T)
+
+
+def segments(*lengths: int) -> dict[str, Tensor]:
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return {"segment_ids": ids.view(B, T)}
+
+
 PADDING = torch.stack([torch.arange(T) >= 60, torch.arange(T) < 201])
 LAYOUTS: dict[str, dict[str, Tensor]] = {
     "rows": {},
-    "packed": {"segment_ids": SEGMENTS},
+    "packed": segments(100, 1, 160, 7, 254),
+    "even": segments(*[87] * 6),
+    "many": segments(*([100] + [1] * 137 + [2] * 12) * B),  # 300: above 256 flash-attn-4 searches
     "padded": {"key_mask": PADDING},
 }
 
@@ -48,7 +57,7 @@ ALL = list(
             (64, 80, 96, 128, 256),
             (None, 40),
             (None, 30.0),
-            ("rows", "packed", "padded"),
+            ("rows", "packed", "even", "padded"),
             (1, 4),
             (True, False),
         ),
@@ -56,23 +65,28 @@ ALL = list(
 )
 SOME = [
     Combination(64, 40, None, "packed"),
-    Combination(80, None, None, "padded", 1),
-    Combination(96, None, None, "packed"),
+    Combination(96, None, None, "padded", 1),
     Combination(128, None, 30.0, "packed"),
     Combination(256, 40, None, "rows"),
     Combination(128, 40, None, "rows", 1, False),
+]
+FA4 = [  # it loads groups that do not divide its tile in another way
+    Combination(128, None, None, "even", 7),
+    Combination(128, None, None, "packed", 3),
+    Combination(64, None, None, "many"),
 ]
 
 
 def cases() -> list[Any]:
     found = []
     for name in OBSTACLES:
-        for c in ALL:
+        for c in dict.fromkeys(ALL + SOME + FA4):
             if c.softcap and name in ("cudnn", "flash", "sdpa"):
                 continue
-            if name == "cudnn" and (c.window or c.layout != "rows"):
+            if name == "cudnn" and (c.window or c.layout not in ("rows", "even")):
                 continue
-            rare = name in COMPILED and c not in SOME
+            some = SOME + FA4 if name == "fa4" else SOME
+            rare = name in COMPILED and c not in some
             marks = [pytest.mark.exhaustive] if rare else []
             found.append(pytest.param(name, c, id=f"{name} {c}", marks=marks))
     return found
@@ -84,11 +98,10 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-def need(name: str, head_dim: int = 64) -> None:
-    """Skip where this machine has no such backend."""
-    reason = missing(0).get(name) or OBSTACLES[name](
-        Request(sm=capability(0), head_dim=head_dim, grad=True)
-    )
+def need(name: str, head_dim: int = 64, **request: bool) -> None:
+    """Skip where this machine has no such backend, or it cannot do this."""
+    asked = Request(sm=capability(0), head_dim=head_dim, **{"grad": True} | request)
+    reason = missing(0).get(name) or OBSTACLES[name](asked)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
 
@@ -101,11 +114,19 @@ def tensors(c: Combination, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]
     ]
 
 
-def run(function: Any, c: Combination, leaves: list[Tensor], upstream: Tensor, **options: Any):
-    """The output and the gradients of q, k and v."""
+def forward(function: Any, c: Combination, leaves: list[Tensor], **options: Any) -> Tensor:
     given = {name: x.cuda() for name, x in LAYOUTS[c.layout].items()}
     mask = AttentionMask(T, causal=c.causal, **given, **options)
     out = function(*leaves, mask=mask, window=c.window, softcap=c.softcap)
+    for plan in mask.plans.values():  # of the function under test
+        as_rows = c.layout == "even" and plan.choice.name in PACKED
+        assert (plan.even is not None) == as_rows
+    return out
+
+
+def run(function: Any, c: Combination, leaves: list[Tensor], upstream: Tensor, **options: Any):
+    """The output and the gradients of q, k and v."""
+    out = forward(function, c, leaves, **options)
     return [out * (upstream != 0), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
 
 
@@ -124,7 +145,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, window: Any, 
 @pytest.mark.parametrize(("name", "c"), cases())
 def test_forward_and_gradients(name: str, c: Combination) -> None:
     """Against fp32, at most twice as wrong as the formula spelled out in bf16."""
-    need(name, c.head_dim)
+    need(name, c.head_dim, softcap=c.softcap is not None)
     leaves = tensors(c)
     upstream = torch.randn_like(leaves[0])
     if c.layout == "padded":
@@ -137,6 +158,30 @@ def test_forward_and_gradients(name: str, c: Combination) -> None:
         assert a.shape == e.shape and a.isfinite().all(), what
         wrong, bound = (a - e).norm(), (b - e).norm()
         assert wrong <= 2 * bound, f"{what}: {wrong / e.norm():.1e}, eager {bound / e.norm():.1e}"
+
+
+def test_fa4_of_head_dim_80_without_gradients() -> None:
+    need("fa4", 80, grad=False)
+    c = Combination(80, None, None, "packed")
+    leaves = tensors(c)
+    with torch.no_grad():
+        found = forward(attention, c, leaves, backend="fa4")
+        exact = forward(attention_ref, c, [x.float() for x in leaves])
+        spelled = forward(eager, c, leaves)
+    assert (found - exact).norm() <= 2 * (spelled - exact).norm()
+    if capability(0) // 10 == 9:
+        with pytest.raises(ValueError, match="its backward pass is wrong for head_dim 80"):
+            forward(attention, c, leaves, backend="fa4")
+
+
+def test_auto_takes_rows_of_one_length_for_rows() -> None:
+    need("cudnn")
+    q, k, v = (torch.randn(1, 1024, n, 64, device="cuda").bfloat16() for n in (4, 2, 2))
+    mask = AttentionMask(1024, segment_ids=(torch.arange(1024, device="cuda") // 256)[None])
+    attention(q, k, v, mask=mask)
+    (plan,) = mask.plans.values()
+    request = Request(sm=capability(0), head_dim=64, longest=256)
+    assert plan.choice == choose(request, missing=missing(0)) and plan.even.tokens == 256
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -178,16 +223,15 @@ def test_empty_sequences_at_the_end(name: str) -> None:
     c = Combination(layout="packed")
     leaves = tensors(c)
     upstream = torch.randn_like(leaves[0])
-    cu = torch.tensor([0, 100, 101, 257, 264, 514, 514, 514], dtype=torch.int32, device="cuda")
+    cu = torch.tensor([0, 100, 101, 261, 268, 522, 522, 522], dtype=torch.int32, device="cuda")
     found = run(attention, c, leaves, upstream, backend=name, cu_seq_lens=cu, longest=300)
     expected = run(attention, c, leaves, upstream, backend=name)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_other_lengths_compile_nothing_new(name: str) -> None:
-    need(name)
+def test_other_lengths_compile_nothing_new() -> None:
+    need("fa4")  # FlexAttention does compile, for every 256 tokens
     seconds = []
     for lengths in ([300, 212], [31, 600], [777], [500, 1, 90], [64, 64, 70], [1400, 3]):
         total = sum(lengths)
@@ -197,12 +241,11 @@ def test_other_lengths_compile_nothing_new(name: str) -> None:
         )
         ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None].cuda()
         start = time.perf_counter()
-        out = attention(q, k, v, mask=AttentionMask(total, segment_ids=ids, backend=name))
+        out = attention(q, k, v, mask=AttentionMask(total, segment_ids=ids, backend="fa4"))
         out.backward(torch.randn_like(out))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    # One row of one sequence is a batch of rows, a second kind; FlexAttention compiles once more
-    # when it learns that lengths vary
+    # One row of one sequence is a batch of rows, a second kind
     assert max(seconds[3:]) < 1.0, seconds
 
 
@@ -373,6 +416,16 @@ def test_a_graph_replays_packed_batches(model: Any, name: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for n, p in model.named_parameters():
         assert wrong(replayed[n], p.grad) < 1e-2, n
+
+
+def test_a_graph_without_bounds(model: Any) -> None:
+    ids, cu = torch.randint(0, 1000, (1, 600), device="cuda"), CU.cuda()
+    losses(model, ids, cu_seq_lens=cu)  # outside, the host looks
+    torch.cuda.synchronize()
+    message = "give cu_seq_lens and max_length_q"
+    with pytest.raises(ValueError, match=message), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model(ids, cu_seq_lens=cu)
+    losses(model, ids, cu_seq_lens=cu)
 
 
 @pytest.mark.parametrize(

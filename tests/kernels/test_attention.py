@@ -6,7 +6,9 @@ tests/gpu what they make of it.
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from tests.flash import played
 from tigon.kernels import AttentionMask, attention, attention_ref
+from tigon.kernels._attention_backends import Choice
 
 __all__ = ["played"]
 implementation = importlib.import_module("tigon.kernels.attention")
@@ -95,6 +98,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int],
         {"window": 2},
         lambda b, q, k: q - 2 < k <= q and q // 3 == k // 3,
     ),
+    "packed in threes": (
+        {"segment_ids": torch.arange(9).expand(2, -1) // 3 + torch.tensor([[0], [3]])},
+        {},
+        lambda b, q, k: k <= q and q // 3 == k // 3,
+    ),
     "padded": (
         {"key_mask": PADDING},
         {},
@@ -155,7 +163,7 @@ def test_forward_and_gradients(function: Any, case: str, kv_heads: int) -> None:
     assert_right(function, case, kv_heads)
 
 
-CUDNN = ("causal", "window 9", "scale", "both sides")  # all it can do of the cases
+CUDNN = ("causal", "window 9", "scale", "packed in threes", "both sides")  # all it can do
 
 
 @pytest.mark.usefixtures("played")
@@ -167,6 +175,87 @@ CUDNN = ("causal", "window 9", "scale", "both sides")  # all it can do of the ca
 )
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     assert_right(attention, case, kv_heads, backend)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """FlexAttention serves every call; what Dynamo would have compiled for it runs as it is."""
+    found: list[Any] = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(implementation, "settle", lambda *_: Choice("flex", ""))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    implementation._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+    yield found
+    implementation._compiled_flex.cache_clear()
+    torch._dynamo.reset()
+
+
+def flex_heads(tokens: int) -> list[Tensor]:
+    return [torch.randn(B, tokens, n, 16) for n in (4, 2, 2)]
+
+
+@pytest.mark.traced
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "softcap, scale and window",
+        "packed with a window",
+        "padded",
+        "both sides",
+        "both sides, packed",
+        "both sides, padded",
+    ],
+)
+def test_flex_pads_its_rows(case: str) -> None:
+    given, options, _ = CASES[case]
+    q, k, v = flex_heads(9)
+    out = attention(q, k, v, mask=AttentionMask(9, **given), **options)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.traced
+def test_flex_stays_compiled_for_many_lengths(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    monkeypatch.setattr(implementation, "FLEX_STEP", 8)
+    for tokens in (*range(7, 80, 8), *range(6, 80, 8), 8, 16):
+        q, k, v = flex_heads(tokens)
+        out = attention(q, k, v, mask=AttentionMask(tokens))
+        expected = attention_ref(q, k, v, mask=AttentionMask(tokens))
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 10  # Dynamo gives a function up after 8
+
+
+@pytest.mark.usefixtures("played")
+def test_determinism_is_asked_of_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *, deterministic: bool, **_: Any) -> Any:
+        asked.append(deterministic)
+        return q, None
+
+    monkeypatch.setattr(
+        implementation, "flash_attn_4", lambda: SimpleNamespace(flash_attn_func=run)
+    )
+    q, k, v = tensors(9)
+    for wanted in (True, False):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            attention(q, k, v, mask=AttentionMask(9, backend="fa4"))
+            if wanted:
+                with pytest.raises(ValueError, match="its backward pass is not deterministic"):
+                    attention(q, k, v, mask=AttentionMask(9, backend="cudnn"))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [True, False]
 
 
 @pytest.mark.usefixtures("played")

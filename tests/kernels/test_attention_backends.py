@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tigon.kernels._attention_mask import Sequences
 
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
 TRAINED = {"longest": 4096, "grad": True}
+GEMMA = {**TRAINED, "head_dim": 256}
+PHI = {**TRAINED, "head_dim": 80}
 GPU = "not fa4: it is for Hopper and Blackwell, not for sm_80"
 
 
@@ -33,25 +36,59 @@ def path() -> None:
         ({**TRAINED, "layout": "sequences"}, NO_FA4, "flash", "it has no packed sequences"),
         ({**TRAINED, "softcap": True}, {}, "fa4", ""),
         ({**TRAINED, "softcap": True}, NO_FA4, "flex", "not flash: it has no softcap"),
-        ({**TRAINED, "head_dim": 256}, {}, "fa4", ""),
+        (GEMMA, {}, "cudnn", "the first choice on cuda"),
+        ({**GEMMA, "window": True}, {}, "fa4", "not cudnn: it has no sliding window"),
+        ({**GEMMA, "layout": "sequences"}, {}, "fa4", "not cudnn: it has no packed sequences"),
+        ({**GEMMA, "grad": False}, {}, "fa4", "the first choice on cuda"),
+        ({**GEMMA, "sm": 100}, {}, "fa4", "the first choice on cuda"),
+        ({**GEMMA, "sm": 100}, NO_FA4, "flash", "not cudnn: head_dim 256 needs sm_90, not sm_100"),
+        ({**GEMMA, "sm": 100, "softcap": True}, {}, "flex", "backward pass on Blackwell has no so"),
+        ({**GEMMA, "sm": 100, "softcap": True, "grad": False}, {}, "fa4", ""),
+        ({**GEMMA, "softcap": True}, {}, "fa4", ""),
+        ({**TRAINED, "sm": 100, "softcap": True}, {}, "fa4", ""),
+        (PHI, {}, "cudnn", "not fa4: its backward pass is wrong for head_dim 80, which is no mult"),
+        ({**PHI, "window": True}, {}, "flash", "not fa4: its backward pass is wrong for head_dim"),
+        ({**PHI, "grad": False}, {}, "fa4", "the first choice on cuda"),
+        ({**PHI, "sm": 100}, {}, "fa4", "the first choice on cuda"),
+        ({**PHI, "head_dim": 96}, {}, "fa4", "the first choice on cuda"),
+        (
+            {**TRAINED, "deterministic": True},
+            NO_FA4,
+            "flash",
+            "not cudnn: its backward pass is not",
+        ),
+        ({"longest": 4096, "deterministic": True}, NO_FA4, "cudnn", ""),
         ({**TRAINED, "head_dim": 512}, {}, "flex", "not flash: head_dim 512 is above 256"),
         ({**TRAINED, "head_dim": 20}, {}, "flex", "head_dim 20 is not a multiple of 8"),
         ({**TRAINED, "head_dim": 12}, {}, "sdpa", "not flex: head_dim 12 is below 16"),
         ({**TRAINED, "layout": "holes"}, {}, "flex", "not flash: it knows no dense mask, and hole"),
         ({**TRAINED, "sm": 100}, {}, "fa4", ""),
-        ({**TRAINED, "sm": 100, "head_dim": 192}, {}, "cudnn", "head_dim 192 on Blackwell"),
+        ({**TRAINED, "sm": 100, "head_dim": 192}, {}, "flash", "head_dim 192 on Blackwell"),
         ({**TRAINED, "sm": 80}, {}, "cudnn", GPU),
         ({**TRAINED, "sm": 80, "head_dim": 256}, {}, "flash", "needs sm_90, not sm_80"),
-        ({**TRAINED, "sm": 89, "head_dim": 256}, {}, "flex", "no backward pass on sm_89"),
-        ({"sm": 89, "head_dim": 256, "longest": 4096}, {}, "flash", ""),
+        ({**TRAINED, "sm": 89, "head_dim": 256}, {}, "flash", ""),
+        ({**TRAINED, "sm": 89, "head_dim": 224}, {}, "flex", "no backward pass on sm_89"),
+        ({**TRAINED, "sm": 87, "head_dim": 200}, {}, "flex", "no backward pass on sm_87"),
+        ({**TRAINED, "sm": 121, "head_dim": 200}, {}, "flex", "no backward pass on sm_121"),
+        ({**TRAINED, "sm": 120, "head_dim": 192}, {}, "flash", ""),
+        ({**TRAINED, "sm": 80, "head_dim": 224}, {}, "flash", ""),
+        ({"sm": 89, "head_dim": 224, "longest": 4096}, {}, "flash", ""),
         ({**TRAINED, "sm": 75}, {}, "flex", "it needs sm_80 or newer, and this GPU is sm_75"),
-        ({"longest": 1000}, NO_FA4, "flash", "not cudnn: it prepares for every new length, and"),
+        ({"longest": 1088}, NO_FA4, "flash", "every new length, and 1088 is no multiple of 256"),
         ({"longest": 1024}, NO_FA4, "cudnn", ""),
+        ({"longest": 1024}, {}, "fa4", "the first choice on cuda"),
+        ({"longest": 512}, {}, "cudnn", "the first choice on cuda"),
+        ({"longest": 320}, {}, "cudnn", ""),
+        ({"longest": 64}, {}, "cudnn", ""),
+        ({"longest": 300}, {}, "fa4", "not cudnn: it prepares for every new length, and 300 is no"),
+        ({"longest": 512, "layout": "sequences"}, {}, "fa4", "it has no packed sequences"),
+        ({"longest": 512, "sm": 100}, {}, "fa4", "the first choice on cuda"),
+        ({"longest": 512, "sm": 80}, {}, "cudnn", GPU),
         ({"longest": 100}, {}, "flash", "not fa4: 100 tokens are too few to compile for"),
         ({"longest": 100, "softcap": True}, {}, "reference", "not sdpa: it has no softcap"),
         ({"longest": 4096, "softcap": True}, {}, "fa4", ""),
         ({"longest": 4096, "softcap": True}, NO_FA4, "flex", ""),
-        ({"longest": 4095, "softcap": True}, NO_FA4, "reference", "4095 is no multiple of 256"),
+        ({"longest": 4095, "softcap": True}, NO_FA4, "flex", "not flash: it has no softcap"),
         ({"longest": 100, "layout": "holes"}, {}, "sdpa", "not flex: 100 tokens are too few"),
         ({**TRAINED, "dtype": torch.float32}, {}, "sdpa", "bfloat16 and float16, not float32"),
         ({**TRAINED, "dtype": torch.float32, "softcap": True}, {}, "reference", ""),
@@ -84,6 +121,8 @@ def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> No
         ("cudnn", {"softcap": True}, "it has no softcap"),
         ("cudnn", {"layout": "sequences"}, "it has no packed sequences"),
         ("cudnn", {"head_dim": 264}, "head_dim 264 is above 256"),
+        ("cudnn", {"longest": 1}, "it takes no sequence of one token"),
+        ("fa4", PHI, "its backward pass is wrong for head_dim 80, which is no multiple of 32"),
         ("flash", {"softcap": True}, "'flash' cannot do this: it has no softcap"),
         ("flash", {"device": "cpu"}, "it runs on CUDA GPUs, not on cpu"),
         ("flex", {"head_dim": 8}, "'flex' cannot do this: head_dim 8 is below 16"),
@@ -179,6 +218,43 @@ def test_bounds_that_were_given_are_taken() -> None:
     assert sequences(segment_ids=segments, cu_seq_lens=cu) == (cu, 3)
     mask = AttentionMask(1, past=4, key_mask=torch.ones(1, 5, dtype=torch.bool))
     assert mask.sequences() == "the cache holds padding"
+    with pytest.raises(ValueError, match="cu_seq_lens without segment_ids: give both"):
+        AttentionMask(5, cu_seq_lens=cu, longest=7)
+
+
+def test_a_graph_needs_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for given in ({}, {"cu_seq_lens": cu}):
+        mask = AttentionMask(5, segment_ids=on_gpu, **given)
+        with pytest.raises(
+            ValueError, match=r"being captured.*: give cu_seq_lens and max_length_q"
+        ):
+            mask.sequences()
+    assert AttentionMask(5, segment_ids=on_gpu, cu_seq_lens=cu, longest=3).sequences() == (cu, 3)
+
+
+def test_a_bias_keeps_no_second_mask() -> None:
+    mask = AttentionMask(5, segment_ids=torch.tensor([[0, 0, 1, 1, 1]]))
+    bias = mask.bias(2, torch.float32, torch.device("cpu"))
+    assert not mask._dense and bias is mask.bias(2, torch.float32, torch.device("cpu"))
+    assert torch.equal(bias == 0, mask.dense(2, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("segments", [None, [[0, 0, 1, 1, 1], [2, 2, 2, 2, 3]]])
+@pytest.mark.parametrize("real", [None, [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]])
+def test_padding_behind_rows_is_not_seen(causal: bool, segments: Any, real: Any) -> None:
+    given = {
+        "segment_ids": None if segments is None else torch.tensor(segments),
+        "key_mask": None if real is None else torch.tensor(real).bool(),
+        "causal": causal,
+    }
+    mask, device = AttentionMask(5, **given), torch.device("cpu")
+    wide = mask.padded(8, 2, device).dense(None, device).expand(2, -1, -1, -1)
+    assert torch.equal(wide[..., :5, :5], mask.dense(None, device).expand(2, -1, -1, -1))
+    assert not wide[..., :5, 5:].any() and wide.any(-1).all()  # a row without keys would be NaN
 
 
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ import torch
 Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
 SHORT = 256  # tokens under which a kernel that has to be compiled first has nothing to win
-BUCKET = 256
+FEW = 512  # tokens up to which cuDNN is the fastest on Hopper
 log = logging.getLogger("tigon.attention")
+_said: set[tuple[str, ...]] = set()  # what was logged
 
 
 class Request(NamedTuple):
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     window: bool = False
     softcap: bool = False
     grad: bool = False
+    deterministic: bool = False
     compiling: bool = False
 
 
@@ -57,16 +59,26 @@ def _kernel(r: Request) -> str | None:
 
 
 def _fa4(r: Request) -> str | None:
+    hopper, blackwell = r.sm // 10 == 9, r.sm // 10 == 10
+    # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32;
+    # some others, where both come to the same, have not been tried
+    torn = hopper and r.grad and r.head_dim % 32 > 0
+    wrong = f"its backward pass is wrong for head_dim {r.head_dim}, which is no multiple of 32"
+    uncapped = blackwell and r.grad and r.head_dim == 256 and r.softcap
     return _kernel(r) or _first(
-        (r.sm // 10 not in (9, 10), f"it is for Hopper and Blackwell, not for sm_{r.sm}"),
-        (r.sm // 10 == 10 and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
+        (not (hopper or blackwell), f"it is for Hopper and Blackwell, not for sm_{r.sm}"),
+        (blackwell and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
+        (torn, wrong),
+        (uncapped, "its backward pass on Blackwell has no softcap for head_dim 256"),
         (r.compiling, "torch.compile cannot look into it"),
     )
 
 
 def _cudnn(r: Request) -> str | None:
     return _kernel(r) or _first(
-        (r.sm < 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
+        (r.sm != 90 and r.head_dim > 128, f"head_dim {r.head_dim} needs sm_90, not sm_{r.sm}"),
+        (r.longest == 1, "it takes no sequence of one token"),
+        (r.deterministic and r.grad, "its backward pass is not deterministic"),
         (r.window, "it has no sliding window"),
         (r.softcap, "it has no softcap"),
         (r.layout == "sequences", "it has no packed sequences"),
@@ -76,7 +88,7 @@ def _cudnn(r: Request) -> str | None:
 
 
 def _flash(r: Request) -> str | None:
-    small = r.sm in (86, 89, 120) and r.head_dim > 192 and r.grad
+    small = (86 <= r.sm <= 89 or r.sm in (120, 121)) and r.grad and 192 < r.head_dim <= 224
     return _kernel(r) or _first(
         (r.softcap, "it has no softcap"),
         (small, f"head_dim {r.head_dim} has no backward pass on sm_{r.sm}"),
@@ -95,7 +107,7 @@ def _sdpa(r: Request) -> str | None:
     return "it has no softcap" if r.softcap else None
 
 
-# In order of preference; each says why it cannot serve a request, or None
+# Each says why it cannot serve a request, or None
 OBSTACLES: dict[str, Callable[[Request], str | None]] = {
     "fa4": _fa4,
     "cudnn": _cudnn,
@@ -107,13 +119,23 @@ OBSTACLES: dict[str, Callable[[Request], str | None]] = {
 PLAIN = ("sdpa", "reference")  # without kernels of anybody's own choosing
 
 
+def _order(r: Request) -> tuple[str, ...]:
+    """Backends, the fastest first."""
+    few = r.longest is not None and r.longest <= FEW
+    # As measured on an H200; what is no row, cuDNN refuses
+    if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
+        return tuple(sorted(OBSTACLES, key=lambda name: name != "cudnn"))
+    return tuple(OBSTACLES)
+
+
 def _hesitation(name: str, r: Request) -> str | None:
     """Why a backend that could serve a request is not taken unless it is asked for by name."""
     longest = 0 if r.longest is None else r.longest
     if name in ("fa4", "flex") and 0 < longest < SHORT:
         return f"{longest} tokens are too few to compile for"
-    if name in ("cudnn", "flex") and longest % BUCKET:
-        return f"it prepares for every new length, and {longest} is no multiple of {BUCKET}"
+    step = 64 if longest <= FEW else 256
+    if name == "cudnn" and longest % step:
+        return f"it prepares for every new length, and {longest} is no multiple of {step}"
     if name == "flex" and r.dtype not in HALF:
         return "float32 is no faster with it"
     return None
@@ -154,10 +176,10 @@ def choose(
     # One token against a cache: torch splits the keys among its blocks, and others do not
     plain = plain or r.device != "cuda" or (r.cached and r.single)
     passed: list[str] = []
-    for name, obstacle in OBSTACLES.items():
+    for name in _order(r):
         if plain and name not in PLAIN:
             continue
-        reason = missing.get(name) or obstacle(r) or _hesitation(name, r)
+        reason = missing.get(name) or OBSTACLES[name](r) or _hesitation(name, r)
         if reason is None:
             return Choice(name, "; ".join(passed) or f"the first choice on {r.device}")
         passed.append(f"not {name}: {reason}")
@@ -234,6 +256,3 @@ def _settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
         _said.add(line)
         log.debug("%s for %s (%s)", *line)
     return choice
-
-
-_said: set[tuple[str, ...]] = set()

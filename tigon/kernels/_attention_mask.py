@@ -6,6 +6,7 @@
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -29,9 +30,9 @@ class AttentionMask:
     `tokens` T queries follow `past` cached ones. `segment_ids` [B, T] number the packed
     sequences in order; `key_mask` bool [B, past + T] is False on padding. Without `causal` a query
     sees as far ahead as back. `cu_seq_lens` int32 [n + 1] says what segment_ids say, over the
-    flattened batch; `longest` is the number of tokens of its longest sequence, or more. `backend`
-    is "auto" or the name of one. One mask serves a whole forward pass: what is derived from it is
-    derived once, whichever layers ask.
+    flattened batch, and goes with them; `longest` is the number of tokens of its longest sequence,
+    or more. `backend` is "auto" or the name of one. One mask serves a whole forward pass: what is
+    derived from it is derived once, whichever layers ask.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class AttentionMask:
         longest: int | None = None,
         backend: str = "auto",
     ):
+        if cu_seq_lens is not None and segment_ids is None:
+            raise ValueError("cu_seq_lens without segment_ids: give both, or neither for rows")
         self.tokens = tokens
         self.past = past
         self.segment_ids = segment_ids
@@ -60,6 +63,7 @@ class AttentionMask:
         self._blocks: dict[int | None, BlockMask] = {}
         self._sequences: Sequences | str | None = None
         self._even: Self | None = None
+        self._padded: Self | None = None
 
     @property
     def rows(self) -> bool:
@@ -70,7 +74,8 @@ class AttentionMask:
         """The sequences of the flattened batch, or why they cannot be told.
 
         A run of padding at either end of a sequence counts as a sequence of its own, which real
-        tokens do not see. If the caller gave no bounds, the host waits for the device, once.
+        tokens do not see. If the caller gave no bounds, the host waits for the device, once;
+        ValueError while a CUDA graph is captured, where it cannot.
         """
         if self._sequences is None:
             self._sequences = self._find_sequences()
@@ -85,7 +90,11 @@ class AttentionMask:
             return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
         device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph cannot look at their lengths: give cu_seq_lens and max_length_q"
+            # What serves without them would be compiled now, which a capture forbids
+            raise ValueError(
+                "a CUDA graph is being captured, and the host does not know how long the "
+                "sequences are: give cu_seq_lens and max_length_q"
+            )
         if self.cu_seq_lens is not None:
             return Sequences(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
         return self._look(device)
@@ -117,6 +126,25 @@ class AttentionMask:
             self._even = type(self)(longest, causal=self.causal, backend=self.backend)
         return self._even
 
+    def padded(self, tokens: int, batch: int, device: torch.device) -> Self:
+        """The mask of the same batch with rows that padding behind them fills to `tokens`."""
+        if self._padded is None:
+            segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
+            if segments is not None:  # one more sequence
+                segments = F.pad(segments, more, value=torch.iinfo(segments.dtype).max)
+            elif real is None and not self.causal:  # or else nobody looks behind
+                real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+            if real is not None:
+                real = F.pad(real, more)
+            self._padded = type(self)(
+                tokens,
+                segment_ids=segments,
+                key_mask=real,
+                causal=self.causal,
+                backend=self.backend,
+            )
+        return self._padded
+
     def needs_dense(self, window: int | None) -> bool:
         """Whether more than plain causality, or its absence, has to be said."""
         total = self.past + self.tokens
@@ -133,7 +161,7 @@ class AttentionMask:
         """`dense` as something to add to the scores: 0 or -inf, [B or 1, 1, T, S]."""
         # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
         if (window, dtype) not in self._bias:
-            seen = self.dense(window, device)
+            seen = self._build(window, device)  # not kept: it would be half as much again
             zeros = torch.zeros_like(seen, dtype=dtype)
             self._bias[window, dtype] = zeros.masked_fill_(~seen, float("-inf"))
         return self._bias[window, dtype]
@@ -178,7 +206,7 @@ class AttentionMask:
             some = some & (s0[:, :, None] <= s1[:, None]) & (s0[:, None] <= s1[:, :, None])
             every = every & (s0[:, :, None] == s1[:, None]) & (s0[:, None] == s1[:, :, None])
         if real is not None:
-            padded = torch.nn.functional.pad(real, (0, -t % BLOCK)).unflatten(1, (-1, BLOCK))
+            padded = F.pad(real, (0, -t % BLOCK)).unflatten(1, (-1, BLOCK))
             own = torch.eye(len(first), dtype=torch.bool, device=device)
             some = some & padded.any(-1)[:, None] | own
             every = every & padded.all(-1)[:, None]

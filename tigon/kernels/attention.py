@@ -32,6 +32,7 @@ from tigon.kernels._attention_mask import AttentionMask, Sequences
 __all__ = ["AttentionMask", "Backend", "attention", "attention_ref", "check_backend", "survey"]
 
 FA4_LEAST = 512  # for a smaller longest sequence flash-attn-4 would compile once more
+FLEX_STEP = 256  # it compiles for every length, so rows are padded to a multiple
 
 
 def attention_ref(
@@ -80,6 +81,7 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Te
         "causal": mask.causal,
         "window_size": plan.reach(mask.causal),
         "softcap": plan.softcap or 0.0,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
@@ -117,15 +119,23 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
     run: Callable[..., Any] = flex_attention
+    b, t = q.shape[:2]
+    behind = 0 if torch.compiler.is_compiling() else -t % FLEX_STEP
+    if behind:
+        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, behind)) for x in (q, k, v))
+        mask = mask.padded(t + behind, b, q.device)
     if not torch.compiler.is_compiling():
-        run = _compiled_flex()
-    return run(
+        form = mask.causal, mask.segment_ids is None, mask.key_mask is None
+        kind = q.shape, k.shape, q.dtype, q.device, _wants_grad(q, k, v), form
+        run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
+    out = run(
         *(x.transpose(1, 2) for x in (q, k, v)),
         score_mod=None if plan.softcap is None else _cap(plan.softcap),
         block_mask=mask.blocks(plan.window, q.device),
         scale=plan.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
+    return out[:, :t] if behind else out
 
 
 def _cap(softcap: float) -> Callable[..., Tensor]:
@@ -133,9 +143,16 @@ def _cap(softcap: float) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
-    # For each length anew: torch 2.11 failed to compile it for lengths that change
-    return torch.compile(flex_attention, dynamic=False)
+def _compiled_flex(*kind: Any) -> Callable[..., Any]:
+    """FlexAttention for one kind of call: torch 2.11 failed to compile it for any length."""
+
+    def run(*tensors: Any, **options: Any) -> Any:
+        return flex_attention(*tensors, **options)
+
+    # Dynamo compiles a code object for at most eight kinds; then it would spell out all scores,
+    # and say so only in a warning. So each kind has a code object
+    run.__code__ = run.__code__.replace()
+    return torch.compile(run, dynamic=False, fullgraph=True)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
@@ -243,6 +260,7 @@ def _plan(
         window=window is not None,
         softcap=softcap is not None,
         grad=grad,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         compiling=compiling,
     )
     where = mask.backend, q.device.index if gpu else 0, _triton._mode == "reference"

@@ -190,6 +190,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"rope_type 'llama3' needs high_freq_factor; the config has {.*'factor': 8.0",
     ),
     "rope without factors": ({"rope_scaling": {"type": "longrope"}}, r"short_factor, long_factor"),
+    "rope no object, new": ({"rope_parameters": []}, r"rope_parameters=\[\] is not dict"),
     "rope no object": ({"rope_scaling": "linear"}, r"rope_scaling='linear' is not dict"),
     "rope value": ({"rope_scaling": YARN | {"factor": "4"}}, r"factor='4' is not float"),
     "rope list": ({"rope_scaling": LONG | {"long_factor": 2.0}}, r"long_factor=2.0 is not list"),
@@ -265,6 +266,8 @@ def test_defaults_of_every_family(model_type: str) -> None:
         }
     else:
         assert ours.rope_parameters == ropes
+    null = {"model_type": model_type, "rope_parameters": None}
+    assert MODELS[model_type].config_class.from_dict(null) == ours
     if hasattr(theirs, "hidden_activation"):
         assert ours.act == "gelu_tanh"
     else:

@@ -15,6 +15,8 @@ from tests.models.contract import tiny_llama
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
 from tests.models.tiny import CASES, EXPERTS, load_reference, reference
+from tigon.kernels import use
+from tigon.layers import linear
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models._config import ConfigError
 from tigon.models._moe import MoEConfig
@@ -229,13 +231,19 @@ def test_without_a_target_nothing_is_learned() -> None:
 @families
 def test_recomputed_blocks_give_the_same(model_type: str) -> None:
     model, inputs = tiny(model_type, **BALANCED), batch(padded=True)
+    passes: list[Any] = []
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda *given: passes.append(given))
     out = model(**inputs, metrics=("expert_load",))
     expected = collect(model, out.loss)
+    assert len(passes) == len(model.model.layers)
+    passes.clear()
     model.activation_checkpointing = True
     again = model(**inputs, metrics=("expert_load",))
     assert torch.equal(again.loss, out.loss)
     assert torch.equal(again.metrics["expert_load"], out.metrics["expert_load"])
     found = collect(model, again.loss)
+    assert len(passes) == 2 * len(model.model.layers)
     assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
@@ -275,6 +283,22 @@ def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
     assert torch.equal(seen[1], experts) and torch.equal(out.experts, experts)
     assert seen[2].dtype == weights.dtype and torch.equal(seen[2], weights)
     assert torch.equal(out.probs, logits.float().softmax(-1))
+
+
+def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, outputs = tiny(num_hidden_layers=1), batch()["input_ids"][:1, :1], []
+    with torch.no_grad(), use("triton"):
+        expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
+        row_linear = linear.row_linear
+
+        def count(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            outputs.append(len(weight))
+            return row_linear(x, weight, bias)
+
+        monkeypatch.setattr(linear, "row_linear", count)
+        found = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
+    assert torch.equal(found, expected)
+    assert outputs[:2] == [model.config.experts, 1]  # type: ignore[attr-defined]
 
 
 STACKED_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -336,16 +360,22 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.gate.weight is [8, 96], not [9, 96]" in message
 
 
-def test_both_names_of_the_number_of_experts(tmp_path: Path) -> None:
-    config_class = MODELS["qwen3_moe"].config_class
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_both_names_of_the_number_of_experts(model_type: str) -> None:
+    config_class = MODELS[model_type].config_class
     for names in (("num_experts",), ("num_local_experts",), ("num_experts", "num_local_experts")):
-        config = config_class.from_dict({name: 16 for name in names})
+        raw = {name: 16 for name in names}
+        assert AutoConfig.for_model(model_type, **raw).num_experts == 16
+        config = config_class.from_dict(raw)
         assert config.experts == 16  # type: ignore[attr-defined]
         written = config.to_dict()
         assert written["num_experts"] == written["num_local_experts"] == 16
         assert config_class.from_dict(written) == config
-    with pytest.raises(ConfigError, match="num_experts=16 and num_local_experts=8 are two names"):
-        config_class.from_dict({"num_experts": 16, "num_local_experts": 8})
+    with pytest.raises(ConfigError, match=r"=16 and num_.*=8 are names of the same number"):
+        config_class.from_dict(dict(zip(config_class.experts_keys, (16, 8), strict=True)))  # type: ignore[attr-defined]
+
+
+def test_the_name_that_transformers_5_leaves_out(tmp_path: Path) -> None:
     reference("qwen3_moe", EXPERTS, tmp_path)
     assert "num_experts" not in json.loads((tmp_path / "config.json").read_text())
     from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
@@ -361,7 +391,19 @@ def test_both_names_of_the_number_of_experts(tmp_path: Path) -> None:
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not positive"),
         ("qwen3_moe", {"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
         ("qwen3_moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] is not list"),
-        ("mixtral", {"num_experts": 8}, "num_experts=8 changes"),
+        ("qwen2_moe", {"num_local_experts": 8}, "num_local_experts=8 changes"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": 0},
+            "shared_expert_intermediate_size=0 is not positive",
+        ),
+        ("qwen3_moe", {"use_qk_norm": False}, "use_qk_norm=False changes"),
+        ("qwen3_moe", {"qkv_bias": True}, "qkv_bias=True changes"),
+        (
+            "qwen3_moe",
+            {"shared_expert_intermediate_size": 64},
+            "shared_expert_intermediate_size=64 changes",
+        ),
     ],
 )
 def test_bad_values_are_named(model_type: str, changes: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ except ImportError:  # no Triton
 # Rows, outputs and summed elements of a step, warps, and steps in flight: the best of some tried
 # on an H200. The interpreter, which takes as long for a step of any size, tests with more tiles
 TILE = (32, 32, 16, 4, 1) if INTERPRETED else (128, 256, 64, 8, 3)
+FEW = 64  # rows, as in a step of decoding, which should not wait for the device
 
 
 @triton.jit
@@ -74,29 +75,49 @@ def _has_tma(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def _in_steps(*tensors: Tensor) -> bool:
+    """Whether each row begins at a multiple of 16 bytes from the first."""
+    return all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
+
+
 def _triton_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
     if x.device.type == "cuda":
         fits = x.dtype in (torch.bfloat16, torch.float16) and _has_tma(x.device.index)
     else:  # the interpreter has no bf16 products
-        fits = INTERPRETED and x.dtype != torch.bfloat16
-    steps = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (x, weight))
-    return fits and steps and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+        fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
+    whole = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return fits and whole and _in_steps(x, weight)
 
 
 def _torch_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), in steps of 16 bytes."""
-    steps = all(t.shape[-1] * t.element_size() % 16 == 0 for t in (x, weight))
-    return steps and (
-        x.dtype == torch.bfloat16 or (x.device.type == "cpu" and x.dtype == torch.float32)
-    )
+    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+    return (x.dtype == torch.bfloat16 or on_cpu) and _in_steps(x, weight)
+
+
+def must_not_wait(x: Tensor, rows: int) -> bool:
+    """Whether the host may not ask the device how many of the rows each expert has."""
+    return x.device.type == "cuda" and (rows <= FEW or torch.cuda.is_current_stream_capturing())
+
+
+def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
+    """Rows x [S, K] times matrices [E, K, O], each with that of its expert [S] -> [S, O].
+
+    The rows are in any order; nothing waits for the device.
+    """
+    # A row's own copy of a matrix moves it three times; in a product with all, each moves once
+    if 3 * len(x) < len(matrices):
+        return torch.bmm(x[:, None], matrices[experts])[:, 0]
+    return torch.matmul(x, matrices)[experts, torch.arange(len(x), device=x.device)]
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
     """Rows x [S, K], those of expert e up to ends[e], times weight [E, O, K] -> [S, O].
 
-    Transposed, the weight is [E, K, O]. Both are contiguous. Sums in fp32. On GPUs from sm_90 on
-    in 16 bits and elsewhere in bf16 nothing waits for the device.
+    Transposed, the weight is [E, K, O]. Both are contiguous, as is the result. Sums in fp32.
+    With few rows, and where the kernel serves (16 bits, from sm_90 on, K and O of whole 16 bytes),
+    nothing waits for the device; all else may ask it where the experts end.
     """
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
@@ -123,8 +144,11 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         )
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
+    if must_not_wait(x, len(x)):
+        row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
+        return product_by_row(x, matrices, torch.searchsorted(ends, row, right=True))
     if _torch_serves(x, weight):
-        return F.grouped_mm(x, matrices, offs=ends)
+        return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
     y, start = x.new_empty(len(x), width), 0
     for w, end in zip(matrices, ends.tolist(), strict=True):
         torch.mm(x[start:end], w, out=y[start:end])
@@ -135,7 +159,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
 def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """dy [S, O] and x [S, K] -> [E, O, K], 0 where an expert has no rows.
 
-    torch's own product: with few rows to sum over it was faster than any of ours.
+    torch's own product: with few rows to sum over it was faster than any of ours. In fp16, which
+    it lacks, and in fp32 on GPUs the host asks where each expert ends, and multiplies one by one.
     """
     if len(x) and _torch_serves(dy, x):
         return F.grouped_mm(dy.t(), x, offs=ends)

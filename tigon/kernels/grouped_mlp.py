@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._grouped_gemm import grouped_product, grouped_weight_gradient
+from tigon.kernels._grouped_gemm import (
+    grouped_product,
+    grouped_weight_gradient,
+    must_not_wait,
+    product_by_row,
+)
 from tigon.kernels._triton import (
     check_devices,
     operator,
@@ -35,18 +40,26 @@ def grouped_mlp_ref(
     Each product is in the input's dtype, the sum over j in fp32 and rounded once.
     """
     n, k = experts.shape
-    order = experts.flatten().argsort(stable=True)
-    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
-    rows = x.index_select(0, order // k).split(counts)
-    # unbind: the gradient of all experts is stacked once; indexing would add a full one for each
-    parts = [
-        F.linear(gated_act_ref(F.linear(r, g), act), d)
-        for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
-        if len(r) or not n
-    ]
-    y = torch.cat(parts).index_select(0, _inverse(order)).view(n, k, x.shape[1])
-    scale = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    return (y * scale[..., None]).sum(1).to(y.dtype)
+    flat = experts.flatten()
+    if must_not_wait(x, n * k) and not torch.is_grad_enabled():  # a step of decoding
+        hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
+        y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
+    else:
+        order = flat.argsort(stable=True)
+        rows = x.index_select(0, order // k).split(flat.bincount(minlength=len(gate_up)).tolist())
+        # unbind: the gradient of all experts is stacked once; indexing would add one for each
+        parts = [
+            F.linear(gated_act_ref(F.linear(r, g), act), d)
+            for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
+            if len(r) or not n
+        ]
+        y = torch.cat(parts).index_select(0, _inverse(order))
+    scale = _at_least_fp32(weights)[..., None]
+    return (y.view(n, k, x.shape[1]) * scale).sum(1).to(y.dtype)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -142,7 +155,7 @@ def _combine(rows: Tensor, inverse: Tensor, weights: Tensor | None, k: int) -> T
     """rows [S, C] -> [N, C]."""
     n, c = len(rows) // k, rows.shape[1]
     if not runs_triton(rows):
-        slots = rows.index_select(0, inverse).view(n, k, c).float()
+        slots = _at_least_fp32(rows.index_select(0, inverse).view(n, k, c))
         return (slots if weights is None else slots * weights[..., None]).sum(1).to(rows.dtype)
     x = rows.new_empty(n, c)
     if x.numel():
@@ -162,7 +175,7 @@ def _act_backward(
     if not runs_triton(hidden):
         gate, up = hidden.chunk(2, dim=-1)
         h, scale = gated_act_ref(hidden, cast(Activation, act)), weights.flatten()[order][:, None]
-        dweights.view(-1)[order] = (dh.float() * h).sum(-1).to(weights.dtype)
+        dweights.view(-1)[order] = (_at_least_fp32(dh) * h).sum(-1).to(weights.dtype)
         weighted.copy_(h * scale)
         d = (dh * scale).to(dh.dtype)
         if act == "silu":
@@ -297,6 +310,14 @@ def grouped_mlp(
     (arXiv 2211.15841), defined by `grouped_mlp_ref`.
     """
     _check(x, gate_up, down, experts, weights, act)
+    return unchecked_grouped_mlp(x, gate_up, down, experts, weights, act)
+
+
+def unchecked_grouped_mlp(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+) -> Tensor:
+    """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
+    numbers is six launches."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.gated_act import Activation
-from tigon.kernels.grouped_mlp import grouped_mlp
+from tigon.kernels.grouped_mlp import unchecked_grouped_mlp
+from tigon.layers.linear import Linear
 from tigon.layers.mlp import GatedMLP
 
 
@@ -34,8 +35,9 @@ class Experts(nn.Module):
         self.act: Activation = act
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [N, C], experts and weights [N, k] -> [N, C]."""
-        return grouped_mlp(x, self.gate_up_proj, self.down_proj, experts, weights, self.act)
+        """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked."""
+        matrices = self.gate_up_proj, self.down_proj
+        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act)
 
 
 class SparseMoE(nn.Module):
@@ -60,10 +62,10 @@ class SparseMoE(nn.Module):
     ):
         super().__init__()
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
-        self.gate = nn.Linear(dim, experts, bias=False)
+        self.gate = Linear(dim, experts, bias=False)
         self.experts = Experts(dim, intermediate, experts, act)
         self.shared_expert = GatedMLP(dim, shared, act) if shared else None
-        self.shared_expert_gate = nn.Linear(dim, 1, bias=False) if shared else None
+        self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
 
     def forward(self, x: Tensor) -> Routed:
         rows = x.flatten(0, -2)

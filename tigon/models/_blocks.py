@@ -72,6 +72,7 @@ class PreNormBlock(nn.Module):
         self.self_attn = attention_of(c, layer)
         self.post_attention_layernorm = add_norm_of(c)
         self.mlp = mlp_of(c, layer)
+        self.branch_scale = c.branch_scale
 
     def forward(
         self,
@@ -81,10 +82,12 @@ class PreNormBlock(nn.Module):
         mask: AttentionMask,
         cache: KVCache | None,
     ) -> tuple[Tensor | Routed, Tensor]:
+        scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, rotation, mask, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.post_attention_layernorm(x if scale == 1 else x * scale, residual)
+        y = self.mlp(x)
+        return y if scale == 1 else y * scale, residual
 
 
 class SandwichBlock(nn.Module):

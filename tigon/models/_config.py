@@ -123,8 +123,10 @@ class Config:
     rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, not in fp32
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
     flat_qk_norm: ClassVar[bool] = False  # qk_norm is over all heads together
-    # Keys that transformers does not read for this type, though others do
+    # Keys that may have any value here: they change nothing, or a family reads them itself
     ignored: ClassVar[frozenset[str]] = frozenset()
+    # This family's own additions to NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     vocab_size: int
     hidden_size: int
@@ -165,6 +167,8 @@ class Config:
         for key in ("num_key_value_heads", "head_dim"):
             if key in values and values[key] is None:
                 values[key] = 0
+        if values.get("rope_parameters") is None:
+            values.pop("rope_parameters", None)
         values["dtype"] = source.get("dtype") or source.get("torch_dtype")
         _check_types(values, hints)
         required = [
@@ -174,15 +178,15 @@ class Config:
         ]
         if required:
             raise ConfigError(f"the config lacks {', '.join(required)}")
-        unknown = {}
+        unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
         for key, value in source.items():
             if key in names or key in SILENT or key in DROPOUT or key in cls.ignored:
                 continue
             if key in ("model_type", "quantization_config"):
                 continue
-            if key not in NEUTRAL:
+            if key not in neutral:
                 unknown[key] = value
-            elif value not in NEUTRAL[key]:
+            elif value not in neutral[key]:
                 raise ConfigError(
                     f"{key}={value!r} changes what the model computes, and {cls.__name__} "
                     f"(model_type {kind!r}) does not know it"
@@ -253,6 +257,11 @@ class Config:
     @property
     def input_scale(self) -> float:
         """Of what enters the first block, `inputs_embeds` too; not rounded."""
+        return 1.0
+
+    @property
+    def branch_scale(self) -> float:
+        """Of what attention and the MLP add to the stream, in blocks with a norm before each."""
         return 1.0
 
     @property

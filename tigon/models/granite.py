@@ -1,4 +1,4 @@
-"""Granite 3 and 4 dense: Llama with multipliers on embeddings, scores, branches and logits.
+"""Granite 3: Llama with multipliers on embeddings, scores, branches and logits.
 
 Paper: arXiv 2407.13739 (Granite code), whose multipliers are those of muP, arXiv 2203.03466;
 checked against transformers' modeling_granite.
@@ -6,10 +6,6 @@ checked against transformers' modeling_granite.
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from tigon.kernels.attention import AttentionMask
-from tigon.layers import KVCache, Rotation
 from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models.llama import LlamaConfig
@@ -37,28 +33,11 @@ class GraniteConfig(LlamaConfig):
     def logits_scale(self) -> float:
         return 1 / self.logits_scaling
 
-
-class GraniteBlock(PreNormBlock):
-    """As PreNormBlock, with branches multiplied before they join the stream."""
-
-    def __init__(self, c: GraniteConfig, layer: int):
-        super().__init__(c, layer)
-        self.multiplier = c.residual_multiplier
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        mask: AttentionMask,
-        cache: KVCache | None,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, mask, cache) * self.multiplier
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x) * self.multiplier, residual
+    @property
+    def branch_scale(self) -> float:
+        return self.residual_multiplier
 
 
 class Granite(CausalLM):
     config_class = GraniteConfig
-    block_class = GraniteBlock
+    block_class = PreNormBlock

@@ -15,6 +15,7 @@ class MixtralConfig(MoEConfig):
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     default_theta = 1e6
+    experts_keys = ("num_local_experts", "num_experts")
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -28,10 +29,6 @@ class MixtralConfig(MoEConfig):
     eos_token_id: int | list[int] | None = 2
     sliding_window: int | None = None
     num_local_experts: int = 8
-
-    @property
-    def experts(self) -> int:
-        return self.num_local_experts
 
     @property
     def expert_size(self) -> int:

@@ -30,10 +30,6 @@ class QwenMoEConfig(MoEConfig):
         super().__post_init__()
 
     @property
-    def experts(self) -> int:
-        return self.num_experts
-
-    @property
     def expert_size(self) -> int:
         return self.moe_intermediate_size
 
@@ -62,6 +58,14 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
     shared_expert_intermediate_size: int = 5632
     max_window_layers: int = 28
     qkv_bias: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shared_expert_intermediate_size < 1:
+            raise ConfigError(
+                f"shared_expert_intermediate_size={self.shared_expert_intermediate_size} is not "
+                "positive: every mixture of this type has a shared expert"
+            )
 
     @property
     def shared_size(self) -> int:

@@ -3,13 +3,10 @@
 Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
-from tigon.models._config import ConfigError
 from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig
 
 
@@ -17,8 +14,14 @@ from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig
 class Qwen3MoeConfig(QwenMoEConfig):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    # Another name of num_experts; and what says nothing where all layers slide or none
-    ignored = frozenset({"num_local_experts", "max_window_layers"})
+    experts_keys = ("num_experts", "num_local_experts")
+    ignored = frozenset({"max_window_layers"})  # all layers slide or none
+    # Published configs say what every model of this type is
+    neutral = {
+        "qkv_bias": (None, False),
+        "shared_expert_intermediate_size": (None, 0),
+        "use_qk_norm": (None, True),
+    }
 
     vocab_size: int = 151936
     hidden_size: int = 2048
@@ -32,22 +35,6 @@ class Qwen3MoeConfig(QwenMoEConfig):
     moe_intermediate_size: int = 768
     attention_bias: bool = False
     sliding_window: int | None = 4096
-
-    @classmethod
-    def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        names = [name for name in ("num_experts", "num_local_experts") if name in source]
-        if len(names) == 2 and source[names[0]] != source[names[1]]:
-            raise ConfigError(
-                f"num_experts={source[names[0]]} and num_local_experts={source[names[1]]} are two "
-                "names of the same number"
-            )
-        if names:
-            source = {**source, "num_experts": source[names[0]]}
-        return super().from_dict(source)
-
-    def to_dict(self) -> dict[str, Any]:
-        # transformers 5 writes the one name, and 4 and vLLM read the other
-        return super().to_dict() | {"num_local_experts": self.num_experts}
 
     @property
     def qk_norm(self) -> bool:

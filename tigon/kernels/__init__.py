@@ -1,6 +1,7 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
 from tigon.kernels._triton import use
+from tigon.kernels.append_attention import KVBuffers, append_attention, append_attention_ref
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
@@ -16,6 +17,9 @@ from tigon.kernels.selected_logprobs import selected_logprobs, selected_logprobs
 
 __all__ = [
     "AttentionMask",
+    "KVBuffers",
+    "append_attention",
+    "append_attention_ref",
     "attention",
     "attention_ref",
     "cross_entropy",

@@ -1,0 +1,624 @@
+"""Attention of new tokens to a preallocated cache, to which it appends them.
+
+# B rows, T new tokens of each, N of all, R cache slots, S slots in use, H query heads, K kv heads,
+# D head dim
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._triton import (
+    INTERPRETED,
+    check_devices,
+    closely,
+    follow,
+    multiprocessors,
+    operator,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.kernels.rope import adjacent
+
+# What the kernel takes at once; for more the reference runs
+MOST_TOKENS = 16
+# Programs that a multiprocessor runs at once; few of them under the interpreter
+RESIDENT = 1 if INTERPRETED else 3
+LOG2E = 1.4426950408889634
+
+
+class KVBuffers(NamedTuple):
+    """One layer's cache: the token at position p lies in slot p % R.
+
+    With scales the keys and values are int8, symmetric, absmax / 127 per token and head.
+    """
+
+    keys: Tensor  # [B, K, R, D]
+    values: Tensor  # [B, K, R, D]
+    key_scales: Tensor | None = None  # [B, K, R] fp32
+    value_scales: Tensor | None = None  # [B, K, R] fp32
+
+
+def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., D] as int8 and its scales [...]."""
+    x = x.float()
+    largest = x.abs().amax(-1)
+    scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
+    return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
+
+
+def _write(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
+    """k and v [..., K, D] into the slots [...] of the rows [...]."""
+    new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
+    for x, kept, kept_scales in new:
+        x = x.detach()
+        if kept_scales is not None:
+            x, scales = _quantise(x)
+            kept_scales[rows, :, slots] = scales
+        kept[rows, :, slots] = x.to(kept.dtype)
+
+
+def _floats(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
+    """The first slots in fp32."""
+    x = x[:, :, :slots].float()
+    return x if scales is None else x * scales[:, :, :slots, None]
+
+
+def append_attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: KVBuffers,
+    lengths: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Write k and v behind each row's tokens; `softmax(cap(q k^T * scale)) v`, fp32 inside."""
+    b, t, h, d = q.shape
+    kv_heads, slots = buffers.keys.shape[1:3]
+    scale = d**-0.5 if scale is None else scale
+    positions = lengths[:, None] + torch.arange(t, device=q.device)  # [B, T]
+    rows = torch.arange(b, device=q.device)[:, None]
+    _write(k, v, buffers, rows, positions % slots)
+    on_cpu = q.device.type == "cpu"
+    if on_cpu:  # where looking at the lengths costs nothing, slots never used cost nothing
+        slots = min(slots, int(positions.max()) + 1)
+    # A slot holds the greatest position that ends up there, a negative one if none has yet
+    last = positions[:, -1:]
+    held = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
+    seen = (held >= 0)[:, None] & (held[:, None] <= positions[..., None])  # [B, T, S]
+    if window is not None:
+        seen &= held[:, None] > positions[..., None] - window
+    keys = _floats(buffers.keys, buffers.key_scales, slots)
+    values = _floats(buffers.values, buffers.value_scales, slots)
+    empty = held < 0
+    if not on_cpu or empty.any():  # what lies there may be NaN, and 0 * NaN is NaN
+        values = values.masked_fill(empty[:, None, :, None], 0.0)
+    groups = h // kv_heads
+    queries = q.float().view(b, t, kv_heads, groups, d).permute(0, 2, 3, 1, 4)  # [B, K, G, T, D]
+    scores = queries.flatten(2, 3) @ keys.transpose(-1, -2) * scale
+    scores = scores.view(b, kv_heads, groups, t, slots)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    out = (scores.softmax(-1).flatten(2, 3) @ values).view(queries.shape)
+    return out.permute(0, 3, 1, 2, 4).reshape(b, t, h, d).to(q.dtype)
+
+
+@triton.jit
+def _unpack(x, dtype: tl.constexpr):
+    """Two int8 in each int16: the low ones and the high ones."""
+    if dtype == tl.bfloat16:
+        # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
+        # sign bit, 256. Triton would convert one by one, which takes longer than loading them
+        low, high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, x, minus_one;
+            mov.b32 minus_one, 0xBF80BF80;
+            lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, b, minus_one, a;
+            shr.b32 x, $2, 8;
+            lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;
+            lop3.b32 b, x, 0x00800080, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, b, minus_one, a;
+            }""",
+            "=&r,=&r,r",
+            [x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low, high = ((x << 8) >> 8).to(dtype), (x >> 8).to(dtype)
+    return low, high
+
+
+@triton.jit
+def _load_packed(at, there):
+    """New keys or values [TOKENS, D] as `_quantise` and int16 [TOKENS, D / 2], and the scales."""
+    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
+    scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
+    divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
+    # From 1.5 * 2^23 on numbers have no fraction
+    low = (tl.div_rn(low, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
+    high = (tl.div_rn(high, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
+    return (high << 8) | (low & 0xFF), scales
+
+
+@triton.jit
+def _fold(
+    q,
+    q_high,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    seen,
+    best,
+    total,
+    out,
+    out_high,
+    scale,
+    softcap,
+    CAPPED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One tile of tokens into the running softmax, whose exponents are of two."""
+    if PACKED:
+        low, high = _unpack(k, q.dtype)
+        scores = tl.dot(q, low.T, input_precision="ieee")
+        scores = tl.dot(q_high, high.T, scores, input_precision="ieee") * scale
+        scores *= k_scales[None, :]
+    else:
+        scores = tl.dot(q, k.T, input_precision="ieee") * scale
+    if CAPPED:  # tanh(y) = 2 sigmoid(2 y) - 1
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+    scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1))
+    # A query that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) is not
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(scores - shift[:, None])
+    shrink = tl.exp2(best - shift)
+    total = total * shrink + tl.sum(p, 1)
+    if PACKED:
+        p = (p * v_scales[None, :]).to(q.dtype)
+        low, high = _unpack(v, q.dtype)
+        out = tl.dot(p, low, out * shrink[:, None], input_precision="ieee")
+        out_high = tl.dot(p, high, out_high * shrink[:, None], input_precision="ieee")
+    else:
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+    return higher, total, out, out_high
+
+
+@triton.jit
+def _append_attention_kernel(
+    q,
+    k,
+    v,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    lengths,
+    y,  # [B, T, H, D]; of several splits [B, T, H, splits, D] in fp32
+    logsums,  # [B, T, H, splits], base 2
+    R,
+    window,
+    scale,
+    softcap,
+    q_row,
+    q_token,
+    q_head,
+    k_row,
+    k_token,
+    k_head,
+    v_row,
+    v_token,
+    v_head,
+    keys_row,
+    keys_head,
+    keys_slot,
+    values_row,
+    values_head,
+    values_slot,
+    key_scales_row,
+    key_scales_head,
+    key_scales_slot,
+    value_scales_row,
+    value_scales_head,
+    value_scales_slot,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PACKED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLOSELY: tl.constexpr,
+):
+    """Some queries of one kv head over one share of the tokens that they see.
+
+    Every program takes as many blocks of earlier tokens as the others, give or take one; the first,
+    never one more, also takes the new ones and stores them in the cache. Slots that the new tokens
+    go to hold nothing that any program still reads.
+
+    PACKED is of int8: `keys` and `values` point to int16, each of two neighbours, so that what the
+    tensor cores want in pairs is loaded in pairs, and tiles hold the even dims or the odd ones.
+    """
+    follow(CLOSELY)
+    G: tl.constexpr = H // K
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
+    length = tl.load(lengths + row).to(tl.int32)
+
+    m = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+    t, h = m // G, head * G + m % G
+    EACH: tl.constexpr = 2 if PACKED else 1
+    dims = tl.arange(0, WIDTH // EACH)
+    asked = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
+    q += row * q_row + t[:, None] * q_token + h[:, None] * q_head + EACH * dims[None, :]
+    queries = tl.load(q, mask=asked, other=0.0)
+    queries_high = tl.load(q + 1, mask=asked, other=0.0) if PACKED else queries
+
+    keys += row * keys_row + head.to(tl.int64) * keys_head
+    values += row * values_row + head.to(tl.int64) * values_head
+    if PACKED:
+        key_scales += row * key_scales_row + head.to(tl.int64) * key_scales_head
+        value_scales += row * value_scales_row + head.to(tl.int64) * value_scales_head
+
+    best = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    out = tl.zeros((QUERIES, WIDTH // EACH), tl.float32)
+    out_high = out
+
+    if split == 0:
+        new = tl.arange(0, TOKENS)
+        there = (new < T)[:, None] & (dims < D // EACH)[None, :]
+        k_at = k + row * k_row + head * k_head + new[:, None] * k_token + EACH * dims[None, :]
+        v_at = v + row * v_row + head * v_head + new[:, None] * v_token + EACH * dims[None, :]
+        if PACKED:
+            k_new, k_scale = _load_packed(k_at, there)
+            v_new, v_scale = _load_packed(v_at, there)
+        else:
+            k_new = tl.load(k_at, mask=there, other=0.0)
+            v_new = tl.load(v_at, mask=there, other=0.0)
+            k_scale, v_scale = None, None
+        seen = new[None, :] <= t[:, None]
+        if WINDOWED:
+            seen = seen & (new[None, :] > t[:, None] - window)
+        best, total, out, out_high = _fold(
+            queries,
+            queries_high,
+            k_new,
+            v_new,
+            k_scale,
+            v_scale,
+            seen,
+            best,
+            total,
+            out,
+            out_high,
+            scale,
+            softcap,
+            CAPPED,
+            PACKED,
+        )
+        if tl.program_id(2) == 0:
+            slots = ((length + new) % R).to(tl.int64)
+            k_to = keys + slots[:, None] * keys_slot + dims[None, :]
+            v_to = values + slots[:, None] * values_slot + dims[None, :]
+            tl.store(k_to, k_new, mask=there)
+            tl.store(v_to, v_new, mask=there)
+            if PACKED:
+                tl.store(key_scales + slots * key_scales_slot, k_scale, mask=new < T)
+                tl.store(value_scales + slots * value_scales_slot, v_scale, mask=new < T)
+
+    first = tl.maximum(length + T - R, 0)  # 0, or in a ring a position that no query sees
+    if WINDOWED:
+        first = tl.maximum(first, length - window + 1)
+    old = length - first
+    blocks = (old + BLOCK - 1) // BLOCK
+    start = split * blocks // splits * BLOCK
+    end = tl.minimum((split + 1) * blocks // splits * BLOCK, old)
+    first_slot = first % R
+    for block in tl.range(start, end, BLOCK, num_stages=STAGES):
+        i = block + tl.arange(0, BLOCK)
+        slots = first_slot + i
+        slots = tl.where(slots < R, slots, slots - R).to(tl.int64)
+        there = (i < end)[:, None] & (dims < D // EACH)[None, :]
+        k_tile = tl.load(keys + slots[:, None] * keys_slot + dims[None, :], mask=there, other=0)
+        v_tile = tl.load(values + slots[:, None] * values_slot + dims[None, :], mask=there, other=0)
+        if PACKED:
+            k_scale = tl.load(key_scales + slots * key_scales_slot, mask=i < end, other=0.0)
+            v_scale = tl.load(value_scales + slots * value_scales_slot, mask=i < end, other=0.0)
+        else:
+            k_scale, v_scale = None, None
+        seen = (i < end)[None, :]
+        if WINDOWED and T > 1:
+            seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
+        best, total, out, out_high = _fold(
+            queries,
+            queries_high,
+            k_tile,
+            v_tile,
+            k_scale,
+            v_scale,
+            seen,
+            best,
+            total,
+            out,
+            out_high,
+            scale,
+            softcap,
+            CAPPED,
+            PACKED,
+        )
+
+    at = (row * T + t) * H + h
+    total = tl.maximum(total, 1.0)  # as it is, unless a query saw nothing: 0 of weight 2^-inf
+    if not WHOLE:
+        at = at * splits + split
+        tl.store(logsums + at, tl.log2(total) + best, mask=m < T * G)
+    y += at[:, None] * D + EACH * dims[None, :]
+    tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=asked)
+    if PACKED:
+        tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=asked)
+
+
+@triton.jit
+def _combine_kernel(
+    parts,  # [N * H, splits, D]
+    logsums,  # [N * H, splits]
+    y,  # [N * H, D]
+    splits,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CLOSELY: tl.constexpr,
+):
+    follow(CLOSELY)
+    head = tl.program_id(0).to(tl.int64)
+    i, columns = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    logsum = tl.load(logsums + head * splits + i, mask=i < splits, other=float("-inf"))
+    weight = tl.exp2(logsum - tl.max(logsum))
+    mask = (i < splits)[:, None] & (columns < D)[None, :]
+    at = (head * splits + i)[:, None] * D + columns[None, :]
+    out = tl.sum(weight[:, None] * tl.load(parts + at, mask=mask, other=0.0), 0) / tl.sum(weight)
+    tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
+
+
+def _block(width: int, bytes_each: int) -> tuple[int, int]:
+    """Tokens of a tile, and how many tiles are kept on their way."""
+    if INTERPRETED:
+        return 16, 1
+    tokens = min(64, max(16, 16384 // (width * bytes_each)))
+    return tokens, 3 if tokens * width * bytes_each >= 16384 else 4
+
+
+def _splits(groups: int, blocks: int, places: int) -> int:
+    """Programs among which the tokens of each of `groups` are shared out; `places` run at once.
+
+    Few groups fill the device exactly once; many, whose lengths may differ, take turns.
+    """
+    once = places // groups
+    return min(blocks, once if once >= 4 else -(-4 * places // groups))
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    lengths: Tensor,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@operator("append_attention", _fake, mutates=("keys", "values", "key_scales", "value_scales"))
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    lengths: Tensor,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+) -> Tensor:
+    b, t, h, d = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    y = q.new_empty(b, t, h, d)
+    width = max(32, triton.next_power_of_2(d))
+    block, stages = _block(width, keys.element_size())
+    if key_scales is not None:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
+    most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
+    queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
+    query_blocks = triton.cdiv(t * h // kv_heads, queries)
+    most = slots if window is None else min(slots, window)
+    groups = b * kv_heads * query_blocks
+    splits = _splits(groups, triton.cdiv(most, block), RESIDENT * multiprocessors(q))
+    whole = splits == 1
+    parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
+    logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
+    q, k, v = adjacent(q), adjacent(k), adjacent(v)
+    no_strides = (0, 0, 0)
+    _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
+        q,
+        k,
+        v,
+        keys,
+        values,
+        key_scales,
+        value_scales,
+        lengths.contiguous(),
+        parts,
+        logsums,
+        slots,
+        window or 0,
+        scale * LOG2E if softcap is None else scale / softcap,
+        0.0 if softcap is None else softcap * LOG2E,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        *(no_strides if key_scales is None else key_scales.stride()),
+        *(no_strides if value_scales is None else value_scales.stride()),
+        T=t,
+        H=h,
+        K=kv_heads,
+        D=d,
+        WIDTH=width,
+        QUERIES=queries,
+        TOKENS=MOST_TOKENS,
+        BLOCK=block,
+        STAGES=stages,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        PACKED=key_scales is not None,
+        WHOLE=whole,
+        num_warps=4,
+        **closely(q),
+    )
+    if logsums is not None:
+        rows = triton.next_power_of_2(splits)
+        columns = min(width, max(32, 2048 // rows))
+        grid = (b * t * h, triton.cdiv(d, columns))
+        _combine_kernel[grid](
+            parts, logsums, y, splits, D=d, SPLITS=rows, COLUMNS=columns, num_warps=2, **closely(q)
+        )
+    return y
+
+
+def append_attention(
+    q: Tensor,  # [B, T, H, D]
+    k: Tensor,  # [B, T, K, D]
+    v: Tensor,  # [B, T, K, D]
+    buffers: KVBuffers,
+    lengths: Tensor,  # [B] int32
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Append T tokens to every row of the cache and attend causally: [B, T, H, D].
+
+    Row r holds lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` stays
+    as it is. A window of W sees W tokens, the query's own among them. `scale` is D ** -0.5 if None.
+    Full buffers are a ring, whose last R tokens are seen: that is everything if R is at least
+    lengths[r] + T or, with a window, W + T - 1. Slots without a token are never looked at. int8
+    buffers hold, and this very call sees, the new tokens rounded.
+
+    On a GPU nothing waits for the device and launches depend on shapes alone, so a CUDA graph can
+    hold the call. The tokens of a row are shared among programs, whose sums a second kernel adds in
+    a fixed order (Flash-Decoding, Dao et al. 2023). For more than 16 tokens the reference runs.
+
+    Raises ValueError for shapes or dtypes that do not fit together, RuntimeError if a gradient is
+    wanted, which cannot be had of buffers that are overwritten.
+    """
+    _check(q, k, v, buffers, lengths)
+    if not q.numel():
+        return torch.empty_like(q)
+    if q.shape[1] > MOST_TOKENS or not _triton_serves(q, buffers):
+        return append_attention_ref(
+            q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _forward(q, k, v, *buffers, lengths, window, softcap, scale)
+
+
+def _triton_serves(q: Tensor, buffers: KVBuffers) -> bool:
+    """Whether the kernel does; the interpreter has no bf16 products."""
+    pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
+    return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise RuntimeError(
+            "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"
+        )
+    if q.dim() != 4:
+        raise ValueError(f"q {tuple(q.shape)} is not [B, T, H, D]")
+    b, kv_heads, slots, d = _check_buffers(k, v, buffers)
+    t, h = q.shape[1:3]
+    new = b, t, kv_heads, d
+    for name, x, shape in ("q", q, (b, t, h, d)), ("k", k, new), ("v", v, new):
+        if x.shape != shape:
+            raise ValueError(f"{name} {tuple(x.shape)} is not {shape}, as q and the cache say")
+        if x.dtype != q.dtype:
+            raise ValueError(f"q is {q.dtype}, {name} is {x.dtype}: all must be the same")
+    if lengths.shape != (b,) or lengths.is_floating_point():
+        raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype} are not {b} integers")
+    if h % kv_heads:
+        raise ValueError(f"{h} query heads cannot share {kv_heads} key/value heads")
+    if t > slots:
+        raise ValueError(f"{t} new tokens do not fit into {slots} slots")
+    check_devices(q=q, k=k, v=v, lengths=lengths, **buffers._asdict())
+
+
+def _check_buffers(k: Tensor, v: Tensor, buffers: KVBuffers) -> torch.Size:
+    """Their shape [B, K, R, D]."""
+    keys, values, *scales = buffers
+    if keys.dim() != 4 or values.shape != keys.shape:
+        raise ValueError(
+            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [B, K, R, D]"
+        )
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError("the numbers of a head must be adjacent in keys and in values")
+    if (scales[0] is None) != (scales[1] is None):
+        raise ValueError("give scales of keys and of values, or of neither")
+    if any(x is not None and x.shape != keys.shape[:3] for x in scales):
+        raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
+    kept = k.dtype if scales[0] is None else torch.int8
+    if keys.dtype != kept or values.dtype != kept:
+        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {kept}")
+    return keys.shape
+
+
+def append(
+    k: Tensor,  # [N, K, D]
+    v: Tensor,  # [N, K, D]
+    buffers: KVBuffers,
+    rows: Tensor,  # [N]
+    positions: Tensor,  # [N]
+    ends: Tensor,  # [N]
+) -> None:
+    """Write tokens of several rows, token n at position positions[n] of row rows[n].
+
+    The tokens of a row follow each other in order of position; ends[n] is how many the row holds
+    afterwards. Of those that a ring has no room for, the last R stay. Nothing waits for the device.
+    """
+    _, kv_heads, slots, d = _check_buffers(k, v, buffers)
+    new = len(rows), kv_heads, d
+    if k.shape != new or v.shape != new:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not {new}, as rows and the cache say"
+        )
+    check_devices(k=k, v=v, rows=rows, positions=positions, ends=ends, **buffers._asdict())
+    # Several writes to one slot would come in any order: all of them write the token that stays
+    later = (ends - 1 - positions) // slots * slots
+    last = torch.arange(len(k), device=k.device) + later
+    _write(k[last], v[last], buffers, rows, positions % slots)

@@ -1,30 +1,34 @@
 """nn.Modules over plain numbers; only model files see a config."""
 
 from tigon.layers.attention import Attention
-from tigon.layers.cache import KVCache
+from tigon.layers.cache import Cache, KVCache
 from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
-from tigon.layers.linear import FusedLinear
+from tigon.layers.linear import FusedLinear, Linear
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
+from tigon.layers.static_cache import StaticCache
 
 __all__ = [
     "AddRMSNorm",
     "Attention",
     "Balance",
+    "Cache",
     "Embedding",
     "FusedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",
+    "Linear",
     "NoRotary",
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
     "Routed",
     "SparseMoE",
+    "StaticCache",
     "balance",
     "tally",
 ]

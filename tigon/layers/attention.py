@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +12,8 @@ from tigon.kernels.attention import AttentionMask, attention
 from tigon.kernels.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rms_norm import Cast
 from tigon.kernels.rope import rope
-from tigon.layers.cache import KVCache
-from tigon.layers.linear import FusedLinear
+from tigon.layers.cache import Cache
+from tigon.layers.linear import FusedLinear, Linear
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
 
@@ -49,7 +50,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
-        self.o_proj = nn.Linear(heads * head_dim, dim, bias=out_bias)
+        self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
@@ -61,18 +62,14 @@ class Attention(nn.Module):
         x: Tensor,
         rotation: Rotation,
         mask: AttentionMask,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale
-        if cache is not None:
-            kv = cache.update(self.layer, k.transpose(1, 2), v.transpose(1, 2))
-            k, v = kv[0].transpose(1, 2), kv[1].transpose(1, 2)  # [B, S, K, D]
-        out = attention(
-            q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap
-        )
+        attend = attention if cache is None else functools.partial(cache.attend, self.layer)
+        out = attend(q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap)
         return self.o_proj(out.reshape(b, t, -1))
 
     def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,10 +1,49 @@
 """Keys and values of the tokens that a decoder has already read.
 
-# B batch, T new tokens, S all tokens, K kv heads, D head dim
+# B batch, T new tokens, S all tokens, H query heads, K kv heads, D head dim
 """
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from tigon.kernels.attention import AttentionMask, attention
+
+
+class Cache(Protocol):
+    """What a forward pass asks of a cache: first `begin`, then `attend` in every layer."""
+
+    @property
+    def length(self) -> int | None:
+        """Tokens that every row holds; None if the host knows of no such number."""
+
+    def begin(
+        self,
+        batch: int,
+        tokens: int,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seq_lens: Tensor | None = None,
+    ) -> int | Tensor:
+        """Prepare for [batch, tokens] new tokens; how many the rows hold.
+
+        A tensor [batch] of them says that the cache itself knows who may see whom.
+        """
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,  # [B, T, H, D]
+        k: Tensor,  # [B, T, K, D]
+        v: Tensor,  # [B, T, K, D]
+        mask: AttentionMask,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Store k and v; attention of q to them and to what is before them: [B, T, H, D]."""
 
 
 class KVCache:
@@ -20,6 +59,38 @@ class KVCache:
     def length(self) -> int:
         """Tokens held."""
         return self._lengths[0] if self._lengths else 0
+
+    def begin(
+        self,
+        batch: int,
+        tokens: int,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seq_lens: Tensor | None = None,
+    ) -> int:
+        """Tokens held, if this cache can be continued with these."""
+        if self.packed:
+            raise ValueError("past_key_values holds packed sequences; they have no single end")
+        if self.length and cu_seq_lens is not None:
+            raise ValueError(f"cu_seq_lens with a cache that already holds {self.length} tokens")
+        return self.length
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention of q [B, T, H, D] to all keys, those of the new k, v [B, T, K, D] the last."""
+        self.packed = mask.segment_ids is not None
+        k, v = (x.transpose(1, 2) for x in self.update(layer, k.transpose(1, 2), v.transpose(1, 2)))
+        return attention(q, k, v, mask=mask, window=window, softcap=softcap, scale=scale)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v [B, K, T, D] of one layer; all of its keys and values [B, K, S, D]."""

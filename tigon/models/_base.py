@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, Unpack, cast
+from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tigon.kernels.attention import AttentionMask, Backend, check_backend
 from tigon.kernels.linear_cross_entropy import active_rows
 from tigon.layers import (
     AddRMSNorm,
+    Cache,
     Embedding,
     FusedLinear,
     KVCache,
@@ -26,6 +27,7 @@ from tigon.layers import (
     NoRotary,
     RotaryEmbedding,
     Routed,
+    StaticCache,
     balance,
     tally,
 )
@@ -51,7 +53,7 @@ class CausalLMOutput:
 
     loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"
     logits: Tensor | None = None  # [B, n, V] in the model's dtype
-    past_key_values: KVCache | None = None
+    past_key_values: Cache | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)
     aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
 
@@ -100,7 +102,7 @@ class Decoder(nn.Module):
         x: Tensor,  # [B, T, C]
         position_ids: Tensor,  # [B or 1, T]
         mask: AttentionMask,
-        cache: KVCache | None,
+        cache: Cache | None,
         recompute: bool,
         tallied: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -236,6 +238,27 @@ class CausalLM(nn.Module):
                 return _tile(names, [rows] * len(names), shape[-1:])
         return (Part(name, shape),)
 
+    def static_cache(
+        self,
+        rows: int,
+        capacity: int,
+        *,
+        chunk: int = 16,
+        quantize: Literal["int8"] | None = None,
+    ) -> StaticCache:
+        """An empty cache for `past_key_values`, with room for `capacity` tokens in each row."""
+        c = self.config
+        layers = range(c.num_hidden_layers)
+        return StaticCache(
+            [(c.num_key_value_heads, c.head_dim, c.window(layer)) for layer in layers],
+            rows,
+            capacity,
+            dtype=self.dtype,
+            device=self.device,
+            chunk=chunk,
+            quantize=quantize,
+        )
+
     def num_items(
         self,
         labels: Tensor | None = None,
@@ -290,7 +313,7 @@ class CausalLM(nn.Module):
         logits_to_keep: Keep | None = None,
         return_logits: bool | None = None,
         metrics: Sequence[str] | None = None,
-        past_key_values: KVCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,  # transformers' names for the same boundaries
         cu_seq_lens_k: Tensor | None = None,
@@ -329,23 +352,18 @@ class CausalLM(nn.Module):
                 f"{type(self).__name__} with attention to both sides can neither use a cache nor "
                 "generate: each new token would change the ones before it"
             )
-        if cache is not None and cache.packed:
-            raise ValueError("past_key_values holds packed sequences; they have no single end")
         inputs = resolve_inputs(
             b,
             t,
             x.device,
-            past=cache.length if cache is not None else 0,
+            cache=cache,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
             longest=max_length_k if max_length_q is None else max_length_q,
-            look=cache is not None,
             causal=self.config.causal,
             attention=self.attention,
         )
-        if cache is not None:
-            cache.packed = inputs.segment_ids is not None
 
         reduction = loss_reduction or self.defaults.loss_reduction
         keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep

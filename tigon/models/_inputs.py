@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
+from tigon.layers import Cache
+from tigon.layers._check import check, on_host
 
 
 @dataclass
@@ -22,56 +24,48 @@ def first_given(*tensors: Tensor | None) -> Tensor | None:
     return next((t for t in tensors if t is not None), None)
 
 
-def on_host(tensor: Tensor) -> bool:
-    """Whether looking at a value costs nothing: no device sync, no graph break."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def check(ok: Tensor, message: str) -> None:
-    """Raise unless `ok`; on a GPU the device raises, without a host sync."""
-    if on_host(ok):
-        if not ok:
-            raise ValueError(message)
-    else:
-        torch._assert_async(ok, message)
-
-
 def resolve_inputs(
     batch: int,
     tokens: int,
     device: torch.device,
     *,
-    past: int = 0,
+    cache: Cache | None = None,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
     longest: int | None = None,
-    look: bool = False,
     causal: bool = True,
     attention: str = "auto",
 ) -> Inputs:
     """What attention, RoPE and the loss need to know about a batch.
 
     Boundaries of packed sequences come from `cu_seq_lens`, whose `longest` sequence the host may
-    know, or from `position_ids` that do not increase. With `look`, the host may wait for the
-    device to learn whether there are any. `attention` names a backend.
+    know, or from `position_ids` that do not increase. With a cache to fill, the host may wait
+    for the device to learn whether there are any. `attention` names a backend.
     """
-    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
+    look, bounds = cache is not None, None
     if position_ids is not None:
-        position_ids = _positions(position_ids, batch, tokens)
-    starts = bounds = None
+        position_ids = _positions(position_ids, batch, tokens).to(device)
+    if cu_seq_lens is not None:
+        bounds, longest = _bounds(cu_seq_lens, longest, batch * tokens, device)
+    past: int | Tensor = 0
+    if cache is not None:
+        past = cache.begin(batch, tokens, attention_mask=attention_mask, cu_seq_lens=cu_seq_lens)
+    if isinstance(past, Tensor):  # the device knows, and the cache will mask
+        if position_ids is None:
+            position_ids = past[:, None] + torch.arange(tokens, device=device)
+        return Inputs(position_ids, None, AttentionMask(tokens, backend=attention))
+    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
+    starts = None
     if past == 0:
-        if cu_seq_lens is not None:
-            bounds, longest = _bounds(cu_seq_lens, longest, batch * tokens, device)
+        if bounds is not None:
             starts = _starts_of(bounds, batch, tokens)
             if key_mask is not None:
                 _check_padding(key_mask, starts)
         elif position_ids is not None and tokens > 1:
             starts = _restarts(position_ids, key_mask, batch)
-    elif cu_seq_lens is not None:
-        raise ValueError(f"cu_seq_lens with a cache that already holds {past} tokens")
     if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
-        starts = None
+        starts = bounds = None
     segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
     if position_ids is None:
         position_ids = torch.arange(past, past + tokens, device=device)[None]

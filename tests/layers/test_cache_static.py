@@ -1,0 +1,266 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.kernels.attention import AttentionMask, attention
+from tigon.layers import StaticCache
+
+B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4
+SHAPES = [(K, D, None), (1, 8, W)]
+
+
+def make(rows: int = B, capacity: int = 40, **options: Any) -> StaticCache:
+    options = {"chunk": CHUNK, "dtype": torch.float32, "device": "cpu", **options}
+    return StaticCache(options.pop("shapes", SHAPES), rows, capacity, **options)
+
+
+def heads(rows: int, tokens: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values."""
+    q = torch.randn(rows, tokens, 2 * kv_heads, dim)
+    return q, torch.randn(rows, tokens, kv_heads, dim), torch.randn(rows, tokens, kv_heads, dim)
+
+
+class Text:
+    """What all layers are given over time, and what they should answer, each row by itself."""
+
+    def __init__(self, rows: int = B, tokens: int = 40):
+        self.parts = [heads(rows, tokens, *shape[:2]) for shape in SHAPES]
+        self.answers = [
+            attention(*part, mask=AttentionMask(tokens, backend="reference"), window=shape[2])
+            for part, shape in zip(self.parts, SHAPES, strict=True)
+        ]
+
+    def feed(
+        self,
+        cache: StaticCache,
+        starts: list[int],
+        tokens: int,
+        rows: list[int] | None = None,
+        tolerance: float = 1e-5,
+    ) -> None:
+        """Give the next tokens to every layer and compare what comes back."""
+        rows = list(range(len(starts))) if rows is None else rows
+        held = cache.begin(len(rows), tokens)
+        mask = AttentionMask(tokens, past=held if isinstance(held, int) else 0)
+        at = torch.tensor(starts)[:, None] + torch.arange(tokens)
+        index = torch.tensor(rows)[:, None], at
+        for layer, (part, answer) in enumerate(zip(self.parts, self.answers, strict=True)):
+            out = cache.attend(layer, *(x[index] for x in part), mask, window=SHAPES[layer][2])
+            torch.testing.assert_close(out, answer[index], rtol=tolerance, atol=tolerance)
+
+
+def filled(lengths: tuple[int, ...] = (7, 7, 7), **options: Any) -> tuple[StaticCache, Text]:
+    cache, text = make(**options), Text()
+    for row, n in enumerate(lengths):
+        text.feed(cache.rows(row, row + 1), [0], n, [row])
+    assert cache.lengths.tolist() == list(lengths)
+    return cache, text
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_memory(quantize: Any) -> None:
+    cache = make(dtype=torch.bfloat16, quantize=quantize)
+    full, ring = B * K * 40, B * 1 * (W + CHUNK - 1)  # token slots of all heads
+    for buffers, size, dim in zip(cache.layers, (full, ring), (D, 8), strict=True):
+        assert buffers.keys.numel() == buffers.values.numel() == size * dim
+    if quantize:
+        assert cache.nbytes == 2 * (full * (D + 4) + ring * (8 + 4))
+    else:
+        assert cache.nbytes == 2 * 2 * (full * D + ring * 8)
+    assert make(capacity=6).layers[1].keys.shape[2] == 6  # smaller than the ring
+
+
+@pytest.mark.parametrize("steps", [(1,) * 12, (4,) * 6, (2, 9, 1, 12, 3, 3)], ids=str)
+def test_rows_of_one_length(steps: tuple[int, ...]) -> None:
+    cache, text = make(), Text()
+    assert cache.length == 0
+    start = 0
+    for n in steps:
+        text.feed(cache, [start] * B, n)
+        start += n
+        assert cache.length == start
+        assert cache.lengths.tolist() == [start] * B
+
+
+def test_rows_of_different_lengths() -> None:
+    cache, text = filled((3, 12, 1))
+    assert cache.length is None
+    starts = [3, 12, 1]
+    for n in (1, 4, 4, 1, 3, 4, 4):
+        text.feed(cache, starts, n)
+        starts = [s + n for s in starts]
+    assert cache.lengths.tolist() == starts
+
+
+def test_lengths_that_only_the_device_knows() -> None:
+    cache, text = filled((7, 7, 7), capacity=12)
+    cache._known.fill_(-1)
+    assert cache.length is None
+    text.feed(cache, [7, 7, 7], 4)
+    assert cache.length is None
+    with pytest.raises(ValueError, match=r"13 tokens of a row do not fit .* capacity=12"):
+        cache.begin(B, 2)
+    with pytest.raises(ValueError, match="that hold an unknown number of tokens"):
+        cache.begin(B, 5)
+    cache.refresh()
+    assert cache.length == 11
+    text.feed(cache, [11] * B, 1)
+
+
+def test_a_view_shares_memory_and_lengths() -> None:
+    cache, text = make(), Text()
+    first, rest = cache.rows(0, 1), cache.rows(1, 3)
+    text.feed(rest, [0, 0], 9, [1, 2])
+    assert (cache.length, first.length, rest.length) == (None, 0, 9)
+    text.feed(first, [0], 9, [0])
+    assert cache.length == 9
+    text.feed(cache, [9] * B, 4)
+    assert (first.length, rest.length) == (13, 13)
+    text.feed(rest.rows(1, 2), [13], 14, [2])
+    assert cache.lengths.tolist() == [13, 13, 27]
+    text.feed(cache, [13, 13, 27], 1)
+
+
+def test_select_keeps_and_reorders_rows() -> None:
+    cache, text = filled((3, 12, 1))
+    view = cache.rows(0, 3)
+    cache.select(torch.tensor([2, 1]))
+    text.feed(cache, [1, 12], 4, [2, 1])
+    assert view.lengths.tolist() == [3, 12, 1]  # the selected rows are copies
+    text.feed(view, [3, 12, 1], 2)
+    cache.select(torch.tensor([1]))
+    assert cache.length == 16
+    text.feed(cache, [16], 11, [1])
+
+
+def test_expand_repeats_every_row() -> None:
+    cache, text = filled((7, 7, 7))
+    cache.expand(2)
+    assert cache.lengths.tolist() == [7] * 6
+    text.feed(cache, [7] * 6, 3, [0, 0, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_crop_forgets(known: bool) -> None:
+    cache, text = filled((9, 12, 20))
+    text.feed(cache, [9, 12, 20], 4)
+    if not known:
+        cache._known.fill_(-1)
+    cache.crop(torch.tensor([9, 14, 99], dtype=torch.int32))  # all of them, half, none
+    assert cache.lengths.tolist() == [9, 14, 24]
+    starts = [9, 14, 24]
+    for n in (4, 1, 2):
+        text.feed(cache, starts, n)
+        starts = [s + n for s in starts]
+
+
+def test_crop_goes_back_as_far_as_rings_hold() -> None:
+    cache, text = filled((8, 8, 8))  # not one token more than the ring holds
+    cache.crop(torch.tensor([0, 8, 3]))
+    text.feed(cache, [0, 8, 3], 4)
+    cache, _ = filled((9, 9, 9))
+    for lengths in ([4, 9, 9], [9, 9, -1]):
+        with pytest.raises(ValueError, match=rf"crop to lengths \[{lengths[0]}, 9.*chunk=4"):
+            cache.crop(torch.tensor(lengths))
+    assert cache.length == 9
+    full = make(shapes=SHAPES[:1])
+    full.lengths.fill_(30)
+    full.crop(torch.tensor([2, 0, 30]))
+    assert full.lengths.tolist() == [2, 0, 30]
+    with pytest.raises(ValueError, match=r"crop to lengths \[1, -1, 30\]: they are negative"):
+        full.crop(torch.tensor([1, -1, 30]))
+
+
+def test_int8_is_as_exact_as_its_scales() -> None:
+    cache = make(quantize="int8")
+    text = Text()
+    for row, n in enumerate((5, 12, 1)):
+        text.feed(cache.rows(row, row + 1), [0], n, [row])  # prompts see exact keys
+    buffers = cache.layers[0]
+    assert buffers.key_scales is not None and buffers.value_scales is not None
+    for i, (stored, scales) in enumerate(
+        ((buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)), 1
+    ):
+        given = text.parts[0][i][1, :12].transpose(0, 1)  # [K, T, D]
+        error = (stored[1, :, :12] * scales[1, :, :12, None] - given).abs()
+        limit = given.abs().amax(-1, keepdim=True) / 254
+        assert (error <= 1.001 * limit).all()
+        assert error.max() > 0.5 * limit.min()
+    starts = [5, 12, 1]
+    for n in (1, 4, 4):
+        text.feed(cache, starts, n, tolerance=0.05)
+        starts = [s + n for s in starts]
+    text.feed(cache.rows(1, 2), [starts[1]], 9, [1], tolerance=0.05)
+
+
+def test_int8_does_not_depend_on_the_size_of_steps() -> None:
+    outs = []
+    text = Text()
+    for steps in ((1,) * 8, (4, 4), (3, 1, 4)):
+        cache, parts = make(quantize="int8"), []
+        text.feed(cache, [0] * B, 6)
+        start = 6
+        for n in steps:
+            cache.begin(B, n)
+            new = [[x[:, start : start + n] for x in part] for part in text.parts]
+            first = cache.attend(0, *new[0], AttentionMask(n))
+            second = cache.attend(1, *new[1], AttentionMask(n), window=W)
+            parts.append(torch.cat((first.flatten(2), second.flatten(2)), -1))
+            start += n
+        outs.append(torch.cat(parts, 1))
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_made_in_inference_mode_and_used_outside(selected: bool) -> None:
+    text, rows = Text(), [1, 0, 2] if selected else [0, 1, 2]
+    with torch.inference_mode():
+        cache = make()
+        text.feed(cache, [0] * B, 9)
+        if selected:
+            cache.select(torch.tensor(rows))
+    with torch.no_grad():
+        text.feed(cache, [9] * B, 4, rows)
+        cache.crop(torch.tensor([10, 9, 13]))
+        text.feed(cache, [10, 9, 13], 4, rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows=0: a StaticCache needs at least 1"),
+        ({"capacity": 0}, "capacity=0"),
+        ({"chunk": 0}, "chunk=0"),
+        ({"quantize": "int4"}, "quantize='int4' is not None or 'int8'"),
+    ],
+    ids=str,
+)
+def test_bad_sizes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_bad_rows() -> None:
+    cache = make()
+    for start, stop in ((0, 4), (-1, 2), (2, 2)):
+        with pytest.raises(ValueError, match=rf"rows\({start}, {stop}\) of a cache of 3 rows"):
+            cache.rows(start, stop)
+    with pytest.raises(ValueError, match=r"select \(2, 1\): give an index"):
+        cache.select(torch.tensor([[0], [1]]))
+    with pytest.raises(ValueError, match=r"select \(0,\)"):
+        cache.expand(0)
+    with pytest.raises(ValueError, match=r"crop to lengths \(2,\) of a cache of 3 rows"):
+        cache.crop(torch.tensor([0, 0]))
+
+
+def test_no_gradients() -> None:
+    cache, (q, k, v) = make(), heads(B, 2, K, D)
+    for leaf in (q, k, v):
+        cache.begin(B, 2)
+        leaf.requires_grad_()
+        with pytest.raises(ValueError, match=r"StaticCache keeps no gradients.*no_grad"):
+            cache.attend(0, q, k, v, AttentionMask(2))
+        leaf.requires_grad_(False)

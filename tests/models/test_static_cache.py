@@ -1,0 +1,300 @@
+"""Every family with memory allocated once: the same text, in any order of prompts and steps."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.contract import tiny_llama, tokens
+from tests.models.tiny import CASES, EVERY, FIRST, reference
+from tigon.layers import KVCache, StaticCache
+from tigon.models import CausalLM, from_pretrained
+
+CHUNK, TOTAL = 4, 41  # far past the window of 7, and past max_position_embeddings of 24
+CAUSAL = [row for row in EVERY if "use_bidirectional_attention" not in CASES[row[0]][row[1]]]
+MOVING = [  # whose frequencies follow the longest position of a call
+    (model_type, case)
+    for model_type, case in CAUSAL
+    if CASES[model_type][case].get("rope_parameters", {}).get("rope_type")
+    in ("dynamic", "longrope")
+]
+FIXED = [row for row in CAUSAL if row not in MOVING]
+WINDOWED = [row for row in FIXED if "sliding_window" in CASES[row[0]][row[1]]]
+ONE_OF_EACH = [*FIRST, *(row for row in WINDOWED if row not in FIRST)]
+
+
+def family(model_type: str, case: str, path: Path) -> CausalLM:
+    reference(model_type, CASES[model_type][case], path)
+    return from_pretrained(path)
+
+
+def text(rows: int) -> Tensor:
+    return torch.randint(4, 211, (rows, TOTAL), generator=torch.Generator().manual_seed(3))
+
+
+def pack(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    flat = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
+    return {"input_ids": flat[None], "cu_seq_lens": cu}
+
+
+class Reader:
+    """Feeds a cache pieces of a text, and compares with the logits of the whole."""
+
+    def __init__(self, model: CausalLM, ids: Tensor, cache: StaticCache):
+        self.model, self.ids, self.cache = model, ids, cache
+        self.whole = model(ids).logits
+
+    def prompts(self, lengths: list[int], **extra: Any) -> None:
+        out = self.model(**pack(self.ids, lengths), past_key_values=self.cache, **extra)
+        assert out.past_key_values is self.cache
+        expected = [row[:n] for row, n in zip(self.whole, lengths, strict=True)]
+        self.compare(out.logits[0], torch.cat(expected))
+
+    def step(self, n: int, rows: slice = slice(None)) -> None:
+        """The next n tokens of the rows."""
+        cache = self.cache.rows(*rows.indices(len(self.ids))[:2])
+        at = cache.lengths[:, None] + torch.arange(n)
+        index = torch.arange(len(self.ids))[rows, None], at
+        logits = self.model(self.ids[index], past_key_values=cache).logits
+        self.compare(logits, self.whole[index])
+
+    def compare(self, logits: Tensor, expected: Tensor) -> None:
+        assert (logits - expected).abs().max() <= 1e-5 * self.whole.abs().max()
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIXED)
+def test_packed_prompts_and_steps(model_type: str, case: str, tmp_path: Path) -> None:
+    model = family(model_type, case, tmp_path)
+    reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
+    lengths = [5, 16, 1]
+    reader.prompts(lengths)
+    for n in (1, 4, 1, 3, 1, 4, 4, 4, 3):
+        assert reader.cache.lengths.tolist() == lengths
+        reader.step(n)
+        lengths = [m + n for m in lengths]
+
+
+@pytest.mark.parametrize(("model_type", "case"), MOVING)
+def test_moving_frequencies_are_those_of_a_growing_cache(
+    model_type: str, case: str, tmp_path: Path
+) -> None:
+    model, ids = family(model_type, case, tmp_path), text(2)
+    growing, static = KVCache(), model.static_cache(2, TOTAL, chunk=CHUNK)
+    for start, end in itertools.pairwise((0, 11, 12, 16, 20, 21, TOTAL)):
+        expected, found = (
+            model(ids[:, start:end], past_key_values=cache).logits for cache in (growing, static)
+        )
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
+def test_long_prompts_in_parts(model_type: str, case: str, tmp_path: Path) -> None:
+    model = family(model_type, case, tmp_path)
+    reader = Reader(model, text(2), model.static_cache(2, TOTAL, chunk=CHUNK))
+    for n in (5, 12, 2, 9):
+        reader.step(n, slice(0, 1))
+    for n in (14, 6):
+        reader.step(n, slice(1, 2))
+    assert reader.cache.lengths.tolist() == [28, 20]
+    for n in (1, 4):
+        reader.step(n)
+    reader.step(16, slice(1, 2))  # decoded before
+
+
+@pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
+def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) -> None:
+    model = family(model_type, case, tmp_path)
+    reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
+    reader.prompts([12, 3, 25])
+    for kept in ([0, 3, 1], [4, 0, 2], [1, 1, 1], [2, 3, 4]):
+        before = reader.cache.lengths + torch.tensor(kept, dtype=torch.int32)
+        wrong = torch.randint(4, 211, (3, CHUNK))
+        model(wrong, past_key_values=reader.cache)
+        reader.cache.crop(before - torch.tensor(kept, dtype=torch.int32))
+        reader.step(2)
+    reader.step(4)
+
+
+@pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
+def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
+    model = family(model_type, case, tmp_path)
+    cache = model.static_cache(3, TOTAL, chunk=CHUNK, quantize="int8")
+    assert cache.nbytes < 0.32 * model.static_cache(3, TOTAL, chunk=CHUNK).nbytes  # of fp32
+    reader, differences = Reader(model, text(3), cache), []
+    reader.prompts([5, 16, 1])  # exact, as prompts see each other's keys unrounded
+    reader.compare = lambda out, whole: differences.append((out - whole).norm() / whole.norm())
+    for n in (1, 4, 1, 3, 4):
+        reader.step(n)
+    reader.step(9, slice(1, 2))
+    assert 1e-4 < max(differences) < 0.05
+
+
+def test_only_layers_with_a_window_are_rings(tmp_path: Path) -> None:
+    model = family("gemma2", "small caps", tmp_path)
+    cache = model.to(torch.bfloat16).static_cache(2, TOTAL, chunk=CHUNK)
+    sizes = [buffers.keys.shape for buffers in cache.layers]
+    assert sizes == [(2, 2, slots, 20) for slots in (7 + CHUNK - 1, TOTAL, 7 + CHUNK - 1)]
+    assert {buffers.values.dtype for buffers in cache.layers} == {torch.bfloat16}
+
+
+def test_rows_leave_and_multiply() -> None:
+    model, ids = tiny_llama(), text(3) % 97
+    reader = Reader(model, ids, model.static_cache(3, TOTAL))
+    reader.prompts([5, 16, 1])
+    reader.cache.select(torch.tensor([2, 0]))
+    for x in ("ids", "whole"):
+        setattr(reader, x, getattr(reader, x)[[2, 0]])
+    reader.step(3)
+    reader.cache.expand(2)
+    for x in ("ids", "whole"):
+        setattr(reader, x, getattr(reader, x)[[0, 0, 1, 1]])
+    reader.step(3)
+    reader.step(9, slice(1, 3))
+
+
+def test_rows_without_packing_and_empty_ones() -> None:
+    model, ids = tiny_llama(), text(3) % 97
+    reader = Reader(model, ids, model.static_cache(3, TOTAL))
+    reader.step(20)
+    assert reader.cache.length == 20
+    reader.step(16)
+    assert reader.cache.length == 36
+    reader = Reader(model, ids, model.static_cache(3, TOTAL))
+    reader.prompts([5, 0, 8], max_length_q=8)
+    reader.step(2)
+    assert reader.cache.lengths.tolist() == [7, 2, 10]
+
+
+def test_equal_rows_take_long_parts_together() -> None:
+    model = tiny_llama()
+    reader = Reader(model, text(2) % 97, model.static_cache(2, TOTAL, chunk=CHUNK))
+    for n in (3, 10, 1, 25):
+        reader.step(n)
+
+
+@pytest.mark.parametrize("part", [3, 9], ids=["step", "long part"])
+def test_losses_of_a_continued_text(part: int) -> None:
+    model, (ids, labels) = tiny_llama(), tokens(batch=2, length=20)
+    whole = model(ids, labels=labels, loss_reduction="none", metrics=("nll",))
+    cache = model.static_cache(2, 20, chunk=CHUNK)
+    losses = []
+    for x, y in zip(ids.split(part, 1), labels.split(part, 1), strict=True):
+        targets = torch.cat((y[:, 1:], y[:, :1] * 0 - 100), 1)
+        out = model(x, past_key_values=cache, shift_labels=targets, loss_reduction="none")
+        losses.append(out.loss)
+    inner = [i for i in range(20) if (i + 1) % part]
+    torch.testing.assert_close(torch.cat(losses, 1)[:, inner], whole.loss[:, inner])
+    assert whole.loss[:, inner].count_nonzero() > 10
+
+
+def test_own_positions_rotate_and_do_not_move_tokens() -> None:
+    model, ids = tiny_llama(), text(1)[:, :12] % 97
+    spread = torch.arange(12)[None] * 3
+    expected = model(ids, position_ids=spread).logits
+    cache, parts = model.static_cache(1, 12, chunk=CHUNK), []
+    for start, end in ((0, 5), (5, 6), (6, 12)):
+        at = {"position_ids": spread[:, start:end]}
+        parts.append(model(ids[:, start:end], past_key_values=cache, **at).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_count_what_they_get(tmp_path: Path) -> None:
+    model, ids = family("qwen3_moe", "plain", tmp_path), text(2)
+    cache, growing = model.static_cache(2, TOTAL), KVCache()
+    for part in ids[:, :20].split(6, 1):
+        loads = [
+            model(part, past_key_values=c, metrics=("expert_load",)).metrics["expert_load"]
+            for c in (cache, growing)
+        ]
+        assert torch.equal(*loads)
+
+
+@pytest.mark.parametrize(
+    ("held", "call", "message"),
+    [
+        (0, {"attention_mask": torch.ones(2, 9)}, "rows hold no padding; pack .* cu_seq_lens"),
+        (0, {"cu_seq_lens": torch.tensor([0, 3, 9, 18])}, "has 3 sequences, but the cache 2 rows"),
+        (0, {"cu_seq_lens": torch.tensor([0, 19])}, "run from 0 to 18"),
+        (0, {"input_ids": torch.ones(1, 9).long()}, "holds 2 rows, this batch has 1"),
+        (
+            0,
+            {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)},
+            "position_ids restart: .* with cu_seq_lens",
+        ),
+        (0, {"input_ids": torch.ones(2, 31).long()}, "31 tokens of a row .* capacity=30"),
+        (
+            0,
+            {"input_ids": torch.ones(1, 33).long(), "cu_seq_lens": torch.tensor([0, 31, 33])},
+            "31 tokens of a row do not fit into the cache's capacity=30",
+        ),
+        (5, {"attention_mask": torch.ones(2, 14)}, "rows hold no padding"),
+        (5, {"cu_seq_lens": torch.tensor([0, 9, 18])}, "already holds 5 tokens"),
+        (5, {"input_ids": torch.ones(3, 1).long()}, "holds 2 rows, this batch has 3"),
+        (5, {"input_ids": torch.ones(3, 9).long()}, "holds 2 rows, this batch has 3"),
+        (5, {"input_ids": torch.ones(2, 26).long()}, "31 tokens of a row .* capacity=30"),
+        (28, {"input_ids": torch.ones(2, 3).long()}, "31 tokens of a row .* capacity=30"),
+        ([5, 2], {}, r"9 new tokens for rows that hold 2, 5 tokens: .* chunk=4 .*rows\(i, i \+ 1"),
+        ([5, 2], {"cu_seq_lens": torch.tensor([0, 9, 18])}, "already holds 2, 5 tokens"),
+        ([28, 2], {"input_ids": torch.ones(2, 3).long()}, "31 tokens of a row .* capacity=30"),
+    ],
+    ids=str,
+)
+def test_bad_input_changes_nothing(held: Any, call: dict[str, Any], message: str) -> None:
+    model, ids = tiny_llama(), text(2) % 97
+    reader = Reader(model, ids, model.static_cache(2, 30, chunk=CHUNK))
+    lengths = held if isinstance(held, list) else [held, held]
+    if held:
+        reader.prompts(lengths)
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": ids[:, :9], **call}, past_key_values=reader.cache)
+    assert reader.cache.lengths.tolist() == lengths
+    if held:
+        reader.step(2)
+    else:
+        reader.prompts([7, 2])
+
+
+def test_gradients_need_another_cache() -> None:
+    model, ids = tiny_llama(), text(2) % 97
+    with torch.enable_grad(), pytest.raises(ValueError, match="keeps no gradients"):
+        model(ids, past_key_values=model.static_cache(2, TOTAL))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_step_in_a_cuda_graph(quantize: Any) -> None:
+    model, ids = tiny_llama(head_dim=64).to("cuda", torch.bfloat16), (text(3) % 97).cuda()
+    caches = [model.static_cache(3, 64, quantize=quantize) for _ in range(2)]
+    given = ids.new_zeros(3, 1)
+    prompts = {k: v.cuda() for k, v in pack(ids.cpu(), [5, 16, 1]).items()}
+    for cache in caches:
+        model(**prompts, past_key_values=cache, max_length_q=16)
+        model(given, past_key_values=cache)  # compiles
+    eager, graphed = caches
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    pairs: list[tuple[Tensor, Tensor]] = []
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            out = model(given, past_key_values=graphed).logits
+        for i in range(12):
+            given.copy_(ids[:, i : i + 1])
+            graph.replay()
+            pairs.append((out.clone(), model(given, past_key_values=eager).logits))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for replayed, expected in pairs:
+        torch.testing.assert_close(replayed, expected, rtol=0, atol=0)
+    graphed.refresh()
+    assert graphed.lengths.tolist() == eager.lengths.tolist() == [18, 29, 14]

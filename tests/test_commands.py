@@ -93,6 +93,23 @@ def test_generate_samples_anew_unless_seeded(directory: Path, tigon: Any) -> Non
     assert len({greedy, seeded[0], seeded[2], *free}) == 5
 
 
+def test_generate_with_every_cache_and_an_assistant(
+    directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ("generate", directory, QUESTION, "--max-new-tokens", 24)
+    expected = tigon(*command)
+    draft = write_model(tmp_path / "draft", num_hidden_layers=1)
+    for arguments in (("--cache", "dynamic"), ("--cache", "static"), ("--assistant", draft)):
+        assert tigon(*command, *arguments) == expected
+    other = write_model(tmp_path / "other", vocab_size=322)
+    for arguments, error in (
+        (("--assistant", other), "vocabulary of 322 tokens, but the model one of 321"),
+        (("--assistant", draft, "--cache", "dynamic"), "needs a cache that can go back"),
+    ):
+        assert main([*map(str, command + arguments)]) == 1
+        assert error in capfd.readouterr().err
+
+
 def test_generate_as_generation_config_says(directory: Path, tigon: Any, tmp_path: Path) -> None:
     command = ("generate", tmp_path / "copy", QUESTION, "--max-new-tokens", 24)
     tigon("export", directory, tmp_path / "copy")

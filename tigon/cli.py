@@ -10,6 +10,7 @@ from typing import Any
 
 from tigon import __version__
 
+CACHES = ("dynamic", "static", "quantized")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -58,6 +59,16 @@ def _parser() -> argparse.ArgumentParser:
         default=256,
         metavar="N",
         help="default: 256; fewer where the model's context ends",
+    )
+    p.add_argument(
+        "--assistant",
+        metavar="MODEL",
+        help="a smaller model with the same tokenizer, which proposes tokens",
+    )
+    p.add_argument(
+        "--cache",
+        choices=CACHES,
+        help="default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     )
     group = p.add_argument_group(
         "sampling", "by default as the model's generation_config says, which mostly is greedy"

@@ -34,6 +34,9 @@ def generate(args: Namespace) -> int:
         do_sample, given = False, {}
     if args.seed is None:
         torch.seed()  # else every process would draw the same
+    assistant = None
+    if args.assistant is not None:
+        assistant = from_pretrained(args.assistant, dtype=_dtype(args), device=model.device)
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
@@ -47,6 +50,8 @@ def generate(args: Namespace) -> int:
         eos_token_id=_ends(model, tokenizer),
         seed=args.seed,
         streamer=show,
+        assistant_model=assistant,
+        cache_implementation=args.cache,
         **given,
     )
     print(stream.finish())
@@ -162,13 +167,14 @@ def _described(args: Namespace) -> tuple[CausalLM, str]:
 
 
 def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
-    dtype: torch.dtype | Literal["auto"] = "auto"
-    if args.dtype != "auto":
-        dtype = getattr(torch, args.dtype)
     device = _device(args.device)
     tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
-    model = from_pretrained(args.model, revision=args.revision, dtype=dtype, device=device)
+    model = from_pretrained(args.model, revision=args.revision, dtype=_dtype(args), device=device)
     return model, tokenizer
+
+
+def _dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
+    return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
 def _device(name: str | None) -> str:

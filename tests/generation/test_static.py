@@ -1,0 +1,259 @@
+"""Static caches say what dynamic ones say: every family, ragged prompts, ends, seeds, chunks."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from tests.generation.common import Counted, blurred, padded, some_ends
+from tests.models.contract import V, tiny_llama
+from tests.models.tiny import CASES, EVERY, FIRST, reference
+from tigon.generation import static
+from tigon.generation.prefill import packs
+from tigon.models import from_pretrained
+
+NEW = 24  # past the windows of 7
+CAUSAL = [(m, c) for m, c in EVERY if "use_bidirectional_attention" not in CASES[m][c]]
+TURNING = [
+    ("llama", "rope dynamic"),
+    ("llama", "rope longrope long"),
+    ("llama", "rope longrope attention_factor"),
+    ("phi3", "longrope"),
+]
+# Of most families more cases differ in what a cache does not see
+STRAIGHT = [
+    (m, c)
+    for m, c in CAUSAL
+    if (m, c) not in TURNING and ((m, c) in FIRST or CASES[m][c].get("sliding_window"))
+]
+
+
+@pytest.fixture(autouse=True)
+def _long_texts() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="a text of .* tokens is longer than")
+        yield
+
+
+@pytest.fixture
+def ragged() -> dict[str, Tensor]:
+    ids, mask = padded((3, 11, 1, 7, 11), 97)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("model_type", "case"), STRAIGHT)
+def test_every_family(model_type: str, case: str, tmp_path: Path) -> None:
+    reference(model_type, CASES[model_type][case], tmp_path)
+    model = from_pretrained(tmp_path)
+    ids, mask = padded((3, 11, 8, 6), 211)
+    common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
+    free = model.generate(ids, eos_token_id=[], **common)
+    ends = some_ends(free, 11, (2, 3, 20, 4))
+    for given in (
+        {"eos_token_id": ends},
+        {"eos_token_id": [], "do_sample": True, "seed": 5, "repetition_penalty": 1.2},
+    ):
+        expected = model.generate(ids, **given, **common)
+        static = model.generate(
+            ids, cache_implementation="static", prefill_chunk_size=10, **given, **common
+        )
+        assert static.tolist() == expected.tolist(), given
+    expected = model.generate(ids, eos_token_id=ends, **common)
+    drafted = model.generate(ids, eos_token_id=ends, assistant_model=blurred(model, 0.1), **common)
+    assert drafted.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("model_type", "case"), TURNING)
+def test_ropes_that_turn_take_a_dynamic_cache(model_type: str, case: str, tmp_path: Path) -> None:
+    reference(model_type, CASES[model_type][case], tmp_path)
+    model = from_pretrained(tmp_path)
+    ids, _ = padded((11, 11), 211)
+    for asked in ("static", "quantized"):
+        with pytest.raises(ValueError, match=rf"'{asked}': \w+ RoPE rotates .* up to 35 passes"):
+            model.generate(ids, max_new_tokens=NEW, cache_implementation=asked)
+    with pytest.raises(ValueError, match=r"assistant_model: \w+ RoPE rotates"):
+        model.generate(ids, max_new_tokens=NEW, assistant_model=model)
+    short = {"max_new_tokens": 5, "eos_token_id": []}  # within all their lengths
+    expected = model.generate(ids, **short)
+    static = model.generate(ids, cache_implementation="static", **short)
+    assert static.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9, 10, 12, 8192])
+def test_prompts_in_chunks(model: tigon.Llama, ragged: dict[str, Tensor], chunk: int) -> None:
+    expected = model.generate(**ragged, max_new_tokens=NEW)
+    counted = Counted(model)
+    tokens = model.generate(
+        **ragged, max_new_tokens=NEW, cache_implementation="static", prefill_chunk_size=chunk
+    )
+    assert tokens.tolist() == expected.tolist()
+    prompts = counted.shapes[: 1 - NEW]
+    assert counted.shapes[1 - NEW :] == [(5, 1)] * (NEW - 1)
+    assert max(b * t for b, t in prompts) <= chunk
+    assert sum(b * t for b, t in prompts) == 33
+    if chunk == 8192:
+        assert prompts == [(1, 33)]  # flat, without padding
+
+
+def test_padding_inside_a_prompt(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    ragged["attention_mask"][1, 4:6] = 0
+    expected = model.generate(**ragged, max_new_tokens=9)
+    tokens = model.generate(**ragged, max_new_tokens=9, cache_implementation="static")
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_packs() -> None:
+    assert list(packs([3, 4, 5, 20, 1, 1], 8)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
+    assert list(packs([9], 8)) == [(0, 1)]
+    assert list(packs([4, 4], 8)) == [(0, 2)]
+    assert list(packs([1, 1, 1], 1)) == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_thousand_prompts_are_as_one_by_one() -> None:
+    model = tiny_llama().eval()
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 40, (1000,), generator=generator).tolist()
+    ids, mask = padded(tuple(lengths), V)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": [7, 8, 9], "pad_token_id": 0}
+    together = model.generate(
+        ids,
+        attention_mask=mask,
+        cache_implementation="static",
+        prefill_chunk_size=256,
+        **settings,
+    )
+    for row, length in enumerate(lengths):
+        alone = model.generate(ids[row : row + 1, -length:], **settings)[0, length:].tolist()
+        assert together[row, ids.shape[1] :].tolist() == alone + [0] * (5 - len(alone))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_leave_and_nobody_notices(
+    model: tigon.Llama, ragged: dict[str, Tensor], sampled: bool
+) -> None:
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, "pad_token_id": 0}
+    settings |= {"repetition_penalty": 1.1, "seed": 3}
+    free = model.generate(**ragged, eos_token_id=[], **settings)
+    settings["eos_token_id"] = some_ends(free, 11, (1, 2, 30, 5, 9))
+    expected = model.generate(**ragged, **settings)
+    counted = Counted(model)
+    tokens = model.generate(**ragged, cache_implementation="static", **settings)
+    assert tokens.tolist() == expected.tolist()
+    rows = [b for b, t in counted.shapes if t == 1]
+    assert rows[0] == 5
+    assert rows[-1] < 3
+    assert rows == sorted(rows, reverse=True)
+
+
+def test_a_quantised_cache_is_close(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    with torch.no_grad():  # likely tokens, that a small error does not change
+        model.lm_head.weight *= 3
+    expected = model.generate(**ragged, max_new_tokens=NEW)
+    tokens = model.generate(**ragged, max_new_tokens=NEW, cache_implementation="quantized")
+    assert tokens.shape == expected.shape
+    assert (tokens[:, 11:13] == expected[:, 11:13]).float().mean() >= 0.8
+    counted = model.static_cache(2, 64, quantize="int8").nbytes
+    assert counted < 0.4 * model.static_cache(2, 64).nbytes  # fp32
+
+
+def test_quantized_means_int8(model: tigon.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    cache = static.make_cache
+    monkeypatch.setattr(
+        static, "make_cache", lambda *a, **k: made.append(cache(*a, **k)) or made[-1]
+    )
+    ids = torch.randint(0, V, (2, 9))
+    for asked, dtype in (("quantized", torch.int8), ("static", torch.float32)):
+        model.generate(ids, max_new_tokens=250, cache_implementation=asked, eos_token_id=[])
+        assert made[-1].layers[0].keys.dtype == dtype
+        assert made[-1].capacity == 512
+    model.generate(ids, max_new_tokens=2)
+    assert len(made) == 2  # on a CPU the dynamic one
+
+
+def test_stop_strings_and_streams(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    class Letters:
+        def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
+            return "".join(chr(97 + i % 26) for i in ids)
+
+    free = model.generate(**ragged, max_new_tokens=NEW, eos_token_id=[])[:, 11:].tolist()
+    spanning = [int(ragged["input_ids"][4, -1]), *free[4][:2]]  # from the prompt on
+    strings = [Letters().decode(ids) for ids in (free[0][4:7], free[3][9:12], spanning)]
+    settings: dict[str, Any] = {"stop_strings": strings, "tokenizer": Letters(), "pad_token_id": 0}
+    settings |= {"max_new_tokens": NEW, "eos_token_id": []}
+    expected = model.generate(**ragged, **settings)
+    for row, end in ((0, 7), (3, 12), (4, 2)):
+        assert expected[row, 11:].tolist() == free[row][:end] + [0] * (NEW - end)
+    seen: list[Tensor] = []
+    tokens = model.generate(
+        **ragged, cache_implementation="static", streamer=seen.append, **settings
+    )
+    assert tokens.tolist() == expected.tolist()
+    assert torch.stack(seen, 1).tolist() == tokens[:, 11:].tolist()
+
+
+def test_no_new_tokens(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    for given in ({"cache_implementation": "static"}, {"assistant_model": model}):
+        tokens = model.generate(**ragged, max_new_tokens=0, **given)
+        assert tokens.tolist() == ragged["input_ids"].tolist()
+
+
+def test_the_random_state_without_a_seed(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    torch.manual_seed(3)
+    expected = model.generate(**ragged, max_new_tokens=9, do_sample=True)
+    torch.manual_seed(3)
+    tokens = model.generate(
+        **ragged, max_new_tokens=9, do_sample=True, cache_implementation="static"
+    )
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_what_comes_back_can_be_trained_on(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
+    tokens = model.generate(**ragged, max_new_tokens=4, cache_implementation="static")
+    model(tokens, labels=tokens).loss.backward()
+    grad = model.lm_head.weight.grad
+    assert grad is not None
+    assert grad.abs().max() > 0
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cache_implementation": "paged"}, "='paged' is not one of dynamic, static, quantized"),
+    ({"cache_implementation": "static", "use_cache": False}, "'static': give one of them"),
+    ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 is not above 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(model: tigon.Llama, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([[5, 6]]), **given)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    ids = torch.tensor([[5, 6], [7, 8]])
+    with pytest.raises(ValueError, match=r"row 0: the scores of token 0 after .* are not finite"):
+        model.generate(ids, do_sample=True, cache_implementation=cache)
+
+
+def test_a_text_past_the_context_is_said_once(model: tigon.Llama) -> None:
+    model = tiny_llama(max_position_embeddings=12)
+    ids = torch.randint(0, V, (2, 9))
+    short = torch.ones_like(ids)
+    short[:, :6] = 0
+    for cache in ("dynamic", "static"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.generate(ids, max_new_tokens=3, cache_implementation=cache)
+            given = {"attention_mask": short, "cache_implementation": cache}
+            model.generate(ids, max_new_tokens=9, **given)
+            assert not caught
+            model.generate(ids, max_new_tokens=9, cache_implementation=cache)
+        assert [str(w.message)[:40] for w in caught] == ["a text of 18 tokens is longer than the 1"]
+        assert caught[0].filename == __file__

@@ -1,0 +1,63 @@
+"""Steps with a cache that grows, or with none: for CPUs, sharded models and turning RoPEs.
+
+# B rows, T prompt tokens, V vocab
+"""
+
+import torch
+from torch import Tensor
+
+from tigon.generation.protocols import Model
+from tigon.generation.sampling import Draws, Sampling
+from tigon.generation.settings import Prompt
+from tigon.layers import KVCache
+
+
+class DynamicSteps:
+    """Prompts keep their padding, and all rows stay to the end."""
+
+    leaves = False
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt,
+        most: int,
+        sampling: Sampling,
+        draws: Draws,
+        use_cache: bool,
+    ):
+        ids, mask = prompt
+        b, t = ids.shape
+        self._model, self._sampling, self._draws = model, sampling, draws
+        self._cache = KVCache() if use_cache else None
+        self._length = t
+        self._tokens = torch.cat((ids, ids.new_zeros(b, most)), 1)
+        self._visible = self._positions = None
+        if mask is not None:
+            self._visible = torch.cat((mask, mask.new_ones(b, most)), 1)
+            self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
+        self._seen = sampling.seen(ids, mask, model.config.vocab_size)
+
+    def __call__(self, left: int) -> Tensor:
+        n, visible, positions = self._length, self._visible, self._positions
+        if self._cache is not None and n == self._model.config.cache_restart:
+            self._cache = KVCache()
+        start = 0 if self._cache is None or self._cache.length == 0 else n - 1
+        logits = self._model(
+            self._tokens[:, start:n],
+            attention_mask=None if visible is None else visible[:, :n],
+            position_ids=None if positions is None else positions[:, start:n],
+            past_key_values=self._cache,
+            use_cache=self._cache is not None,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        new = self._sampling(logits, self._seen, self._draws)[:, None]
+        token = new.clamp(min=0)
+        self._tokens[:, n : n + 1] = token
+        if self._seen is not None:
+            self._seen.scatter_(1, token, True)
+        self._length += 1
+        return new
+
+    def select(self, index: Tensor) -> None:
+        raise NotImplementedError("rows of a KVCache stay to the end")

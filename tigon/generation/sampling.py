@@ -1,0 +1,131 @@
+"""From logits to tokens: transformers' processors, and draws that no other row changes.
+
+# B rows at first, b rows now, V vocab
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NOT_FINITE = -2  # sampled where the scores are
+
+
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Scores [b, V] where `seen` is True move down: positive / penalty, negative * penalty."""
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def keep_top_k(scores: Tensor, k: int) -> Tensor:
+    """-inf below the k-th largest score of a row; scores equal to it all stay."""
+    kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill(scores < kth, float("-inf"))
+
+
+def keep_top_p(scores: Tensor, p: float) -> Tensor:
+    """-inf outside the smallest set of tokens whose probability reaches p."""
+    ascending, order = scores.sort()
+    remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    remove[:, -1] = False
+    return scores.masked_fill(remove.scatter(1, order, remove), float("-inf"))
+
+
+def keep_min_p(scores: Tensor, p: float) -> Tensor:
+    """-inf where the probability is below p times the largest of the row."""
+    probabilities = scores.softmax(-1)
+    floor = p * probabilities.amax(-1, keepdim=True)
+    return scores.masked_fill(probabilities < floor, float("-inf"))
+
+
+class Draws:
+    """Random numbers for the rows of a batch: a row's are the same whichever others have left."""
+
+    def __init__(self, rows: int, device: torch.device, generator: torch.Generator | None):
+        self.generator = generator  # None: the device's own
+        self._batch, self._device = rows, device
+        self._rows: Tensor | None = None  # those still here; None: all
+
+    def exponential(self, columns: int) -> Tensor:
+        """[b, columns] fp32 of Exp(1)."""
+        return self._here(self._empty(columns).exponential_(generator=self.generator))
+
+    def uniform(self, columns: int) -> Tensor:
+        """[b, columns] fp32 in [0, 1)."""
+        return self._here(self._empty(columns).uniform_(generator=self.generator))
+
+    def select(self, index: Tensor) -> None:
+        """Go on for these rows of the b alone."""
+        self._rows = index if self._rows is None else self._rows[index]
+
+    def _empty(self, columns: int) -> Tensor:
+        return torch.empty(self._batch, columns, device=self._device)
+
+    def _here(self, numbers: Tensor) -> Tensor:
+        return numbers if self._rows is None else numbers.index_select(0, self._rows)
+
+
+def draw(weights: Tensor, draws: Draws) -> Tensor:
+    """One column of weights [b, V] per row, as likely as it is heavy: [b].
+
+    The largest of weight / Exp(1), as torch.multinomial finds it: the same column for the same
+    random state, without asking the device whether the weights are any good. NOT_FINITE if not.
+    """
+    value, column = (weights / draws.exponential(weights.shape[-1])).max(-1)
+    return column.masked_fill(value.isnan(), NOT_FINITE)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How logits become a token: transformers' processors, in transformers' order."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+
+    def __post_init__(self) -> None:
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} is not above 0")
+        if not self.do_sample:
+            return
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature} is not above 0; do_sample=False is greedy"
+            )
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} is negative; 0 keeps every token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} is not in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} is not in [0, 1]")
+
+    def scores(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        """Logits [b, V] of the next token to the fp32 scores that it is chosen by."""
+        scores = logits.float()
+        if seen is not None:
+            scores = penalize_repetition(scores, seen, self.repetition_penalty)
+        if not self.do_sample:
+            return scores
+        if self.temperature != 1:
+            scores = scores / self.temperature
+        if self.top_k:
+            scores = keep_top_k(scores, self.top_k)
+        if self.top_p < 1:
+            scores = keep_top_p(scores, self.top_p)
+        return keep_min_p(scores, self.min_p) if self.min_p else scores
+
+    def __call__(self, logits: Tensor, seen: Tensor | None, draws: Draws) -> Tensor:
+        """The next token of every row: [b]."""
+        scores = self.scores(logits, seen)
+        return draw(scores.softmax(-1), draws) if self.do_sample else scores.argmax(-1)
+
+    def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
+        """The tokens [b, V] that a prompt [b, T] has, if they count."""
+        if self.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(prompt.shape[0], vocab, dtype=torch.bool, device=prompt.device)
+        # In place of padding, which is on the left, the last token once more
+        real = prompt if mask is None else torch.where(mask, prompt, prompt[:, -1:])
+        return seen.scatter_(1, real, True)

@@ -1,0 +1,163 @@
+"""Speculative decoding: a draft proposes tokens, and the model reads them all in one pass.
+
+What comes out is distributed as if the model had said it token by token; greedily, it is that.
+Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own.
+
+# B rows, T prompt tokens, k proposed tokens, V vocab
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tigon.generation.graph import Replay
+from tigon.generation.prefill import prefill
+from tigon.generation.protocols import Model
+from tigon.generation.sampling import Draws, Sampling, draw
+from tigon.generation.settings import Prompt
+from tigon.generation.static import make_cache
+from tigon.generation.stopping import ABSENT
+
+
+def judge(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """How many of `proposed` [B, k], drawn from q [B, k, V], are kept: [B]; and the token after.
+
+    p [B, k + 1, V] are the probabilities to obey. Each proposal is kept with probability p / q;
+    behind the first that is not, the token comes from what p has more than q.
+    """
+    k = proposed.shape[1]
+    wanted, had = (x.gather(2, proposed[..., None]).squeeze(2) for x in (p[:, :k], q))
+    kept = leading(draws.uniform(k) * had < wanted)
+    rest = p.clone()
+    rest[:, :k] -= q
+    return kept, draw(_at(rest, kept).clamp(min=0), draws)
+
+
+def leading(fits: Tensor) -> Tensor:
+    """How many columns of fits [B, k] are True before the first that is not: [B]."""
+    return fits.long().cumprod(1).sum(1)
+
+
+def _at(x: Tensor, column: Tensor) -> Tensor:
+    """x [B, n, ...] at column [B] of each row."""
+    return x[torch.arange(len(column), device=x.device), column]
+
+
+class SpeculativeSteps:
+    """The first step reads the prompts; each further one proposes k tokens and reads them.
+
+    Rows keep different numbers of them, so each is at a place of its own.
+    """
+
+    leaves = True
+
+    def __init__(
+        self,
+        model: Model,
+        draft: Model,
+        prompt: Prompt,
+        most: int,
+        sampling: Sampling,
+        draws: Draws,
+        *,
+        proposals: int,
+        prefill_chunk_size: int,
+        quantize: Literal["int8"] | None = None,
+    ):
+        b, self._t = prompt.ids.shape
+        device = prompt.ids.device
+        self._model, self._draft, self._most, self._k = model, draft, most, proposals
+        self._sampling, self._draws = sampling, draws
+        # A row that has all its tokens goes on proposing behind them until the others have theirs
+        room, chunk = most + proposals + 1, proposals + 1
+        self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
+        self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
+        self._seen = sampling.seen(*prompt, model.config.vocab_size)
+        self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, room)), 1)
+        self._prompts = torch.tensor(prompt.lengths(), dtype=torch.int32, device=device)  # [B]
+        self._said = torch.zeros(b, dtype=torch.int32, device=device)  # tokens after them
+        self._replay = self._new_replay()
+        prefill(draft, self._draft_cache, prompt, prefill_chunk_size)
+        self._logits: Tensor | None = prefill(model, self._cache, prompt, prefill_chunk_size)
+
+    def __call__(self, left: int) -> Tensor:
+        if self._logits is None:
+            return self._replay(self._step, left)
+        logits, self._logits = self._logits, None
+        new = self._sampling(logits, self._seen, self._draws)
+        nothing = new.new_zeros(len(new), self._k)
+        return self._record(nothing, torch.zeros_like(new), new)
+
+    def select(self, index: Tensor) -> None:
+        index = index.to(self._tokens.device)
+        for part in (self._cache, self._draft_cache, self._draws):
+            part.select(index)
+        self._tokens, self._prompts = self._tokens[index], self._prompts[index]
+        self._said = self._said[index]
+        self._seen = None if self._seen is None else self._seen[index]
+        self._replay = self._new_replay()
+
+    def _step(self) -> Tensor:
+        proposed, q, seen = self._propose()
+        held = self._prompts + self._said
+        self._cache.crop(held - 1)  # all but the last token
+        out = self._model(
+            torch.cat((self._recent(1), proposed), 1),
+            past_key_values=self._cache,
+            logits_to_keep=0,
+        )
+        b, n, v = out.logits.shape
+        flat_seen = None if seen is None else seen.flatten(0, 1)
+        scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen).view(b, n, v)
+        if q is None:
+            choice = scores.argmax(-1)
+            kept = leading(choice[:, :-1] == proposed)
+            return self._record(proposed, kept, _at(choice, kept))
+        return self._record(proposed, *judge(scores.softmax(-1), q, proposed, self._draws))
+
+    def _propose(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Proposals [B, k]; if sampled, from which q [B, k, V]; seen [B, k + 1, V] before each."""
+        sampling = self._sampling
+        # The draft has not read its own last proposal: the last two tokens are new to it then
+        self._draft_cache.crop(self._prompts + self._said - 2)
+        new, seen = self._recent(2), self._seen
+        proposed, q, all_seen = [], [], [] if seen is None else [seen]
+        for _ in range(self._k):
+            out = self._draft(new, past_key_values=self._draft_cache, logits_to_keep=1)
+            scores = sampling.scores(out.logits[:, -1], seen)
+            if sampling.do_sample:
+                q.append(scores.softmax(-1))
+                new = draw(q[-1], self._draws).clamp(min=0)[:, None]
+            else:
+                new = scores.argmax(-1, keepdim=True)
+            if seen is not None:
+                seen = seen.scatter(1, new, True)
+                all_seen.append(seen)
+            proposed.append(new)
+        return (
+            torch.cat(proposed, 1),
+            torch.stack(q, 1) if q else None,
+            torch.stack(all_seen, 1) if all_seen else None,
+        )
+
+    def _recent(self, n: int) -> Tensor:
+        """The last n tokens of every row: [B, n]."""
+        at = self._t + self._said[:, None] + torch.arange(-n, 0, device=self._said.device)
+        return self._tokens.gather(1, at)
+
+    def _record(self, proposed: Tensor, kept: Tensor, last: Tensor) -> Tensor:
+        """Keep so many proposals and the token after them: [B, k + 1], ABSENT behind it."""
+        column = torch.arange(self._k + 1, device=kept.device)
+        new = torch.cat((proposed, last[:, None]), 1)
+        new = torch.where(column == kept[:, None], last[:, None], new)
+        real = column <= kept[:, None]
+        tokens = new.clamp(min=0)
+        self._tokens.scatter_(1, self._t + self._said[:, None] + column, tokens)
+        if self._seen is not None:
+            self._seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
+        self._said.add_(kept + 1).clamp_(max=self._most)
+        return new.masked_fill(~real, ABSENT)
+
+    def _new_replay(self) -> Replay:
+        return Replay(next(self._model.parameters()), self._draws.generator)

@@ -1,0 +1,84 @@
+"""Steps with a cache of fixed size, which a CUDA graph can repeat.
+
+# B rows at first, b rows now, V vocab
+"""
+
+from typing import Literal
+
+from torch import Tensor
+
+from tigon.generation.graph import Replay
+from tigon.generation.prefill import prefill
+from tigon.generation.protocols import Model
+from tigon.generation.sampling import Draws, Sampling
+from tigon.generation.settings import Prompt
+from tigon.layers import StaticCache
+
+ROUND = 256  # capacities are multiples of
+
+
+def make_cache(
+    model: Model,
+    prompt: Prompt,
+    new: int,
+    *,
+    chunk: int = 1,
+    quantize: Literal["int8"] | None = None,
+) -> StaticCache:
+    """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
+    capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
+    return model.static_cache(
+        prompt.ids.shape[0], capacity, chunk=max(16, chunk), quantize=quantize
+    )
+
+
+class StaticSteps:
+    """The first step reads the prompts, each further one a token of every row."""
+
+    leaves = True
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Prompt,
+        most: int,
+        sampling: Sampling,
+        draws: Draws,
+        *,
+        prefill_chunk_size: int,
+        quantize: Literal["int8"] | None = None,
+    ):
+        self._model, self._sampling, self._draws = model, sampling, draws
+        self._cache = make_cache(model, prompt, most, quantize=quantize)
+        self._seen = sampling.seen(*prompt, model.config.vocab_size)
+        self._last = prompt.ids[:, -1:].clone()  # [b, 1]
+        self._replay = self._new_replay()
+        self._logits: Tensor | None = prefill(model, self._cache, prompt, prefill_chunk_size)
+
+    def __call__(self, left: int) -> Tensor:
+        if self._logits is None:
+            return self._replay(self._step, left)
+        logits, self._logits = self._logits, None
+        return self._choose(logits)
+
+    def select(self, index: Tensor) -> None:
+        index = index.to(self._last.device)
+        self._cache.select(index)
+        self._draws.select(index)
+        self._last = self._last[index]
+        self._seen = None if self._seen is None else self._seen[index]
+        self._replay = self._new_replay()
+
+    def _step(self) -> Tensor:
+        out = self._model(self._last, past_key_values=self._cache, logits_to_keep=1)
+        return self._choose(out.logits[:, -1])
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        new = self._sampling(logits, self._seen, self._draws)[:, None]
+        self._last.copy_(new.clamp(min=0))
+        if self._seen is not None:
+            self._seen.scatter_(1, self._last, True)
+        return new
+
+    def _new_replay(self) -> Replay:
+        return Replay(next(self._model.parameters()), self._draws.generator)

@@ -1,0 +1,218 @@
+"""Log-likelihoods of continuations, with the contexts that they share read once.
+
+# G contexts, B rows of continuations, T tokens of the longest, N tokens of all, V vocab
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tigon.models import CausalLM
+
+IGNORE = -100
+MOST_LOGITS = 128  # contexts whose next token's logits exist at a time
+Request = tuple[tuple[int, ...], tuple[int, ...]]  # context and continuation
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    logprob: float  # of the whole continuation, in nats
+    greedy: bool  # whether greedy decoding would say exactly that
+    tokens: int  # of the continuation
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests of one context."""
+
+    context: tuple[int, ...]
+    members: tuple[int, ...]  # their places in what was given
+    longest: int  # tokens of a continuation that are read: all but its last
+
+
+def log_likelihoods(
+    model: CausalLM,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    tokens_per_batch: int = 8192,
+) -> list[Likelihood]:
+    """How likely the model finds each continuation after its context, in the order given.
+
+    A request is (context, continuation), both token ids and neither empty; where nothing comes
+    before, the context is the token that begins a text. Equal contexts, as those of a question
+    with several answers, are read once, and what follows them from copies of their keys and
+    values; requests that share nothing are packed. The result is that of one forward pass per
+    request, to rounding. `tokens_per_batch` is about what a forward pass reads at most, and what
+    a cache has room for, of which there are two at a time; a longer request is a batch of its
+    own. Raises for a request longer than the model's max_position_embeddings.
+    """
+    if tokens_per_batch < 1:
+        raise ValueError(f"tokens_per_batch={tokens_per_batch} is not above 0")
+    if not model.config.causal:
+        raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
+    checked = [_checked(model, i, *request) for i, request in enumerate(requests)]
+    together: dict[tuple[int, ...], list[int]] = {}
+    for i, (context, _) in enumerate(checked):
+        together.setdefault(context, []).append(i)
+    turn = _turn(model)
+
+    def far(tokens: int) -> bool:
+        """A forward pass rotates all that it reads alike: these and others go apart."""
+        return turn is not None and tokens > turn
+
+    shared: list[Group] = []
+    alone: list[int] = []
+    for context, members in together.items():
+        reads = [len(checked[i][1]) - 1 for i in members]
+        apart = len(context) * len(members) + sum(reads)
+        pays = len(context) + max(reads) * len(members) < apart
+        if pays and far(len(context)) == far(len(context) + max(reads)):
+            shared.append(Group(context, tuple(members), max(reads)))
+        else:
+            alone += members
+
+    found: dict[int, Likelihood] = {}
+    with torch.inference_mode():
+        totals = [sum(map(len, request)) - 1 for request in checked]
+        alone.sort(key=lambda i: totals[i], reverse=True)
+        for batch in _batches([(totals[i], far(totals[i])) for i in alone], tokens_per_batch):
+            found |= _packed(model, checked, alone[batch])
+        shared.sort(key=lambda g: len(g.context) + g.longest, reverse=True)
+        sizes = [(len(g.context) + g.longest, far(len(g.context))) for g in shared]
+        for batch in _batches(sizes, tokens_per_batch, MOST_LOGITS):
+            found |= _forked(model, checked, shared[batch], tokens_per_batch)
+    return [found[i] for i in range(len(checked))]
+
+
+def _checked(
+    model: CausalLM, number: int, context: Sequence[int], continuation: Sequence[int]
+) -> Request:
+    request = tuple(map(int, context)), tuple(map(int, continuation))
+    for name, ids in zip(("context", "continuation"), request, strict=True):
+        if not ids:
+            hint = "; begin with the token that begins a text" if name == "context" else ""
+            raise ValueError(f"request {number} has an empty {name}{hint}")
+        wrong = next((i for i in ids if not 0 <= i < model.config.vocab_size), None)
+        if wrong is not None:
+            vocab = model.config.vocab_size
+            raise ValueError(f"request {number} has token {wrong}, outside of [0, {vocab})")
+    most, total = model.config.max_position_embeddings, sum(map(len, request))
+    if total - 1 > most:
+        raise ValueError(
+            f"request {number} reads {total - 1} tokens, but the model takes "
+            f"max_position_embeddings={most}: cut {total - 1 - most} tokens from the left"
+        )
+    return request
+
+
+def _turn(model: CausalLM) -> int | None:
+    """Tokens beyond which LongRoPE rotates all positions of a text otherwise."""
+    ropes = [r for r in model.config.ropes.values() if r.get("rope_type") == "longrope"]
+    return min((int(r["original_max_position_embeddings"]) for r in ropes), default=None)
+
+
+def _batches(
+    sizes: Sequence[tuple[int, bool]], tokens: int, most: int | None = None
+) -> Iterator[slice]:
+    """Runs of one kind of (size, kind), in which number times largest stays within `tokens`."""
+    start = largest = 0
+    for end, (size, kind) in enumerate(sizes):
+        largest = max(largest, size)
+        count = end + 1 - start
+        full = count * largest > tokens or (most is not None and count > most)
+        if end > start and (full or kind != sizes[start][1]):
+            yield slice(start, end)
+            start, largest = end, size
+    if sizes:
+        yield slice(start, len(sizes))
+
+
+def _packed(
+    model: CausalLM, requests: Sequence[Request], members: Sequence[int]
+) -> dict[int, Likelihood]:
+    """Context and continuation of each in one flat row."""
+    rows, labels = [], []
+    for context, continuation in (requests[i] for i in members):
+        rows.append(torch.tensor(context + continuation[:-1]))
+        labels.append(torch.full((len(rows[-1]),), IGNORE))
+        labels[-1][len(context) - 1 :] = torch.tensor(continuation)
+    targets = torch.cat(labels)
+    nll, right = _scored(model, torch.cat(rows)[None], targets[None], cu_seq_lens=_bounds(rows))
+    counts = [len(requests[i][1]) for i in members]
+    scored = targets != IGNORE
+    parts = zip(nll[0][scored].split(counts), right[0][scored].split(counts), strict=True)
+    return {
+        i: Likelihood(-n.sum().item(), bool(r.all()), len(n))
+        for i, (n, r) in zip(members, parts, strict=True)
+    }
+
+
+def _forked(
+    model: CausalLM, requests: Sequence[Request], groups: Sequence[Group], tokens: int
+) -> dict[int, Likelihood]:
+    """Contexts into a cache, one a row; then the continuations, after copies of these rows."""
+    longest = max(g.longest for g in groups)
+    room = max(len(g.context) for g in groups) + longest
+    contexts = [torch.tensor(g.context) for g in groups]
+    bounds = _bounds(contexts)
+    cache = model.static_cache(len(groups), room, chunk=longest) if longest else None
+    logits = model(
+        torch.cat(contexts)[None].to(model.device),
+        cu_seq_lens=bounds,
+        past_key_values=cache,
+        logits_to_keep=bounds[1:] - 1,
+    ).logits[0]
+    # The first token of each continuation, by the last one of its context: [members]
+    members = [i for g in groups for i in g.members]
+    row = torch.arange(len(groups)).repeat_interleave(
+        torch.tensor([len(g.members) for g in groups])
+    )
+    first = torch.tensor([requests[i][1][0] for i in members])
+    logprobs = logits.float().log_softmax(-1)
+    sums = logprobs[row.to(model.device), first.to(model.device)].cpu().double()
+    greedy = logprobs.argmax(-1).cpu()[row] == first
+
+    # The others, in batches of rows; the longest first, so that there is little padding
+    order = [m for m in range(len(members)) if len(requests[members[m]][1]) > 1]
+    order.sort(key=lambda m: len(requests[members[m]][1]), reverse=True)
+    for batch in _batches([(room, True)] * len(order), tokens):
+        assert cache is not None
+        chosen = order[batch]
+        said = [torch.tensor(requests[members[m]][1]) for m in chosen]
+        ids = pad_sequence([s[:-1] for s in said], batch_first=True)
+        labels = pad_sequence([s[1:] for s in said], batch_first=True, padding_value=IGNORE)
+        fork = cache.rows(0, len(groups))
+        fork.select(row[chosen])
+        # Padding has its row's last position, lest a RoPE that looks for the largest finds it
+        last = torch.tensor([len(s) - 2 for s in said])[:, None]
+        start = torch.tensor([len(groups[g].context) for g in row[chosen].tolist()])[:, None]
+        positions = start + torch.arange(ids.shape[1]).clamp(max=last)
+        nll, right = _scored(
+            model, ids, labels, past_key_values=fork, position_ids=positions.to(model.device)
+        )
+        sums[chosen] -= nll.sum(1)
+        greedy[chosen] &= right.all(1)
+    return {
+        i: Likelihood(sums[m].item(), bool(greedy[m]), len(requests[i][1]))
+        for m, i in enumerate(members)
+    }
+
+
+def _scored(model: CausalLM, ids: Tensor, labels: Tensor, **more: object) -> tuple[Tensor, Tensor]:
+    """Nats [B, T] in fp64, 0 where there is no label, and whether greedy decoding agrees."""
+    out = model(
+        ids.to(model.device),
+        shift_labels=labels.to(model.device),
+        loss_reduction="none",
+        metrics=("predicted_tokens",),
+        **more,
+    )
+    predicted = out.metrics["predicted_tokens"].cpu()
+    return out.loss.cpu().double(), (predicted == labels) | (labels == IGNORE)
+
+
+def _bounds(rows: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)

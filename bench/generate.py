@@ -2,12 +2,12 @@
 
 python bench/generate.py [--only CASE,...] [--quick] [--out FILE]     # on a GPU
 python bench/generate.py --cpu [--quick] [--out FILE]
-python bench/generate.py --table
+python bench/generate.py --table | --write-docs
 
 The first form takes random weights of the shape of Llama-3.1-8B, the second SmolLM2-135M in fp32.
 Both print tables and verdicts and write the figures as JSON: a whole run into bench/results, a part
-of one into bench/out. The third shows the newest of both as Markdown. docs/generation.md says what
-is compared, and how.
+of one into bench/out. The third shows the newest of both as Markdown, or puts it into
+docs/generation.md, which says what is compared, and how.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from bench._common import RESULTS, ROOT, save, stamp
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
 from bench.measure import BEGIN, ONCE, Effort, progress
 from bench.peers import imported
-from bench.report import figure, markdown
+from bench.report import figure, insert, markdown
 from bench.timing import quantiles
 
 Record = dict[str, Any]
@@ -376,12 +376,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--commit", help="what git describe --always --dirty says, for a copy without git"
     )
     parser.add_argument("--table", action="store_true", help="print the newest runs as Markdown")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put them into docs/generation.md"
+    )
     options = parser.parse_args(arguments)
-    if options.table:
+    if options.table or options.write_docs:
         files = sorted(RESULTS.glob("generate-*.json"))
         if not files:
             parser.error(f"no generate-*.json in {RESULTS}")
-        print("\n\n".join(show(json.loads(f.read_text(encoding="utf-8"))) for f in files))
+        newest = "\n\n".join(show(json.loads(f.read_text(encoding="utf-8"))) for f in files)
+        if options.write_docs:
+            insert(newest, ROOT / "docs/generation.md", "generate")
+        else:
+            print(newest)
         return
     if options.cpu:
         run_cpu(options.quick, options.out, options.commit)

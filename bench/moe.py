@@ -31,7 +31,7 @@ from torch import Tensor
 from bench._common import RESULTS, ROOT, save, stamp
 from bench.measure import progress
 from bench.peers import imported, versions
-from bench.report import between, markdown
+from bench.report import insert, markdown
 from bench.timing import milliseconds, peak_mib, quantiles, relative_l2
 
 # tokens, model dim, intermediate size, experts, experts per token; and transformers' experts
@@ -307,8 +307,7 @@ def write_docs() -> None:
     """The newest record, between its markers."""
     records = [json.loads(path.read_text()) for path in RESULTS.glob("moe-*.json")]
     newest = max(records, key=lambda record: record["date"])
-    path = ROOT / "docs/kernels.md"
-    path.write_text(between(path.read_text(), tables(newest), path.name, "moe"))
+    insert(tables(newest), ROOT / "docs/kernels.md", "moe")
 
 
 def main() -> int:

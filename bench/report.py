@@ -252,6 +252,11 @@ def between(text: str, block: str, name: str, kind: str = "kernels") -> str:
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
+def insert(block: str, path: Path, kind: str) -> None:
+    """`block` into the file, between its markers of that kind."""
+    path.write_text(between(path.read_text(encoding="utf-8"), block, path.name, kind), "utf-8")
+
+
 def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
     link = "![times the bound, per operator and library]"

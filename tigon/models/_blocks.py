@@ -6,8 +6,8 @@ from tigon.kernels.attention import AttentionMask
 from tigon.layers import (
     AddRMSNorm,
     Attention,
+    Cache,
     GatedMLP,
-    KVCache,
     RMSNorm,
     Rotation,
     Routed,
@@ -80,7 +80,7 @@ class PreNormBlock(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         mask: AttentionMask,
-        cache: KVCache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor | Routed, Tensor]:
         scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
@@ -115,7 +115,7 @@ class SandwichBlock(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         mask: AttentionMask,
-        cache: KVCache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
         pre_attention, post_attention, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_attention(x, residual)
@@ -140,7 +140,7 @@ class PostNormBlock(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         mask: AttentionMask,
-        cache: KVCache | None,
+        cache: Cache | None,
     ) -> tuple[Tensor, Tensor]:
         stream = x if residual is None else residual + x
         x = self.self_attn(stream, rotation, mask, cache)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+MOST_REAL = 7 / 8  # of a batch, where its padding is left out
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
@@ -62,6 +63,7 @@ class AttentionMask:
         self._bias: dict[tuple[int | None, torch.dtype], Tensor] = {}
         self._blocks: dict[int | None, BlockMask] = {}
         self._sequences: Sequences | str | None = None
+        self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
         self._even: Self | None = None
         self._padded: Self | None = None
 
@@ -117,8 +119,36 @@ class AttentionMask:
             if len(runs) != len(runs.unique()):
                 return "there is padding inside a sequence"
         cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
+        self._looked = cu, real.flatten()[cu[:-1].long()]
         longest = int(cu.diff().max())
         return Sequences(cu.to(device, non_blocking=True), longest)
+
+    def unpadded(self) -> tuple[Tensor, Self] | None:
+        """Places of the real tokens in the flattened batch, [N], and their mask as one row.
+
+        None where there is too little padding to move tokens for, or some inside a sequence, or
+        where the caller's bounds make sequences of it.
+        """
+        if self.key_mask is None or self.past or self.cu_seq_lens is not None:
+            return None
+        self.sequences()
+        if self._looked is None or not self._looked[1].any():
+            return None
+        cu, real = self._looked
+        lengths, device = cu.diff(), self.key_mask.device
+        kept = lengths[real]
+        if kept.sum() > MOST_REAL * cu[-1]:
+            return None
+        index = real.repeat_interleave(lengths).nonzero()[:, 0]
+        mask = type(self)(
+            len(index),
+            segment_ids=torch.arange(len(kept)).repeat_interleave(kept)[None].to(device),
+            causal=self.causal,
+            cu_seq_lens=F.pad(kept.cumsum(0), (1, 0)).int().to(device),
+            longest=int(kept.max()),
+            backend=self.backend,
+        )
+        return index.to(device), mask
 
     def even(self, longest: int) -> Self:
         """The mask of the same batch as rows of `longest` tokens, each a sequence."""

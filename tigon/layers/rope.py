@@ -62,6 +62,8 @@ def _longrope_scaling(p: Mapping[str, Any]) -> float:
 
 # Types that also scale cos and sin, and the factor when the config does not give one.
 SCALED = {"yarn": _yarn_scaling, "longrope": _longrope_scaling}
+# Types whose frequencies depend on the largest position of the batch, padding's too
+TURNING = ("dynamic", "longrope")
 
 
 class Rotation(NamedTuple):

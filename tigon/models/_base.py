@@ -31,6 +31,7 @@ from tigon.layers import (
     balance,
     tally,
 )
+from tigon.layers.rope import TURNING
 from tigon.models import _load, _save
 from tigon.models._config import Config
 from tigon.models._inputs import Inputs, first_given, resolve_inputs
@@ -382,14 +383,25 @@ class CausalLM(nn.Module):
             # Before the blocks are launched, so that nobody waits for it
             active = active_rows(targets["targets"], weights)
             targets |= {"metrics": metrics, "active": active}
+        # Where kernels go by the bounds of sequences, blocks need not compute padding: its hidden
+        # states are 0 then, and its logits, which mean nothing anyway, those of 0
+        real = inputs.mask.unpadded() if cache is None and self._may_unpad(x) else None
+        rows, position_ids, mask = x, inputs.position_ids, inputs.mask
+        if real is not None:
+            places, mask = real
+            rows = x.flatten(0, 1)[places][None]
+            position_ids = position_ids.expand(b, t).flatten()[places][None]
         hidden, tallies = self.model(
-            x,
-            inputs.position_ids,
-            inputs.mask,
+            rows,
+            position_ids,
+            mask,
             cache,
             self.activation_checkpointing,
             bool(of_routing or (targets and self.config.balanced)),
         )
+        if real is not None:
+            hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
+            hidden = hidden.view(x.shape)
         want = self.defaults.return_logits if return_logits is None else return_logits
         out = self.lm_head(
             take(hidden, kept),
@@ -398,6 +410,13 @@ class CausalLM(nn.Module):
         )
         result = CausalLMOutput(out.loss, out.logits, cache, out.metrics)
         return self._add_routing(result, tallies, share, of_routing)
+
+    def _may_unpad(self, x: Tensor) -> bool:
+        """Whether the host may look for padding, and RoPE does not turn with the longest row."""
+        if x.device.type != "cuda" or x.dtype == torch.float32 or torch.compiler.is_compiling():
+            return False
+        turning = any(r.get("rope_type") in TURNING for r in self.config.ropes.values())
+        return not turning and not torch.cuda.is_current_stream_capturing()
 
     def _add_routing(
         self,

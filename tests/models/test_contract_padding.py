@@ -1,0 +1,144 @@
+"""Padding that is left out of the blocks: nothing of a real token changes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama, tokens
+from tigon.models import CausalLM
+
+B, T = 3, 16
+CUDA = torch.cuda.is_available()
+LENGTHS = (9, 3, 16)
+AT = torch.arange(T)
+MASKS: dict[str, Tensor] = {
+    "right": torch.stack([n > AT for n in LENGTHS]),
+    "left": torch.stack([T - n <= AT for n in LENGTHS]),
+    "both": torch.stack([(AT >= 2) & (AT < 9), AT < 4, AT >= 1]),
+    "a row of nothing": torch.stack([AT < 9, AT < 0, AT < 16]),
+}
+# The first row holds two sequences
+RESTARTING = torch.stack([torch.cat([torch.arange(5), torch.arange(T - 5)]), AT, AT])
+
+
+def build(family: str) -> CausalLM:
+    if family == "llama":
+        return tiny_llama()
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "qwen3_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+        },
+    }[family]
+    cls = {"gemma3": tigon.Gemma3, "qwen3_moe": tigon.Qwen3Moe}[family]
+    config = {k: v for k, v in TINY.items() if k != "model_type"} | config | {"head_dim": 8}
+    return cls.from_config(config | {"num_hidden_layers": 2, "initializer_range": 0.2})
+
+
+class Rows(list[tuple[int, ...]]):
+    """Shapes of what the blocks were given."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        layer = model.model.layers[0]
+        layer.register_forward_pre_hook(lambda _, given: self.append(given[0].shape[:2]))
+
+
+@pytest.fixture
+def unpads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As on a GPU in 16 bits."""
+    monkeypatch.setattr(CausalLM, "_may_unpad", lambda *_: True)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_real_tokens_are_as_before(
+    unpads: pytest.MonkeyPatch, family: str, mask: Tensor, packed: bool
+) -> None:
+    model = build(family)
+    ids, _ = tokens(B, T)
+    labels = ids.masked_fill(~mask, -100)
+    labels[:, 1:][~mask[:, :-1]] = -100  # what padding says of a first token means nothing
+    batch: dict[str, Any] = {"attention_mask": mask.long()}
+    batch |= {"position_ids": RESTARTING} if packed else {}
+    metrics = ["nll", "entropy"] + (["expert_load", "aux_loss"] if family == "qwen3_moe" else [])
+    rows = Rows(model)
+    out = model(ids, labels=labels, return_logits=True, metrics=metrics, **batch)
+    found = gradients(out.loss, model)
+    assert rows == [(1, int(mask.sum()))]
+    unpads.undo()
+    plain = model(ids, labels=labels, return_logits=True, metrics=metrics, **batch)
+    assert rows[1] == (B, T)
+    torch.testing.assert_close(out.loss, plain.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.logits[mask], plain.logits[mask], rtol=1e-4, atol=1e-5)
+    for name in metrics:
+        torch.testing.assert_close(out.metrics[name], plain.metrics[name], rtol=1e-4, atol=1e-5)
+    assert_same_gradients(found, gradients(plain.loss, model), 2e-5)
+
+
+def test_positions_given_for_padded_rows(unpads: pytest.MonkeyPatch) -> None:
+    model, mask = tiny_llama(), MASKS["left"]
+    ids, _ = tokens(B, T)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    rows = Rows(model)
+    logits = model(ids, **given).logits
+    assert rows == [(1, int(mask.sum()))]
+    for row, n in enumerate(LENGTHS):
+        alone = model(ids[row : row + 1, -n:]).logits[0]
+        torch.testing.assert_close(logits[row, -n:], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_recomputed_blocks(unpads: pytest.MonkeyPatch) -> None:
+    model, mask = tiny_llama(), MASKS["right"]
+    ids, _ = tokens(B, T)
+    labels = ids.masked_fill(~mask, -100)
+    expected = gradients(model(ids, labels=labels, attention_mask=mask).loss, model)
+    model.activation_checkpointing = True
+    found = gradients(model(ids, labels=labels, attention_mask=mask).loss, model)
+    assert_same_gradients(found, expected)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.stack([AT < T, AT < T, T - 5 > AT]),  # less than an eighth
+        torch.stack([(AT < 3) | (AT > 9), AT < 3, AT < 16]),  # holes
+        torch.zeros(B, T, dtype=torch.bool),
+    ],
+    ids=["little", "holes", "nothing"],
+)
+def test_padding_that_stays(unpads: pytest.MonkeyPatch, mask: Tensor) -> None:
+    model = tiny_llama()
+    rows = Rows(model)
+    model(tokens(B, T)[0], attention_mask=mask)
+    assert rows[0] == (B, T)
+
+
+def test_bounds_that_make_sequences_of_padding(unpads: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    rows = Rows(model)
+    cu = torch.tensor([0, 9, T, T + 3, 2 * T, 3 * T])
+    model(tokens(B, T)[0], attention_mask=MASKS["right"], cu_seq_lens=cu)
+    assert rows[0] == (B, T)
+
+
+def test_where_it_is_done() -> None:
+    """Not where attention would spell out a mask over the longer row, or RoPE turns."""
+    model, x = tiny_llama(), torch.zeros(1, 2, 56)
+    assert not model._may_unpad(x)
+    assert not model._may_unpad(x.bfloat16())
+    if CUDA:
+        assert not model._may_unpad(x.cuda())
+        assert model._may_unpad(x.bfloat16().cuda())
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        assert not tiny_llama(rope_parameters=rope)._may_unpad(x.bfloat16().cuda())

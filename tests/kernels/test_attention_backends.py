@@ -272,15 +272,18 @@ BLOCKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("window", [None, 1, 130, 300])
+@pytest.mark.parametrize("filled", [False, True])  # up to whole blocks, as for the kernel
 @pytest.mark.parametrize("case", BLOCKS)
-def test_blocks_of_flex_attention(case: str, window: int | None) -> None:
+def test_blocks_of_flex_attention(case: str, filled: bool, window: int | None) -> None:
     mask, device = AttentionMask(700, **BLOCKS[case]), torch.device("cpu")
+    mask = mask.padded(768, 2, device) if filled else mask
     dense, blocks = mask.dense(window, device)[:, 0], mask.blocks(window, device)
     rows = torch.arange(len(dense))[:, None, None]
-    at = torch.arange(700)
+    at = torch.arange(mask.tokens)
     rule = blocks.mask_mod(rows, rows, at[:, None], at[None])
     assert torch.equal(rule.expand_as(dense), dense)
-    padded = torch.nn.functional.pad(dense, (0, 68, 0, 68)).view(len(dense), 6, 128, 6, 128)
+    short = 768 - mask.tokens
+    padded = torch.nn.functional.pad(dense, (0, short, 0, short)).view(len(dense), 6, 128, 6, 128)
     some, every = padded.any(4).any(2), padded.all(4).all(2)
 
     def listed(counts: Tensor, indices: Tensor) -> Tensor:

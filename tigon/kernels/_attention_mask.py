@@ -160,8 +160,9 @@ class AttentionMask:
         """The mask of the same batch with rows that padding behind them fills to `tokens`."""
         if self._padded is None:
             segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
-            if segments is not None:  # one more sequence
-                segments = F.pad(segments, more, value=torch.iinfo(segments.dtype).max)
+            if segments is not None:  # one more sequence, in each row the last
+                behind = segments[:, -1:] + 1
+                segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
             elif real is None and not self.causal:  # or else nobody looks behind
                 real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
             if real is not None:

@@ -88,7 +88,9 @@ def test_verdicts() -> None:
     assert found[0] == "met: packed ragged, flash-attn-4 over tigon: 0.967 for 0.95"
     assert found[1] == "MISSED: packed ragged, transformers, varlen FA2 over tigon: 1.567 for 1.60"
     assert found[2].startswith("MISSED: packed ragged, best of torch (transformers, varlen FA2)")
-    assert any("tigon (fa4/fa4), forward: 1.000 for 4.00" in line for line in found)
+    gemma = "Gemma 3, full over window 512, flash-attn-4"
+    assert f"MISSED: {gemma}, forward: 1.000 for 4.00" in found
+    assert sum(line.startswith(("met: Gemma", "MISSED: Gemma")) for line in found) == 4
 
 
 def test_the_newest_run_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -139,6 +139,8 @@ def test_where_it_is_done() -> None:
     assert not model._may_unpad(x.bfloat16())
     if CUDA:
         assert not model._may_unpad(x.cuda())
+        assert not model._may_unpad(x.double().cuda())
         assert model._may_unpad(x.bfloat16().cuda())
+        assert not model.use_attention("sdpa")._may_unpad(x.bfloat16().cuda())
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
         assert not tiny_llama(rope_parameters=rope)._may_unpad(x.bfloat16().cuda())

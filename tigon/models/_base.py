@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.generation import generate
+from tigon.kernels._attention_backends import HALF, PLAIN
+from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import AttentionMask, Backend, check_backend
 from tigon.kernels.linear_cross_entropy import active_rows
 from tigon.layers import (
@@ -412,8 +414,11 @@ class CausalLM(nn.Module):
         return self._add_routing(result, tallies, share, of_routing)
 
     def _may_unpad(self, x: Tensor) -> bool:
-        """Whether the host may look for padding, and RoPE does not turn with the longest row."""
-        if x.device.type != "cuda" or x.dtype == torch.float32 or torch.compiler.is_compiling():
+        """Whether attention goes by bounds, not by a mask over what would be one long row; the
+        host may look for padding; and RoPE does not turn with the longest row."""
+        if x.device.type != "cuda" or x.dtype not in HALF or torch.compiler.is_compiling():
+            return False
+        if self.attention in PLAIN or not runs_triton(x):
             return False
         turning = any(r.get("rope_type") in TURNING for r in self.config.ropes.values())
         return not turning and not torch.cuda.is_current_stream_capturing()

@@ -291,10 +291,16 @@ def test_offsets_beyond_int32() -> None:
                 torch.testing.assert_close(out[row].double(), expected, rtol=1e-2, atol=1e-2)
 
 
-def test_more_tokens_than_the_kernel_takes() -> None:
-    rows = Rows([5, 12], 60)
-    rows.check(MOST_TOKENS + 4)
-    rows.check(1)
+@int8
+@pytest.mark.parametrize(("window", "slots"), [(None, 70), (20, 51)])
+def test_more_tokens_than_the_kernel_takes(
+    window: int | None, slots: int, int8: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "triton":
+        monkeypatch.delattr(OWN, "append_attention_ref")
+    rows = Rows([5, 12, 0], slots, int8=int8)
+    for t in (MOST_TOKENS + 4, 2 * MOST_TOKENS, 1):
+        rows.check(t, window=window)
     rows.check_buffers()
 
 

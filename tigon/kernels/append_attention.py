@@ -24,8 +24,6 @@ from tigon.kernels.rope import adjacent
 
 # What the kernel takes at once; for more the reference runs
 MOST_TOKENS = 16
-# Programs that a multiprocessor runs at once; few of them under the interpreter
-RESIDENT = 1 if INTERPRETED else 3
 LOG2E = 1.4426950408889634
 
 
@@ -399,12 +397,25 @@ def _combine_kernel(
     tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
-def _block(width: int, bytes_each: int) -> tuple[int, int]:
-    """Tokens of a tile, and how many tiles are kept on their way."""
+class Launch(NamedTuple):
+    """Tokens of a tile, how many tiles are kept on their way, programs of a multiprocessor."""
+
+    block: int
+    stages: int
+    resident: int
+
+
+def _launch_for(dtype: torch.dtype, kept: torch.dtype, width: int) -> Launch:
+    """For queries and keys of these types. The numbers were the best of some tried on an H200."""
     if INTERPRETED:
-        return 16, 1
-    tokens = min(64, max(16, 16384 // (width * bytes_each)))
-    return tokens, 3 if tokens * width * bytes_each >= 16384 else 4
+        return Launch(16, stages=1, resident=1)
+    if dtype == torch.float32:  # products without tensor cores
+        return Launch(max(16, min(64, 4096 // width)), stages=3, resident=2)
+    if kept == torch.int8:
+        return Launch(min(128, 16384 // width), stages=3, resident=2)
+    if width <= 64:
+        return Launch(64, stages=3, resident=2)
+    return Launch(32, stages=4, resident=2 if width == 128 else 1)
 
 
 def _splits(groups: int, blocks: int, places: int) -> int:
@@ -413,7 +424,7 @@ def _splits(groups: int, blocks: int, places: int) -> int:
     Few groups fill the device exactly once; many, whose lengths may differ, take turns.
     """
     once = places // groups
-    return min(blocks, once if once >= 4 else -(-4 * places // groups))
+    return min(blocks, once if once >= 4 else -(-2 * places // groups))
 
 
 def _fake(
@@ -450,7 +461,7 @@ def _forward(
     kv_heads, slots = keys.shape[1:3]
     y = q.new_empty(b, t, h, d)
     width = max(32, triton.next_power_of_2(d))
-    block, stages = _block(width, keys.element_size())
+    launch = _launch_for(q.dtype, keys.dtype, width)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
@@ -458,7 +469,8 @@ def _forward(
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
     most = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
-    splits = _splits(groups, triton.cdiv(most, block), RESIDENT * multiprocessors(q))
+    places = launch.resident * multiprocessors(q)
+    splits = _splits(groups, triton.cdiv(most, launch.block), places)
     whole = splits == 1
     parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
     logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
@@ -493,8 +505,8 @@ def _forward(
         WIDTH=width,
         QUERIES=queries,
         TOKENS=MOST_TOKENS,
-        BLOCK=block,
-        STAGES=stages,
+        BLOCK=launch.block,
+        STAGES=launch.stages,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         PACKED=key_scales is not None,
@@ -533,7 +545,7 @@ def append_attention(
 
     On a GPU nothing waits for the device and launches depend on shapes alone, so a CUDA graph can
     hold the call. The tokens of a row are shared among programs, whose sums a second kernel adds in
-    a fixed order (Flash-Decoding, Dao et al. 2023). For more than 16 tokens the reference runs.
+    a fixed order (Flash-Decoding, Dao et al. 2023). More than 16 tokens go in parts of 16.
 
     Raises ValueError for shapes or dtypes that do not fit together, RuntimeError if a gradient is
     wanted, which cannot be had of buffers that are overwritten.
@@ -541,12 +553,21 @@ def append_attention(
     _check(q, k, v, buffers, lengths)
     if not q.numel():
         return torch.empty_like(q)
-    if q.shape[1] > MOST_TOKENS or not _triton_serves(q, buffers):
+    if not _triton_serves(q, buffers):
         return append_attention_ref(
             q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _forward(q, k, v, *buffers, lengths, window, softcap, scale)
+    if q.shape[1] <= MOST_TOKENS:
+        return _forward(q, k, v, *buffers, lengths, window, softcap, scale)
+    parts = zip(*(x.split(MOST_TOKENS, 1) for x in (q, k, v)), strict=True)
+    return torch.cat(
+        [
+            _forward(*part, *buffers, lengths + i * MOST_TOKENS, window, softcap, scale)
+            for i, part in enumerate(parts)
+        ],
+        1,
+    )
 
 
 def _triton_serves(q: Tensor, buffers: KVBuffers) -> bool:

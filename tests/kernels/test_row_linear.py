@@ -89,6 +89,10 @@ def test_a_chain_in_a_graph_waits_for_each_result() -> None:
         torch.testing.assert_close(y.double(), want, rtol=1e-3, atol=1e-3)
 
 
+class Other(torch.Tensor):
+    """Stands for quantised or sharded weights, which know their own products."""
+
+
 def test_whom_it_serves(path: str) -> None:
     x, weight, _ = problem(8, 64, None, False, torch.float32)
     with torch.no_grad():
@@ -97,6 +101,7 @@ def test_whom_it_serves(path: str) -> None:
         assert not takes_row(x, nn.Parameter(weight.half()))
         assert not takes_row(x, weight.T[:64].T)
         assert not takes_row(x, weight.detach())
+        assert not takes_row(x, nn.Parameter(Other(weight.detach())))
         with torch.autocast(x.device.type, torch.bfloat16):
             assert not takes_row(x, weight)
     assert not takes_row(x, weight)

@@ -2,11 +2,11 @@
 
 # C columns of the row and of the weight, N rows of the weight
 
-All that counts is that the weight, 2 N C bytes in bf16 for as many operations, is read without a
-pause. Every multiprocessor holds a few programs that walk over the weight with the next tile under
-way. And where kernels may follow each other closely (`follow`), programs take the places of the
-last kernel's as these end, and fetch their first tile before they wait for its results: weights do
-not depend on them.
+All that counts is that the weight, 2 N C bytes in bf16 for as many operations,
+is read without a pause. Every multiprocessor holds a few programs that walk over the weight with
+the next tile under way. And where kernels may follow each other closely (`follow`), programs take
+the places of the last kernel's as these end, and fetch their first tile before they wait for its
+results: weights do not depend on them.
 """
 
 import functools
@@ -167,7 +167,7 @@ def takes_row(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and isinstance(weight, torch.nn.Parameter)  # no tensor that computes in another way
+        and type(weight) is torch.nn.Parameter  # isinstance: also tensors that compute otherwise
         and weight.is_contiguous()
     )
 
@@ -187,3 +187,8 @@ def row_linear(
     if not runs_triton(x):
         return row_linear_ref(x, weight, bias, act)
     return _forward(x.contiguous(), weight, bias, act)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, by `row_linear` where it serves."""
+    return (row_linear if takes_row(x, weight) else F.linear)(x, weight, bias)

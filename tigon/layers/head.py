@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.cross_entropy import Options, Reduction, cross_entropy, scale_and_cap
 from tigon.kernels.linear_cross_entropy import LOGITS_BYTES, ActiveRows, linear_cross_entropy
-from tigon.kernels.row_linear import row_linear, takes_row
+from tigon.kernels.row_linear import linear
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -57,8 +56,7 @@ class LMHead(nn.Module):
         weight = self.weight  # once: a parametrised weight is computed at each access
         raw = None
         if return_logits or targets is None:
-            row = takes_row(hidden, weight)
-            raw = (row_linear if row else F.linear)(hidden, weight, self.bias)
+            raw = linear(hidden, weight, self.bias)
         logits = None if raw is None else scale_and_cap(raw, self.options)
         if targets is None:
             return HeadOutput(None, logits, {})

@@ -2,26 +2,32 @@
 
 import importlib
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from tigon.kernels import _attention_backends as backends
 from tigon.kernels._attention_backends import Choice, Request, choose
 
 implementation = importlib.import_module("tigon.kernels.attention")
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: Any, *reach: Any) -> Tensor:
-    """FlashAttention's definition: [T, H, D] and [S, K, D], aligned at the last query and key."""
+def scores(q: Tensor, k: Tensor, causal: bool, scale: Any, *reach: Any) -> Tensor:
+    """Of [T, H, D] and [S, K, D], aligned at the last query and key: [H, T, S]."""
     t, s, groups = len(q), len(k), q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     left, right = (s if side is None else side for side in reach)
     ahead = torch.arange(s) - torch.arange(s - t, s)[:, None]
     seen = (-left <= ahead) & (ahead <= (0 if causal else right))
-    scores = torch.einsum("thd,shd->hts", q, k) * (scale or q.shape[-1] ** -0.5)
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+    found = torch.einsum("thd,shd->hts", q, k.repeat_interleave(groups, 1))
+    return (found * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -math.inf)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    """FlashAttention's definition."""
+    v = v.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return torch.einsum("hts,shd->thd", scores(q, k, *options).softmax(-1), v)
 
 
 def in_rows(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
@@ -34,7 +40,56 @@ def in_sequences(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *options: Any) -> 
     return torch.cat([flash(*part, *options) for part in zip(*parts, strict=True)])
 
 
+def sequences_of(x: Tensor, cu: Tensor | None, dim: int = 0) -> tuple[Tensor, ...]:
+    return x.unbind() if cu is None else x.split(cu.diff().tolist(), dim)
+
+
+class Interface:
+    """The inner functions of flash-attn-4, which take no part in autograd."""
+
+    told: ClassVar[list[dict[str, Any]]] = []
+
+    @classmethod
+    def _reach(cls, **options: Any) -> tuple[Tensor | None, tuple[Any, ...]]:
+        cls.told.append(options)
+        cu, longest = options["cu_seqlens_q"], options["max_seqlen_q"]
+        assert longest == options["max_seqlen_k"]
+        assert cu is options["cu_seqlens_k"] or torch.equal(cu, options["cu_seqlens_k"])
+        assert (cu is None) == (longest is None) and (cu is None or longest >= cu.diff().max())
+        names = ("causal", "softmax_scale", "window_size_left", "window_size_right")
+        return cu, tuple(options[name] for name in names)
+
+    @classmethod
+    def _flash_attn_fwd(cls, q, k, v, *, return_lse, **options):
+        assert return_lse
+        cu, reach = cls._reach(**options)
+        parts = zip(*(sequences_of(x, cu) for x in (q, k, v)), strict=True)
+        out, lse = [], []
+        for a, b, c in parts:
+            out.append(flash(a, b, c, *reach))
+            lse.append(scores(a, b, *reach).logsumexp(-1))
+        join = torch.stack if cu is None else torch.cat
+        return join(out), torch.stack(lse) if cu is None else torch.cat(lse, 1), None, None, None
+
+    @classmethod
+    def _flash_attn_bwd(cls, q, k, v, out, dout, lse, *, dq, dk, dv, **options):
+        cu, reach = cls._reach(**options)
+        parts = [sequences_of(x, cu) for x in (q, k, v, out, dout, dq, dk, dv)]
+        parts.append(sequences_of(lse, cu, 1))
+        for a, b, c, o, do, da, db, dc, s in zip(*parts, strict=True):
+            groups, scale = a.shape[1] // b.shape[1], reach[1] or a.shape[-1] ** -0.5
+            p = (scores(a, b, *reach) - s[..., None]).exp()
+            dp = torch.einsum("thd,shd->hts", do, c.repeat_interleave(groups, 1))
+            ds = p * (dp - (o * do).sum(-1).T[..., None]) * scale
+            da.copy_(torch.einsum("hts,shd->thd", ds, b.repeat_interleave(groups, 1)))
+            for x, found in ((db, (ds, a)), (dc, (p, do))):
+                x.copy_(torch.einsum("hts,thd->shd", *found).unflatten(1, (-1, groups)).sum(2))
+        return dq, dk, dv
+
+
 class FlashAttn4:
+    interface = Interface
+
     @staticmethod
     def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, **rest):
         assert rest == {"softcap": 0.0, "deterministic": False}
@@ -66,16 +121,27 @@ def aten_cudnn(q, k, v, bias, lse, dropout, causal, debug, *, scale):
     return (in_rows(q, k, v, causal, scale, None, None).transpose(1, 2),)
 
 
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend serves a call on the CPU if it could serve it on a Hopper GPU in bf16."""
-
+def _play(monkeypatch: pytest.MonkeyPatch) -> None:
     def settle(request: Request, backend: str, *_: Any) -> Choice:
         gpu = {"device": "cuda", "sm": 90, "dtype": torch.bfloat16, "head_dim": 64}
         return choose(request._replace(**gpu), backend)
 
     monkeypatch.setattr(implementation, "settle", settle)
     monkeypatch.setattr(implementation, "flash_attn_4", FlashAttn4)
+    monkeypatch.setattr(backends, "flash_attn_4", FlashAttn4)
+    monkeypatch.setattr(Interface, "told", [])
     monkeypatch.setattr(implementation, "FA4_LEAST", 0)  # so that too short a longest is noticed
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`played`, but for torch's own ops, which torch.compile would not know again."""
+    _play(monkeypatch)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend serves a call on the CPU if it could serve it on a Hopper GPU in bf16."""
+    _play(monkeypatch)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", aten_cudnn)

@@ -288,7 +288,10 @@ BACKENDS = ["auto", "fa4", "flash", "flex", "sdpa", "reference"]
 @pytest.fixture
 def model() -> tigon.Qwen3:
     config = CONFIG | {"use_sliding_window": True}
-    model = tigon.Qwen3.from_config(config, dtype=torch.bfloat16, device="cuda")
+    return shaken(tigon.Qwen3.from_config(config, dtype=torch.bfloat16, device="cuda"))
+
+
+def shaken(model: Any) -> Any:
     with torch.no_grad():
         for p in model.parameters():
             p.normal_(0, 0.08) if p.dim() > 1 else p.uniform_(0.7, 1.3)
@@ -451,3 +454,56 @@ def test_fullgraph_compile_gives_the_same_numbers(model: Any, way: dict[str, Any
     assert compiled.item() == pytest.approx(loss.item(), rel=1e-3)
     for n, p in model.named_parameters():
         assert wrong(p.grad, expected[n]) < 3e-2, n
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_compiled_flash_attn_4(packed: bool, window: int | None) -> None:
+    """As an opaque operator: what eager code calls, to the rounding of the rest of the model."""
+    need("fa4")
+    sliding = {} if window is None else {"sliding_window": window}
+    kept = {k: v for k, v in CONFIG.items() if k not in ("sliding_window", "layer_types")}
+    family = tigon.Llama if window is None else tigon.Mistral
+    model = family.from_config(kept | sliding, dtype=torch.bfloat16, device="cuda", attention="fa4")
+    ids = torch.randint(0, 1000, (1, 600), device="cuda")
+    bounds = {"cu_seq_lens": CU.cuda(), "max_length_q": 300} if packed else {}
+    ids = ids if packed else ids.view(2, 300)
+    shaken(model)
+    expected, expected_grads = losses(model, ids, **bounds)
+    compiled = torch.compile(model, fullgraph=True)
+    for recompute in (False, True):
+        model.activation_checkpointing = recompute
+        loss, grads = losses(compiled, ids, **bounds)
+        assert wrong(loss, expected) < 1e-2
+        for name, grad in grads.items():
+            assert wrong(grad, expected_grads[name.removeprefix("_orig_mod.")]) < 3e-2, name
+    with torch.no_grad():
+        assert wrong(compiled(ids, **bounds).logits, model(ids, **bounds).logits) < 2e-2
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_compiled_flash_attn_4_alone(packed: bool) -> None:
+    """Window, softcap, scale, groups and determinism: bit for bit what eager code computes."""
+    need("fa4", softcap=True, deterministic=True)
+    c = Combination(64, 40, 30.0, "packed" if packed else "rows")
+    q, k, v = leaves = tensors(c)
+    upstream = torch.randn_like(q)
+    given = {name: x.cuda() for name, x in LAYOUTS[c.layout].items()}
+    if packed:
+        cu = torch.tensor([0, 100, 101, 261, 268, 522], dtype=torch.int32, device="cuda")
+        given |= {"cu_seq_lens": cu, "longest": 254}
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = AttentionMask(T, **given, backend="fa4")
+        return attention(q, k, v, mask=mask, window=c.window, softcap=c.softcap, scale=0.2)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = [
+            [out, *torch.autograd.grad(out, leaves, upstream)]
+            for out in (call(q, k, v), torch.compile(call, fullgraph=True)(q, k, v))
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        assert torch.equal(a, b), name

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash import played
+from tests.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels._attention_backends import Choice
 
-__all__ = ["played"]
+__all__ = ["on_hopper", "played"]
 implementation = importlib.import_module("tigon.kernels.attention")
 B, H, K, D = 2, 6, 2, 10
 

@@ -96,8 +96,11 @@ def path() -> None:
         ({"longest": 4096, "cached": True}, {}, "fa4", ""),
         ({"longest": 4096, "cached": True}, NO_FA4, "flash", "not cudnn: it does not continue a"),
         ({"longest": 4096, "cached": True, "layout": "holes"}, {}, "sdpa", "not flex: it does not"),
-        ({"compiling": True}, {}, "flash", "not fa4: torch.compile cannot look into it; not cudnn"),
-        ({"compiling": True, "softcap": True}, {}, "flex", ""),
+        ({"compiling": True}, {}, "fa4", "the first choice on cuda"),
+        ({**GEMMA, "longest": None, "compiling": True}, {}, "fa4", "calls it by way of sdpa"),
+        ({"compiling": True}, NO_FA4, "flash", "not cudnn: torch.compile calls it by way of sdpa"),
+        ({"compiling": True, "layout": "unknown"}, {}, "flex", "it knows no dense mask, and unkn"),
+        ({"compiling": True, "softcap": True}, NO_FA4, "flex", ""),
         ({"device": "cpu"}, {}, "sdpa", "the first choice on cpu"),
         ({"device": "cpu", "softcap": True}, {}, "reference", "not sdpa: it has no softcap"),
         ({"device": "mps"}, {}, "sdpa", "the first choice on mps"),
@@ -115,7 +118,6 @@ def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> No
         ("fa4", {"sm": 80}, "'fa4' cannot do this: it is for Hopper and Blackwell, not for sm_80"),
         ("fa4", {"dtype": torch.float32}, "it takes bfloat16 and float16, not float32"),
         ("fa4", {"head_dim": 20}, "head_dim 20 is not a multiple of 8"),
-        ("fa4", {"compiling": True}, "torch.compile cannot look into it"),
         ("fa4", {"layout": "padding"}, "it knows no dense mask, and padding"),
         ("cudnn", {"window": True}, "'cudnn' cannot do this: it has no sliding window"),
         ("cudnn", {"softcap": True}, "it has no softcap"),
@@ -238,7 +240,8 @@ def test_a_graph_needs_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bias_keeps_no_second_mask() -> None:
     mask = AttentionMask(5, segment_ids=torch.tensor([[0, 0, 1, 1, 1]]))
     bias = mask.bias(2, torch.float32, torch.device("cpu"))
-    assert not mask._dense and bias is mask.bias(2, torch.float32, torch.device("cpu"))
+    assert bias is mask.bias(2, torch.float32, torch.device("cpu"))
+    assert list(mask._derived.values()) == [bias]
     assert torch.equal(bias == 0, mask.dense(2, torch.device("cpu")))
 
 

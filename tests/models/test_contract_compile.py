@@ -1,16 +1,16 @@
 """The same numbers under torch.compile(fullgraph=True) and under autocast."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import V, assert_same_gradients, gradients, tokens
+from tests.models.contract import TINY, V, assert_same_gradients, gradients, tokens
 from tigon.kernels.cross_entropy import METRICS
-from tigon.models import CausalLM
+from tigon.models import CausalLM, Gemma3
 
 IDS = torch.arange(26).view(2, 13) * 3
 LABELS = torch.where(torch.arange(26).view(2, 13) % 3 == 1, -100, IDS)  # Liger's bug needs some
@@ -120,3 +120,35 @@ def test_one_graph_serves_other_lengths(model: CausalLM, part: str) -> None:
     for n, expected in zip((13, 9, 7), plain, strict=True):
         loss = model(IDS[:, :n], labels=LABELS[:, :n]).loss
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+
+
+SLIDING: dict[str, Any] = {
+    **TINY,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+WAYS: dict[str, Callable[[int], dict[str, Any]]] = {  # by the tokens in a row
+    "rows": lambda n: {},
+    "padded": lambda n: {"attention_mask": (torch.arange(n) >= torch.tensor([[4], [0]])).long()},
+    "packed": lambda n: {"cu_seq_lens": torch.tensor([0, 4, n, 2 * n]), "max_length_q": n},
+    "restarting": lambda n: {"position_ids": torch.cat([torch.arange(6), torch.arange(n - 6)])},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [("llama", "padded"), *(("gemma3", way) for way in WAYS)]
+)
+def test_recomputed_blocks_in_one_graph(model: CausalLM, family: str, way: str) -> None:
+    """Training with activation checkpointing, of two lengths."""
+    if family == "gemma3":
+        model = Gemma3.from_config(SLIDING, dtype=torch.float32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for n in (13, 9):
+        batch = {"input_ids": IDS[:, :n], "labels": LABELS[:, :n], **WAYS[way](n)}
+        model.activation_checkpointing = False
+        plain = model(**batch).loss
+        expected = gradients(plain, model)
+        model.activation_checkpointing = True
+        loss = compiled(**batch).loss
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+        assert_same_gradients(gradients(loss, model), expected)

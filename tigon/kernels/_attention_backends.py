@@ -70,7 +70,6 @@ def _fa4(r: Request) -> str | None:
         (blackwell and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
         (torn, wrong),
         (uncapped, "its backward pass on Blackwell has no softcap for head_dim 256"),
-        (r.compiling, "torch.compile cannot look into it"),
     )
 
 
@@ -156,7 +155,7 @@ def _check_name(name: str) -> None:
 def choose(
     r: Request,
     backend: str = "auto",
-    missing: Mapping[str, str] = MappingProxyType({}),
+    missing: Mapping[str, str | None] = MappingProxyType({}),
     *,
     plain: bool = False,
 ) -> Choice:
@@ -225,6 +224,13 @@ def missing(device: int) -> dict[str, str]:
     return lacks
 
 
+def _lack(name: str, device: int) -> str | None:
+    return missing(device).get(name)
+
+
+_lack._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo takes no dict for one
+
+
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
     """What "auto" takes on this machine to train on sequences of 4,096 tokens, and to decode."""
     gpu, index = device.type == "cuda", device.index or 0
@@ -242,7 +248,8 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:
 def settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
     """`choose` on this machine; logs what is chosen for the first time."""
     if torch.compiler.is_compiling():
-        return choose(r, backend, plain=plain)
+        names = OBSTACLES if r.device == "cuda" else ()
+        return choose(r, backend, {name: _lack(name, device) for name in names}, plain=plain)
     return _settle(r, backend, device, plain)
 
 

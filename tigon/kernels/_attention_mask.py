@@ -3,6 +3,7 @@
 # B batch, T query tokens, S key tokens (cached ones first), n sequences, or blocks of tokens
 """
 
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -59,13 +60,18 @@ class AttentionMask:
         self.longest = longest
         self.backend = backend
         self.plans: dict[Any, Any] = {}  # what attention() settled, per kind of layer
-        self._dense: dict[int | None, Tensor] = {}
-        self._bias: dict[tuple[int | None, torch.dtype], Tensor] = {}
-        self._blocks: dict[int | None, BlockMask] = {}
-        self._sequences: Sequences | str | None = None
+        self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
-        self._even: Self | None = None
-        self._padded: Self | None = None
+
+    def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
+        """What `derive` returns, kept for those who ask for the same later."""
+        # torch.compile lets a layer that will be recomputed write to nothing outside itself. It
+        # merges equal ops by itself, though only in graphs for training
+        if torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return derive()
+        if key not in self._derived:
+            self._derived[key] = derive()
+        return self._derived[key]
 
     @property
     def rows(self) -> bool:
@@ -79,9 +85,7 @@ class AttentionMask:
         tokens do not see. If the caller gave no bounds, the host waits for the device, once;
         ValueError while a CUDA graph is captured, where it cannot.
         """
-        if self._sequences is None:
-            self._sequences = self._find_sequences()
-        return self._sequences
+        return self._once("sequences", self._find_sequences)
 
     def _find_sequences(self) -> Sequences | str:
         if self.past:
@@ -152,29 +156,29 @@ class AttentionMask:
 
     def even(self, longest: int) -> Self:
         """The mask of the same batch as rows of `longest` tokens, each a sequence."""
-        if self._even is None:
-            self._even = type(self)(longest, causal=self.causal, backend=self.backend)
-        return self._even
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        return self._once("even", lambda: type(self)(longest, **options))
 
     def padded(self, tokens: int, batch: int, device: torch.device) -> Self:
         """The mask of the same batch with rows that padding behind them fills to `tokens`."""
-        if self._padded is None:
-            segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
-            if segments is not None:  # one more sequence, in each row the last
-                behind = segments[:, -1:] + 1
-                segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
-            elif real is None and not self.causal:  # or else nobody looks behind
-                real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
-            if real is not None:
-                real = F.pad(real, more)
-            self._padded = type(self)(
-                tokens,
-                segment_ids=segments,
-                key_mask=real,
-                causal=self.causal,
-                backend=self.backend,
-            )
-        return self._padded
+        return self._once("padded", lambda: self._pad(tokens, batch, device))
+
+    def _pad(self, tokens: int, batch: int, device: torch.device) -> Self:
+        segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
+        if segments is not None:  # one more sequence, in each row the last
+            behind = segments[:, -1:] + 1
+            segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
+        elif real is None and not self.causal:  # or else nobody looks behind
+            real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+        if real is not None:
+            real = F.pad(real, more)
+        return type(self)(
+            tokens,
+            segment_ids=segments,
+            key_mask=real,
+            causal=self.causal,
+            backend=self.backend,
+        )
 
     def needs_dense(self, window: int | None) -> bool:
         """Whether more than plain causality, or its absence, has to be said."""
@@ -184,18 +188,17 @@ class AttentionMask:
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
         """Bool [B or 1, 1, T, S], True where a query may look."""
-        if window not in self._dense:
-            self._dense[window] = self._build(window, device)
-        return self._dense[window]
+        return self._once(("dense", window), lambda: self._build(window, device))
 
     def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """`dense` as something to add to the scores: 0 or -inf, [B or 1, 1, T, S]."""
+
         # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
-        if (window, dtype) not in self._bias:
+        def spell() -> Tensor:
             seen = self._build(window, device)  # not kept: it would be half as much again
-            zeros = torch.zeros_like(seen, dtype=dtype)
-            self._bias[window, dtype] = zeros.masked_fill_(~seen, float("-inf"))
-        return self._bias[window, dtype]
+            return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+        return self._once(("bias", window, dtype), spell)
 
     def _build(self, window: int | None, device: torch.device) -> Tensor:
         query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
@@ -213,9 +216,7 @@ class AttentionMask:
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
         """The same for FlexAttention, without a cache: [T / 128, T / 128] and a rule inside."""
-        if window not in self._blocks:
-            self._blocks[window] = self._build_blocks(window, device)
-        return self._blocks[window]
+        return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
         # create_block_mask would go through a dense [T, T]. Segments are numbered in order, so a

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from tigon.kernels import _triton
+from tigon.kernels import _flash_attn_4, _triton
 from tigon.kernels._attention_backends import (
     Backend,
     Choice,
@@ -75,7 +75,8 @@ class Plan(NamedTuple):
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
-    package, sequences = flash_attn_4(), plan.sequences
+    package = _flash_attn_4 if torch.compiler.is_compiling() else flash_attn_4()
+    sequences = plan.sequences
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
         "causal": mask.causal,

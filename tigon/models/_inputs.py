@@ -122,16 +122,22 @@ def _bounds(
     check((lengths >= 0).all(), f"cu_seq_lens is not sorted{values}")
     check(
         (cu[0] == 0) & (cu[-1] == total),
-        f"cu_seq_lens must run from 0 to {total}, the number of tokens{values}",
+        f"cu_seq_lens must run from 0 to {_told(total, 'N')}, the number of tokens{values}",
     )
     if longest is not None:
+        said = f"max_length_q={_told(longest, 'n')}"
         check(
             lengths.max() <= longest,
-            f"max_length_q={longest} is less than the longest sequence of cu_seq_lens{values}",
+            f"{said} is less than the longest sequence of cu_seq_lens{values}",
         )
     elif given:
         longest = int(lengths.max())
     return cu, longest
+
+
+def _told(number: int, letter: str) -> str:
+    """A number for a message; a letter for it in a compiled graph, which serves any."""
+    return letter if torch.compiler.is_compiling() else str(number)
 
 
 def _starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
@@ -140,7 +146,8 @@ def _starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
     starts = torch.zeros(batch * tokens + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)
     values = f": {cu.tolist()}" if on_host(cu) else ""
-    check(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans two rows of {tokens}{values}")
+    rows = f"two rows of {_told(tokens, 'T')}{values}"
+    check(starts[:, 0].all(), f"cu_seq_lens has a sequence that spans {rows}")
     return starts
 
 

@@ -20,7 +20,7 @@ quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export an
 	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 test: .venv/.installed-test  ## the whole suite (add ARGS="-k rope" to choose)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff format --check .
@@ -37,5 +37,5 @@ format: .venv/.installed-test  ## format and fix what ruff can
 clean:  ## remove the environment and everything built
 	rm -rf .venv .assets runs .mypy_cache .pytest_cache .ruff_cache
 
-bench-%: .venv/.installed-train  ## kernels, moe, attention or generate beside peers, on a GPU (ARGS="--help")
+bench-%: .venv/.installed-train  ## kernels, moe, attention, padding or generate beside peers, on a GPU (ARGS="--help")
 	$(BIN)/python bench/$*.py $(ARGS)

@@ -4,19 +4,26 @@ import runpy
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "assets"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def built(name: str) -> Path:
+    """By one of several test processes; the others wait for it."""
+    (ROOT / ".assets").mkdir(exist_ok=True)
+    with FileLock(ROOT / ".assets/.lock"):
+        path: Path = runpy.run_path(str(ROOT / "examples/assets" / name))["build"]()
+    return path
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The directory of the SmolLM2-135M-Instruct checkpoint."""
-    path: Path = runpy.run_path(str(SCRIPTS / "smollm2.py"))["build"]()
-    return path
+    return built("smollm2.py")
 
 
 @pytest.fixture(scope="session")
 def alpaca() -> Path:
     """The directory of train.jsonl and eval.jsonl."""
-    path: Path = runpy.run_path(str(SCRIPTS / "alpaca.py"))["build"]()
-    return path
+    return built("alpaca.py")

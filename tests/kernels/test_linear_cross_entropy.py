@@ -126,10 +126,10 @@ def test_no_target(monkeypatch: pytest.MonkeyPatch, rows: int, n: int, reduction
 
 
 def errors(
-    dtype: torch.dtype, tensors: list[Tensor], targets: Tensor, w: Tensor
+    dtype: torch.dtype, tensors: list[Tensor], targets: Tensor, w: Tensor, count: int | None = None
 ) -> list[tuple[str, float, float]]:
     """(what, our error, eager's error) against fp32 on the same rounded numbers."""
-    count = (targets != -100).sum()
+    count = int((targets != -100).sum()) if count is None else count
     low = [x.detach().to(dtype).requires_grad_() for x in tensors]
     wide = [x.detach().float().requires_grad_() for x in low]
     exact = linear_cross_entropy_ref(
@@ -166,10 +166,11 @@ def test_bf16_is_at_most_twice_as_wrong_as_eager(
 
 @pytest.mark.parametrize("rows", [128, 10_000])
 def test_fp16_gradients_do_not_underflow(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    *tensors, targets = inputs(n=2048, c=32, vocab=1024)
+    *tensors, targets = inputs(n=256, c=32, vocab=1024)
     tensors[1].detach().mul_(0.1)  # an untrained head: every probability is about 1 / V
     chunk(monkeypatch, rows, 1024)
-    for name, ours, eager in errors(torch.float16, tensors, targets, torch.ones(2048)):
+    # Part of a batch of 2048 tokens, by whose number the loss is divided
+    for name, ours, eager in errors(torch.float16, tensors, targets, torch.ones(256), 2048):
         assert ours <= 1e-3, name
         assert ours <= 2 * eager + 1e-6, name
 

@@ -178,6 +178,17 @@ def test_bf16_is_close() -> None:
     assert 0 < worst < 0.2
 
 
+def test_autocast_is_close() -> None:
+    """Contexts in a cache as well, which then keeps bf16."""
+    model = tiny_llama()
+    requests = questions(model, 97)
+    exact = log_likelihoods(model, requests)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = log_likelihoods(model, requests)
+    worst = max(abs(a.logprob - b.logprob) / a.tokens for a, b in zip(exact, rounded, strict=True))
+    assert 0 < worst < 0.2
+
+
 def test_nothing_is_left_behind() -> None:
     model = tiny_llama().train()
     assert log_likelihoods(model, []) == []
@@ -201,6 +212,30 @@ def test_bad_requests_are_named() -> None:
     assert log_likelihoods(model, [([1] * 11, [1, 2])])[0].tokens == 2
     with pytest.raises(ValueError, match="tokens_per_batch=0"):
         log_likelihoods(model, [good], tokens_per_batch=0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (("Two plus", " two"), r"\('Two plus', ' two'\) \('str' object .* encode makes of text"),
+        (("1", "2"), r"\('1', '2'\) \('str' object .* encode makes of text"),
+        ({"context": [1], "continuation": [2]}, r"\{'context': \[1\], .* a pair of context and"),
+        (([1], [2], [3]), r"\(\[1\], \[2\], \[3\]\) \(too many .* a pair of context and"),
+        (([1.0, 2.5], [3]), r"\(\[1.0, 2.5\], \[3\]\) \('float' object .* token ids"),
+        ((torch.tensor([1.0]), [3]), r"\(tensor\(\[1.\]\), \[3\]\) .* token ids"),
+        ([1, 2], r"\[1, 2\] \('int' object is not iterable\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_request_is_named(request_: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"request 1 is {message}"):
+        log_likelihoods(tiny_llama(), [([1, 2], [3]), request_])
+
+
+def test_a_model_of_transformers_is_named(tmp_path: Path) -> None:
+    theirs = reference("llama", CASES["llama"]["grouped"], tmp_path)
+    with pytest.raises(TypeError, match=r"of a LlamaForCausalLM: .* tigon.from_pretrained"):
+        log_likelihoods(theirs, [([1], [2])])
 
 
 def test_attention_to_both_sides_predicts_nothing(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.gated_act import Activation, gated_act_ref
-from tigon.kernels.row_linear import launch_for, row_linear, takes_row
+from tigon.kernels.row_linear import PART, launch_for, linear, row_linear, takes_row
 
 # N, C: less than a tile, several of them, one row, columns that fill no block, several steps
 SHAPES = [(48, 64), (37, 96), (1, 64), (29, 2560), (13, 4096), (21, 6144), (9, 9216), (5, 14336)]
@@ -91,6 +92,40 @@ def test_a_chain_in_a_graph_waits_for_each_result() -> None:
 
 class Other(torch.Tensor):
     """Stands for quantised or sharded weights, which know their own products."""
+
+
+class Calls(TorchFunctionMode):
+    """Names of the functions that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="a way of MKL's")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 1), (4, 1), (2, 3), (8,), (9, 1), (0, 1)])
+def test_few_rows_on_a_cpu(shape: tuple[int, ...], bias: bool) -> None:
+    n, c = 2050, 1024
+    weight = nn.Parameter(torch.randn(n, c, device="cpu") * c**-0.5)
+    b = nn.Parameter(torch.randn(n, device="cpu")) if bias else None
+    x = torch.randn(*shape, c, device="cpu")
+    with torch.no_grad(), Calls() as calls:
+        y = linear(x, weight, b)
+    torch.testing.assert_close(y.double(), exact(x, weight, b, None), rtol=1e-5, atol=1e-5)
+    parts = n * c // (PART * torch.get_num_threads())
+    assert calls.names.count("linear") == (parts if parts >= 4 and 4 <= y.numel() / n <= 8 else 1)
+    with Calls() as calls:  # with gradients, and where another dtype or way to compute is asked for
+        linear(x, weight, b).sum().backward()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert linear(x, weight, b).dtype == torch.bfloat16
+        with torch.no_grad():
+            linear(x, nn.Parameter(Other(weight.detach())), b)
+    assert calls.names.count("linear") == 3
 
 
 def test_whom_it_serves(path: str) -> None:

@@ -160,11 +160,14 @@ def test_crop_goes_back_as_far_as_rings_hold() -> None:
     cache, text = filled((8, 8, 8))  # not one token more than the ring holds
     cache.crop(torch.tensor([0, 8, 3]))
     text.feed(cache, [0, 8, 3], 4)
-    cache, _ = filled((9, 9, 9))
-    for lengths in ([4, 9, 9], [9, 9, -1]):
-        with pytest.raises(ValueError, match=rf"crop to lengths \[{lengths[0]}, 9.*chunk=4"):
+    cache, text = filled((9, 9, 9))
+    for lengths in ([4, 9, 9], [9, 9, -1], [0, 4, 9]):
+        first = rf"\[{lengths[0]}, {lengths[1]}, "
+        with pytest.raises(ValueError, match=rf"crop to lengths {first}.*chunk=4"):
             cache.crop(torch.tensor(lengths))
     assert cache.length == 9
+    cache.crop(torch.tensor([0, 9, 9]))  # nothing earlier is in view then
+    text.feed(cache, [0, 9, 9], 4)
     full = make(shapes=SHAPES[:1])
     full.lengths.fill_(30)
     full.crop(torch.tensor([2, 0, 30]))

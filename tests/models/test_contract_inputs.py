@@ -12,6 +12,10 @@ from tigon.models import CausalLM
 IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 
 
+ROWS = torch.tensor([0, 13, 26])
+RESTARTS = torch.tensor([[*range(13)], [*range(8), *range(5)]])
+
+
 def changed(position: tuple[int, int], value: int) -> torch.Tensor:
     labels = LABELS.clone()
     labels[position] = value
@@ -51,6 +55,22 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
         ({"attention_mask": torch.ones(2, 1, 13, 13)}, r"attention_mask \(2, 1, 13, 13\) is not"),
         ({"position_ids": torch.arange(12)}, r"position_ids \(1, 12\) is not \[1 or 2, 13\]"),
         ({"position_ids": IDS[:, :3]}, r"position_ids \(2, 3\) is not \[1 or 2, 13\]"),
+        (
+            {"cu_seq_lens_q": ROWS, "cu_seq_lens_k": torch.tensor([0, 12, 26])},
+            r"cu_seq_lens_q and cu_seq_lens_k differ: \[0, 13, 26\] and \[0, 12, 26\]",
+        ),
+        (
+            {"cu_seq_lens": ROWS, "cu_seq_lens_k": torch.tensor([0, 26])},
+            r"cu_seq_lens and cu_seq_lens_k differ: \[0, 13, 26\] and \[0, 26\]",
+        ),
+        (
+            {"cu_seq_lens": ROWS, "position_ids": torch.tensor([*range(9), *range(4)])},
+            "position_ids restart inside a .*: token 9 of row 0 has position 0 after 8; give one",
+        ),
+        (
+            {"cu_seq_lens": torch.tensor([0, 13, 20, 26]), "position_ids": RESTARTS},
+            "position_ids restart inside a .*: token 8 of row 1 has position 0 after 7; give one",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -84,9 +104,39 @@ def test_ids_or_embeddings(model: CausalLM) -> None:
         model(IDS[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 13), (0, 0)])
+def test_no_tokens(model: CausalLM, shape: tuple[int, int]) -> None:
+    ids = torch.zeros(shape).long()
+    for given in ({"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
+        with pytest.raises(
+            ValueError, match=rf"input_ids \({shape[0]}, {shape[1]}\) has no tokens"
+        ):
+            model(**given)
+
+
+@pytest.mark.parametrize("wrong", [97, -1])
+def test_ids_outside_of_the_vocabulary(model: CausalLM, wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"input_ids has token {wrong}, outside of \[0, 97\)"):
+        model(IDS.index_fill(1, torch.tensor(4), wrong))
+
+
+def test_positions_that_agree_with_the_bounds(model: CausalLM) -> None:
+    """Those that run on past a boundary do too, and those of padding mean nothing."""
+    cu, expected = torch.tensor([0, 13, 21, 26]), model(IDS, position_ids=RESTARTS).logits
+    for positions in (RESTARTS, torch.arange(13)):
+        out = model(IDS, cu_seq_lens=cu, position_ids=positions).logits
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    real = torch.ones(2, 13).index_put((torch.tensor(1), torch.arange(8, 13)), torch.tensor(0.0))
+    positions = RESTARTS * real.long()
+    out = model(IDS, cu_seq_lens=cu, position_ids=positions, attention_mask=real).logits
+    torch.testing.assert_close(out[real.bool()], expected[real.bool()], rtol=1e-5, atol=1e-5)
+
+
 def test_num_items_needs_labels(model: CausalLM) -> None:
     with pytest.raises(ValueError, match="num_items needs labels or shift_labels"):
         model.num_items(attention_mask=torch.ones(2, 13))
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
+        model.num_items(LABELS, cu_seq_lens_q=ROWS, cu_seq_lens_k=ROWS[:2])
 
 
 def test_attention_mask_covers_the_cache(model: CausalLM) -> None:

@@ -41,6 +41,13 @@ def pack(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     return {"input_ids": flat[None], "cu_seq_lens": cu}
 
 
+def padded(rows: int, total: int) -> Tensor:
+    """A mask with a single token of padding."""
+    mask = torch.ones(rows, total)
+    mask[0, 0] = 0
+    return mask
+
+
 class Reader:
     """Feeds a cache pieces of a text, and compares with the logits of the whole."""
 
@@ -123,6 +130,55 @@ def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) ->
         reader.cache.crop(before - torch.tensor(kept, dtype=torch.int32))
         reader.step(2)
     reader.step(4)
+
+
+@pytest.mark.parametrize(("model_type", "case"), WINDOWED[:1])
+def test_rows_emptied_where_layers_have_windows(model_type: str, case: str, tmp_path: Path) -> None:
+    model = family(model_type, case, tmp_path)
+    reader = Reader(model, text(2), model.static_cache(2, TOTAL, chunk=CHUNK))
+    reader.step(36)
+    reader.cache.crop(torch.tensor([0, 36]))  # each row by itself
+    reader.step(3)
+    reader.cache.crop(torch.zeros(2).int())
+    reader.prompts([11, 20])
+    reader.step(2)
+
+
+@pytest.mark.parametrize("made", ["inside", "outside", "int8"])
+@pytest.mark.parametrize(
+    ("model_type", "case"),
+    [("mistral", "window"), ("ministral3", "queries grow")],  # whose scale makes queries fp32
+)
+def test_autocast_is_as_exact_as_with_a_growing_cache(
+    model_type: str, case: str, made: str, tmp_path: Path
+) -> None:
+    model, ids = family(model_type, case, tmp_path), text(2)
+    exact, outs = model(ids).logits, {}
+    outside = model.static_cache(2, TOTAL, chunk=CHUNK)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = model.static_cache(
+            2, TOTAL, chunk=CHUNK, quantize="int8" if made == "int8" else None
+        )
+        static = outside if made == "outside" else inside
+        for name, cache in (("static", static), ("growing", KVCache())):
+            parts = itertools.pairwise((0, 11, 12, 16, 17, 33, TOTAL))
+            logits = [model(ids[:, a:b], past_key_values=cache).logits for a, b in parts]
+            outs[name] = torch.cat(logits, 1).float()
+    kept = {"inside": torch.bfloat16, "outside": torch.float32, "int8": torch.int8}
+    assert static.layers[0].keys.dtype == kept[made]
+    errors = {name: (out - exact).norm() / exact.norm() for name, out in outs.items()}
+    assert errors["static"] <= (2 if made == "int8" else 1.2) * errors["growing"]
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized"])
+def test_autocast_generates_what_is_best_or_near(kind: str) -> None:
+    model, ids = tiny_llama(), text(2)[:, :9] % 97
+    with torch.autocast("cpu", torch.bfloat16):
+        said = model.generate(ids, max_new_tokens=12, cache_implementation=kind)
+    assert said.shape == (2, 21)
+    logits = model(said[:, :-1]).logits[:, 8:]  # in fp32
+    behind = logits.amax(-1) - logits.gather(-1, said[:, 9:, None])[..., 0]
+    assert behind.max() <= 0.2 * logits.std()
 
 
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
@@ -222,7 +278,8 @@ def test_experts_count_what_they_get(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "call", "message"),
     [
-        (0, {"attention_mask": torch.ones(2, 9)}, "rows hold no padding; pack .* cu_seq_lens"),
+        (0, {"attention_mask": padded(2, 9)}, "rows hold no padding; pack .* cu_seq_lens"),
+        (0, {"attention_mask": torch.ones(1, 9)}, r"mask \(1, 9\) .* of ones \[2, 9\] on the CPU"),
         (0, {"cu_seq_lens": torch.tensor([0, 3, 9, 18])}, "has 3 sequences, but the cache 2 rows"),
         (0, {"cu_seq_lens": torch.tensor([0, 19])}, "run from 0 to 18"),
         (0, {"input_ids": torch.ones(1, 9).long()}, "holds 2 rows, this batch has 1"),
@@ -237,7 +294,8 @@ def test_experts_count_what_they_get(tmp_path: Path) -> None:
             {"input_ids": torch.ones(1, 33).long(), "cu_seq_lens": torch.tensor([0, 31, 33])},
             "31 tokens of a row do not fit into the cache's capacity=30",
         ),
-        (5, {"attention_mask": torch.ones(2, 14)}, "rows hold no padding"),
+        (5, {"attention_mask": padded(2, 14)}, "rows hold no padding"),
+        ([5, 2], {"attention_mask": torch.ones(2, 15)}, r"mask \(2, 15\) .* \[2, 14\] on the CPU"),
         (5, {"cu_seq_lens": torch.tensor([0, 9, 18])}, "already holds 5 tokens"),
         (5, {"input_ids": torch.ones(3, 1).long()}, "holds 2 rows, this batch has 3"),
         (5, {"input_ids": torch.ones(3, 9).long()}, "holds 2 rows, this batch has 3"),
@@ -262,6 +320,44 @@ def test_bad_input_changes_nothing(held: Any, call: dict[str, Any], message: str
         reader.step(2)
     else:
         reader.prompts([7, 2])
+
+
+def test_a_mask_of_ones_on_the_host_says_nothing() -> None:
+    model, ids = tiny_llama(), text(2) % 97
+    reader = Reader(model, ids, model.static_cache(2, TOTAL, chunk=CHUNK))
+    reader.prompts([5, 2], attention_mask=torch.ones(1, 7))
+    for width in (3, 8):  # the new tokens; all of the longer row
+        cache = model.static_cache(2, TOTAL, chunk=CHUNK)
+        model(**pack(ids, [5, 2]), past_key_values=cache)
+        new = torch.stack((ids[0, 5:8], ids[1, 2:5]))
+        logits = model(new, past_key_values=cache, attention_mask=torch.ones(2, width)).logits
+        reader.compare(logits, torch.stack((reader.whole[0, 5:8], reader.whole[1, 2:5])))
+    long = model.static_cache(2, TOTAL, chunk=CHUNK)
+    for start, stop in ((0, 9), (9, 20)):
+        mask = torch.ones(2, stop, dtype=torch.bool)
+        out = model(ids[:, start:stop], past_key_values=long, attention_mask=mask)
+        reader.compare(out.logits, reader.whole[:, start:stop])
+
+
+@pytest.mark.parametrize("kind", ["static", "growing"])
+@pytest.mark.parametrize(
+    ("changes", "spelled"),
+    [
+        ({"num_hidden_layers": 3}, "3 layers of 2 kv heads with head dim 20"),
+        ({"num_hidden_layers": 1}, "1 layers of 2 kv heads with head dim 20"),
+        ({"num_key_value_heads": 1}, "2 layers of 1 kv heads with head dim 20"),
+        ({"head_dim": 16}, "2 layers of 2 kv heads with head dim 16"),
+    ],
+    ids=str,
+)
+def test_the_cache_of_another_model(changes: dict[str, int], spelled: str, kind: str) -> None:
+    ids, other = text(2) % 97, tiny_llama(**changes)
+    cache = other.static_cache(2, TOTAL) if kind == "static" else KVCache()
+    other(ids[:, :9], past_key_values=cache)
+    own = "this Llama 2 layers of 2 kv heads with head dim 20: give a cache of this model"
+    with pytest.raises(ValueError, match=f"past_key_values has {spelled}, but {own}"):
+        tiny_llama()(ids[:, 9:12], past_key_values=cache)
+    assert cache.length == 9
 
 
 def test_gradients_need_another_cache() -> None:

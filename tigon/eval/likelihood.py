@@ -3,8 +3,10 @@
 # G contexts, B rows of continuations, T tokens of the longest, N tokens of all, V vocab
 """
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -47,13 +49,19 @@ def log_likelihoods(
     values; requests that share nothing are packed. The result is that of one forward pass per
     request, to rounding. `tokens_per_batch` is about what a forward pass reads at most, and what
     a cache has room for, of which there are two at a time; a longer request is a batch of its
-    own. Raises for a request longer than the model's max_position_embeddings.
+    own. Raises TypeError for what is no such request, and ValueError for one longer than the
+    model's max_position_embeddings.
     """
     if tokens_per_batch < 1:
         raise ValueError(f"tokens_per_batch={tokens_per_batch} is not above 0")
+    if not hasattr(model, "static_cache"):  # also torch.compile's wrapper has it
+        raise TypeError(
+            f"log_likelihoods of a {type(model).__name__}: give a model of Tigon, as "
+            "tigon.from_pretrained reads it from the same checkpoint"
+        )
     if not model.config.causal:
         raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
-    checked = [_checked(model, i, *request) for i, request in enumerate(requests)]
+    checked = [_checked(model, i, request) for i, request in enumerate(requests)]
     together: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(checked):
         together.setdefault(context, []).append(i)
@@ -87,10 +95,15 @@ def log_likelihoods(
     return [found[i] for i in range(len(checked))]
 
 
-def _checked(
-    model: CausalLM, number: int, context: Sequence[int], continuation: Sequence[int]
-) -> Request:
-    request = tuple(map(int, context)), tuple(map(int, continuation))
+def _checked(model: CausalLM, number: int, given: tuple[Sequence[int], Sequence[int]]) -> Request:
+    try:
+        context, continuation = given
+        request = tuple(map(index, context)), tuple(map(index, continuation))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"request {number} is {reprlib.repr(given)} ({error}); give a pair of context and "
+            "continuation, each a sequence of token ids, which a tokenizer's encode makes of text"
+        ) from None
     for name, ids in zip(("context", "continuation"), request, strict=True):
         if not ids:
             hint = "; begin with the token that begins a text" if name == "context" else ""

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation)
         if rotation.query_scale is not None:
-            q = q * rotation.query_scale
+            q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         attend = attention if cache is None else functools.partial(cache.attend, self.layer)
         out = attend(q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap)
         return self.o_proj(out.reshape(b, t, -1))

@@ -18,6 +18,10 @@ class Cache(Protocol):
     def length(self) -> int | None:
         """Tokens that every row holds; None if the host knows of no such number."""
 
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """Layers, kv heads and head dim of its model; None while it may be anyone's."""
+
     def begin(
         self,
         batch: int,
@@ -59,6 +63,14 @@ class KVCache:
     def length(self) -> int:
         """Tokens held."""
         return self._lengths[0] if self._lengths else 0
+
+    @property
+    def shape(self) -> tuple[int, int, int] | None:
+        """Layers, kv heads and head dim, None while empty."""
+        if not self._keys:
+            return None
+        _, heads, _, dim = self._keys[0].shape
+        return len(self._keys), heads, dim
 
     def begin(
         self,

@@ -19,6 +19,14 @@ from tigon.layers._check import check, on_host
 UNKNOWN = -1  # a length that only the device knows
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of products under `torch.autocast`; None outside of it."""
+    kind = device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 class Places(NamedTuple):
     """Where new tokens of all rows go, each [N]."""
 
@@ -89,6 +97,12 @@ class StaticCache:
         return least if least == most != UNKNOWN else None
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, and kv heads and head dim of the first."""
+        _, heads, _, dim = self.layers[0].keys.shape
+        return len(self.layers), heads, dim
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all keys, values and scales."""
         return sum(x.nbytes for buffers in self.layers for x in buffers if x is not None)
@@ -121,8 +135,8 @@ class StaticCache:
     def crop(self, lengths: Tensor) -> None:
         """Forget the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
 
-        Where layers have windows, only the last `chunk` tokens can be forgotten: what was in view
-        before those is no longer held.
+        Where layers have windows, only the last `chunk` tokens of a row can be forgotten, or all:
+        what was in view before others is no longer held.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -131,7 +145,7 @@ class StaticCache:
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new = lengths.to(self.lengths.device, non_blocking=True)
         least = min(buffers.keys.shape[2] for buffers in self.layers)
-        near = (new >= self.lengths - self.chunk) | (self.lengths <= least)
+        near = (new >= self.lengths - self.chunk) | (self.lengths <= least) | (new == 0)
         check(
             ((new >= 0) & near).all(),
             f"crop to lengths{values}: they are negative, or more than the chunk={self.chunk} "
@@ -157,10 +171,7 @@ class StaticCache:
     ) -> int | Tensor:
         """Prepare for [batch, tokens] new tokens; how many the rows hold, int or [rows]."""
         if attention_mask is not None:
-            raise ValueError(
-                "attention_mask with a StaticCache: its rows hold no padding; pack the prompts "
-                "and give cu_seq_lens"
-            )
+            self._check_mask(attention_mask, batch, tokens)
         held = self.length
         if held != 0:
             if cu_seq_lens is not None:
@@ -205,6 +216,11 @@ class StaticCache:
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"
             )
         now, buffers = self._pass, self.layers[layer]
+        dtype = autocast_dtype(q.device)
+        if dtype is not None:
+            # A scale may have made q wider than that; a cache from outside of autocast stays so
+            dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
+            q, k, v = (x.to(dtype) for x in (q, k, v))
         if now.places is None:
             out = append_attention(
                 q, k, v, buffers, self.lengths, window=window, softcap=softcap, scale=scale
@@ -249,6 +265,17 @@ class StaticCache:
         row = torch.bucketize(at, cu[1:], right=True)
         places = Places(row, held + at - cu[row], held + grown[row])
         return Pass(grown, known if on_host(known) else None, held, places)
+
+    def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
+        """It may say, where the host sees it, that there is no padding."""
+        whole = max(int(self._known.max()), 0) + tokens
+        fits = mask.shape in ((batch, tokens), (batch, whole))
+        if not (fits and on_host(mask) and mask.all()):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} with a StaticCache: its rows hold no padding; "
+                f"pack the prompts and give cu_seq_lens, or no mask or one of ones [{batch}, "
+                f"{whole}] on the CPU"
+            )
 
     def _check_batch(self, batch: int) -> None:
         if batch != len(self.lengths):

@@ -34,9 +34,11 @@ from tigon.layers import (
     tally,
 )
 from tigon.layers.rope import TURNING
+from tigon.layers.static_cache import autocast_dtype
 from tigon.models import _load, _save
 from tigon.models._config import Config
-from tigon.models._inputs import Inputs, first_given, resolve_inputs
+from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
+from tigon.models._inputs import Inputs, resolve_inputs
 from tigon.models._loss import (
     Keep,
     Reduction,
@@ -249,14 +251,17 @@ class CausalLM(nn.Module):
         chunk: int = 16,
         quantize: Literal["int8"] | None = None,
     ) -> StaticCache:
-        """An empty cache for `past_key_values`, with room for `capacity` tokens in each row."""
+        """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
+
+        Inside `torch.autocast` it keeps what autocast computes.
+        """
         c = self.config
         layers = range(c.num_hidden_layers)
         return StaticCache(
             [(c.num_key_value_heads, c.head_dim, c.window(layer)) for layer in layers],
             rows,
             capacity,
-            dtype=self.dtype,
+            dtype=autocast_dtype(self.device) or self.dtype,
             device=self.device,
             chunk=chunk,
             quantize=quantize,
@@ -291,7 +296,7 @@ class CausalLM(nn.Module):
             given.device,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
+            cu_seq_lens=same_bounds(given.device, cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
         )
         keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep
         kept = resolve_keep(keep, b, t, given.device)
@@ -343,10 +348,14 @@ class CausalLM(nn.Module):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
+        if input_ids is not None:
+            check_ids(input_ids, self.config.vocab_size)
         x = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.dim() != 3:
             raise ValueError(f"input_ids {tuple(x.shape[:-1])} is not [batch, tokens]")
         b, t, _ = x.shape
+        if not b or not t:
+            raise ValueError(f"input_ids {(b, t)} has no tokens: give at least one")
         cache = past_key_values
         if cache is None and use_cache:
             cache = KVCache()
@@ -355,6 +364,11 @@ class CausalLM(nn.Module):
                 f"{type(self).__name__} with attention to both sides can neither use a cache nor "
                 "generate: each new token would change the ones before it"
             )
+        if cache is not None:
+            c = self.config
+            shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
+            check_cache(cache, type(self).__name__, *shape)
+        cu_seq_lens = same_bounds(x.device, cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k)
         inputs = resolve_inputs(
             b,
             t,
@@ -362,11 +376,13 @@ class CausalLM(nn.Module):
             cache=cache,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seq_lens=first_given(cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k),
+            cu_seq_lens=cu_seq_lens,
             longest=max_length_k if max_length_q is None else max_length_q,
             causal=self.config.causal,
             attention=self.attention,
         )
+        if cu_seq_lens is not None and position_ids is not None:
+            check_positions(inputs.position_ids, inputs.segment_ids, inputs.mask.key_mask)
 
         reduction = loss_reduction or self.defaults.loss_reduction
         keep = self.defaults.logits_to_keep if logits_to_keep is None else logits_to_keep

@@ -20,10 +20,6 @@ class Inputs:
     mask: AttentionMask
 
 
-def first_given(*tensors: Tensor | None) -> Tensor | None:
-    return next((t for t in tensors if t is not None), None)
-
-
 def resolve_inputs(
     batch: int,
     tokens: int,
@@ -93,8 +89,9 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
             f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
             f"[{batch}, {total}]"
         )
-    mask = mask.to(device=device, dtype=torch.bool)
-    return None if on_host(mask) and mask.all() else mask
+    if on_host(mask) and mask.all():
+        return None
+    return mask.to(device=device, dtype=torch.bool)
 
 
 def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:

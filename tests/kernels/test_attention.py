@@ -375,10 +375,45 @@ def test_bf16_is_at_most_twice_as_wrong_as_eager() -> None:
         assert (out - exact).norm() <= 2 * (eager - exact).norm()
 
 
-def test_heads_that_cannot_share() -> None:
-    q, k = torch.ones(1, 3, 5, 4), torch.ones(1, 3, 2, 4)
-    with pytest.raises(ValueError, match="5 query heads cannot share 2 key/value heads"):
-        attention(q, k, k, mask=AttentionMask(3))
+@pytest.mark.parametrize(
+    ("q", "k", "v", "past", "options", "message"),
+    [
+        ((1, 3, 5, 4), (1, 3, 2, 4), None, 0, {}, "5 query heads cannot share 2 key/value heads"),
+        ((1, 2, 3, 4), (1, 2, 3, 4), None, 0, {}, r"q \(1, 2, 3, 4\) is not .* mask's 3 tokens"),
+        ((3, 2, 4), (3, 2, 4), None, 0, {}, r"q \(3, 2, 4\) is not \[B, T, H, D\]"),
+        (
+            (1, 3, 2, 4),
+            (1, 3, 2, 4),
+            None,
+            2,
+            {},
+            r"are not \[1, 5, K, 4\].* 2 tokens before its 3",
+        ),
+        (
+            (1, 3, 2, 4),
+            (1, 3, 2, 4),
+            (1, 2, 2, 4),
+            0,
+            {},
+            r"v \(1, 2, 2, 4\) are not \[1, 3, K, 4\]",
+        ),
+        ((1, 3, 2, 4), (1, 3, 2, 8), None, 0, {}, r"k \(1, 3, 2, 8\)"),
+        ((2, 3, 2, 4), (1, 3, 2, 4), None, 0, {}, r"are not \[2, 3, K, 4\]"),
+        ((1, 3, 2, 4), (1, 3, 2, 4), None, 0, {"window": 0}, "window=0 is not above 0"),
+        ((1, 3, 2, 4), (1, 3, 2, 4), None, 0, {"softcap": 0.0}, "softcap=0.0 is not above 0"),
+    ],
+)
+def test_what_does_not_fit_together(
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...] | None,
+    past: int,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    given = (torch.ones(shape) for shape in (q, k, v or k))
+    with pytest.raises(ValueError, match=message):
+        attention(*given, mask=AttentionMask(3, past=past), **options)
 
 
 @pytest.mark.parametrize(

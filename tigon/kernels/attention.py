@@ -214,10 +214,9 @@ def attention(
 
     A window of W sees W tokens, the query's own among them. `scale` defaults to D ** -0.5. The
     mask names the backend; docs/attention.md says what "auto" takes. A backend that cannot do
-    what is asked raises, with the reason.
+    what is asked raises, with the reason; ValueError for shapes that do not fit together.
     """
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads")
+    _check(q, k, v, mask, window, softcap)
     grad = _wants_grad(q, k, v)
     if torch.compiler.is_compiling():
         plan = _plan(q, mask, window, softcap, scale, grad)
@@ -231,6 +230,32 @@ def attention(
         return run(q, k, v, mask, plan)
     rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
     return run(*rows, plan.even, plan).reshape(q.shape)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
+    s = mask.past + mask.tokens
+    if t != mask.tokens:
+        raise ValueError(
+            f"q {tuple(q.shape)} is not [B, T, H, D] with the mask's {mask.tokens} tokens"
+        )
+    if k.dim() != 4 or (k.shape[0], k.shape[1], k.shape[3]) != (b, s, d) or k.shape != v.shape:
+        raise ValueError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not [{b}, {s}, K, {d}]: q is "
+            f"{tuple(q.shape)}, and the mask has {mask.past} tokens before its {mask.tokens}"
+        )
+    if h % k.shape[2]:
+        raise ValueError(f"{h} query heads cannot share {k.shape[2]} key/value heads")
+    for name, value in (("window", window), ("softcap", softcap)):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} is not above 0; None is none")
 
 
 def _wants_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -1,6 +1,8 @@
 import importlib
+import io
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -66,9 +68,12 @@ def test_commands_import_nothing_optional() -> None:
         ("generate not-a-name/at/all hi", "neither an existing directory nor the name of a hub"),
         ("generate MODEL hi --device nowhere", "--device nowhere: "),
         ("generate MODEL hi --device cuda:99", "--device cuda:99: "),
-        ("generate MODEL hi --raw --system x", "--system needs a chat template, and --raw"),
+        ("generate MODEL hi --raw --system x", "--raw and --system: a raw text has no system"),
         ("generate MODEL hi --temperature -1", "temperature=-1.0 is not above 0"),
-        ("generate MODEL hi --max-new-tokens -3", "max_new_tokens=-3 is negative"),
+        ("generate MODEL hi --max-new-tokens -3", "max_new_tokens=-3 is below 0"),
+        (f"generate MODEL hi --temperature 1 --seed {2**64}", f"seed={2**64} is above"),
+        (["generate", "MODEL", "\udcff"], "the prompt is not text in UTF-8, see position 0"),
+        ("generate MODEL hi --system \udcff", "the prompt is not text in UTF-8"),
         (["generate", "MODEL", "the " * 600], "tokens, but the model's context is 512"),
         (["generate", "MODEL", "", "--raw"], "the prompt is empty"),
         ("eval perplexity MODEL none.txt", "no data file matches 'none.txt'"),
@@ -125,6 +130,71 @@ def test_usage_errors(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_no_text(
+    directory: Path,
+    errors: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stream)
+    assert main(["generate", str(directory), "-"]) == 1
+    expected = "tigon generate: the prompt is not text in UTF-8, see position 3\n"
+    assert capfd.readouterr() == ("", expected)
+
+
+def test_generate_ends_after_a_text(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", str(directory), "hi", "--max-new-tokens", "24"]
+    assert main(command) == 0
+    text = capfd.readouterr().out[:-1]
+    first, second = text[2:4], text[12:14]
+    assert text.find(second) > text.find(first) >= 0
+    for stops in ([first, second], [second, first], [second]):
+        assert main([*command, *(word for stop in stops for word in ("--stop", stop))]) == 0
+        out = capfd.readouterr().out[:-1]
+        assert text.startswith(out)
+        end = min(text.find(stop) + len(stop) for stop in stops)
+        assert end <= len(out) < end + 12  # a token may go on
+
+
+def test_generate_warns_of_what_was_asked_alone(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(directory), "hi", "--max-new-tokens", "2"]
+    for arguments, message in (
+        (["--seed", "3"], "nothing comes of seed"),
+        (["--temperature", "0", "--top-k", "3"], "nothing comes of top_k"),
+        (["--temperature", "0"], ""),
+        (["--top-k", "3", "--seed", "3", "--repetition-penalty", "1.1"], ""),
+    ):
+        assert main([*command, *arguments]) == 0
+        err = capfd.readouterr().err
+        assert message in err
+        assert err.count("\n") == bool(message)
+
+
+def test_ends_beyond_the_vocabulary_do_no_harm(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", eos_token_id=5000)
+    assert main(["generate", str(model), "hi", "--max-new-tokens", "2"]) == 0
+
+
+def test_a_hub_out_of_reach_is_for_a_shell(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(args: Namespace) -> int:
+        raise ConnectionError("cannot reach it; pass local_files_only=True")
+
+    monkeypatch.setattr(importlib.import_module("tigon.commands"), "generate", unreachable)
+    assert main(["generate", "a/b", "hi"]) == 1
+    assert "for this command: set HF_HUB_OFFLINE=1, or name a local" in capfd.readouterr().err
+
+
+def test_every_package_comes_when_asked_for() -> None:
+    found = pkgutil.iter_modules(tigon.__path__)
+    assert {module.name for module in found if module.ispkg} == set(tigon.PACKAGES)
 
 
 def test_interrupt_is_quiet(

@@ -56,7 +56,17 @@ __all__ = [
     "Tokenizer",
     "from_pretrained",
 ]
-PACKAGES = ("data", "eval", "kernels", "layers", "models", "tokenizer", "train", "weights")
+PACKAGES = (
+    "data",
+    "eval",
+    "generation",
+    "kernels",
+    "layers",
+    "models",
+    "tokenizer",
+    "train",
+    "weights",
+)
 
 
 def __getattr__(name: str) -> Any:

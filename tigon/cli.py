@@ -11,6 +11,7 @@ from typing import Any
 from tigon import __version__
 
 CACHES = ("dynamic", "static", "quantized")
+OFFLINE = "set HF_HUB_OFFLINE=1, or name a local directory in place of the model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, ImportError) as error:
-        print(f"tigon {args.command}: {error}", file=sys.stderr)
+        # What reaches no hub advises callers from Python
+        hint = f"; for this command: {OFFLINE}" * isinstance(error, ConnectionError)
+        print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
 
 
@@ -59,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
         default=256,
         metavar="N",
         help="default: 256; fewer where the model's context ends",
+    )
+    p.add_argument(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        help="end after this text; may be given several times",
     )
     p.add_argument(
         "--assistant",

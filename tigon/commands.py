@@ -20,7 +20,7 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def generate(args: Namespace) -> int:
-    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+    text = _read(args)
     model, tokenizer = _load(args)
     ids = _prompt(args, text, tokenizer)
     if not ids:
@@ -28,10 +28,17 @@ def generate(args: Namespace) -> int:
     context = model.config.max_position_embeddings
     if len(ids) >= context:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the model's context is {context}")
-    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    do_sample = True if given else None  # None: as generation_config says
+    given = {
+        name: getattr(args, name)
+        for name in (*SAMPLING, "repetition_penalty", "seed")
+        if getattr(args, name) is not None
+    }
     if args.temperature == 0:
-        do_sample, given = False, {}
+        given |= {"do_sample": False, "temperature": None}
+    elif any(name in given for name in SAMPLING):
+        given["do_sample"] = True
+    if args.stop:
+        given["stop_strings"] = args.stop
     if args.seed is None:
         torch.seed()  # else every process would draw the same
     assistant = None
@@ -45,10 +52,8 @@ def generate(args: Namespace) -> int:
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        do_sample=do_sample,
-        repetition_penalty=args.repetition_penalty,
         eos_token_id=_ends(model, tokenizer),
-        seed=args.seed,
+        tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
         cache_implementation=args.cache,
@@ -58,11 +63,23 @@ def generate(args: Namespace) -> int:
     return 0
 
 
+def _read(args: Namespace) -> str:
+    """The prompt, which - has come from standard input."""
+    try:
+        text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
+        (text + (args.system or "")).encode()  # some locales let any byte in
+    except UnicodeError as error:
+        where = getattr(error, "start", 0)
+        raise ValueError(f"the prompt is not text in UTF-8, see position {where}") from None
+    return text
+
+
 def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    if args.raw and args.system is not None:
+        raise ValueError("--raw and --system: a raw text has no system message; give one of them")
     if args.raw or tokenizer.chat_template is None:
         if args.system is not None:
-            why = "--raw" if args.raw else f"{args.model} has none"
-            raise ValueError(f"--system needs a chat template, and {why}")
+            raise ValueError(f"--system needs a chat template, and {args.model} has none")
         return tokenizer.encode(text)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = [*system, {"role": "user", "content": text}]
@@ -76,7 +93,8 @@ def _ends(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
     own = tokenizer.eos_token_id
-    return ends if own is None or own in ends else [*ends, own]
+    ends = ends if own is None or own in ends else [*ends, own]
+    return [end for end in ends if 0 <= end < model.config.vocab_size]
 
 
 def eval_perplexity(args: Namespace) -> int:

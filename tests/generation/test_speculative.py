@@ -10,7 +10,7 @@ from torch import Tensor
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.contract import tiny_llama
-from tigon.generation import Sampling, loop, static
+from tigon.generation import Sampling, caches, loop, static
 from tigon.generation.sampling import Draws
 from tigon.generation.speculative import judge, leading
 
@@ -88,14 +88,24 @@ SAMPLERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "noise"), list(zip(SAMPLERS, (2.0, 0.5, 0.5), strict=True)), ids=str
+    ("settings", "draft"),
+    [
+        *zip(SAMPLERS, (2.0, 0.5, 0.5), strict=True),
+        (SAMPLERS[0], "5 rows"),
+        (SAMPLERS[0], "9 rows"),
+    ],
+    ids=str,
 )
 def test_samples_are_distributed_as_those_of_the_model(
-    settings: dict[str, Any], noise: float
+    settings: dict[str, Any], draft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(caches, "FILL", 1)
     rows, vocab, tokens = 6_000, 7, 4
     model = tiny_llama(vocab_size=vocab).eval()
-    draft = blurred(model, noise)
+    if isinstance(draft, str):
+        draft = tiny_llama(vocab_size=int(draft[0])).eval()
+    else:
+        draft = blurred(model, draft)  # by so much noise
     prompt = torch.tensor([[1, 5, 2]])
     sampling = Sampling(
         True,
@@ -145,6 +155,20 @@ def test_judge_is_rejection_sampling() -> None:
     assert abs(kept.float().mean() - 0.35) < 4 * 0.5 / n**0.5
 
 
+@pytest.mark.parametrize("drafted", [64, 128])
+def test_a_draft_with_another_number_of_rows(drafted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill up an embedding are no tokens; greedily nothing depends on them."""
+    monkeypatch.setattr(caches, "FILL", 1)
+    model, draft = tiny_llama().eval(), tiny_llama(vocab_size=drafted).eval()
+    ids, mask = padded(LENGTHS, 97)
+    assert (ids.max() >= drafted) == (drafted < 97)
+    common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 22, "eos_token_id": []}
+    for given in ({}, {"repetition_penalty": 1.3}):
+        expected = model.generate(ids, **given, **common)
+        tokens = model.generate(ids, assistant_model=draft, **given, **common)
+        assert tokens.tolist() == expected.tolist()
+
+
 def test_leading() -> None:
     fits = torch.tensor(list(itertools.product((False, True), repeat=3)))
     assert leading(fits).tolist() == [0, 0, 0, 0, 1, 1, 2, 3]
@@ -185,7 +209,7 @@ def test_sampled_rows_leave_and_nobody_notices(
     ids, mask = padded(LENGTHS, 97)
     common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0}
     common |= {"do_sample": True, "seed": 3, "assistant_model": blurred(model, 0.1)}
-    common |= {"repetition_penalty": 1.1}
+    common |= {"repetition_penalty": 1.1, "min_new_tokens": 3}
     counted = Counted(model)
     free = model.generate(ids, eos_token_id=[], **common)
     ends = some_ends(free, 11, (1, 2, 30, 5, 9))
@@ -208,10 +232,9 @@ def test_scores_of_the_draft_that_are_not_finite(model: tigon.Llama) -> None:
 
 def test_bad_input(model: tigon.Llama) -> None:
     ids = torch.tensor([[5, 6]])
-    with pytest.raises(ValueError, match="vocabulary of 98 tokens, but the model one of 97"):
-        model.generate(ids, assistant_model=tiny_llama(vocab_size=98))
-    with pytest.raises(ValueError, match="num_assistant_tokens=0 is not above 0"):
-        model.generate(ids, assistant_model=model, num_assistant_tokens=0)
+    for vocab in (98, 640):  # not filled up, too far
+        with pytest.raises(ValueError, match=f"vocabulary of {vocab} tokens, but the model one of"):
+            model.generate(ids, assistant_model=tiny_llama(vocab_size=vocab))
     with pytest.raises(ValueError, match="assistant_model needs a cache that can go back"):
         model.generate(ids, assistant_model=model, cache_implementation="dynamic")
     with pytest.raises(ValueError, match="assistant_model needs a cache that can go back"):

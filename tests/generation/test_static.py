@@ -35,7 +35,7 @@ STRAIGHT = [
 @pytest.fixture(autouse=True)
 def _long_texts() -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="a text of .* tokens is longer than")
+        warnings.filterwarnings("ignore", message="a text of up to .* tokens is longer than")
         yield
 
 
@@ -81,6 +81,26 @@ def test_ropes_that_turn_take_a_dynamic_cache(model_type: str, case: str, tmp_pa
     expected = model.generate(ids, **short)
     static = model.generate(ids, cache_implementation="static", **short)
     assert static.tolist() == expected.tolist()
+
+
+def test_proposals_stay_before_the_turn(tmp_path: Path) -> None:
+    """A pass reads so many tokens more than its text will have."""
+    reference("phi3", CASES["phi3"]["longrope"], tmp_path)  # turns behind 16
+    model = from_pretrained(tmp_path)
+    ids, mask = padded((9, 4), 211)
+    common: dict[str, Any] = {"attention_mask": mask, "eos_token_id": [], "max_new_tokens": 4}
+    plain = tiny_llama(vocab_size=211).eval()
+    for draft in (model, plain):
+        tokens = model.generate(ids, assistant_model=draft, num_assistant_tokens=3, **common)
+        assert tokens.tolist() == model.generate(ids, **common).tolist()
+        for given in (
+            {"num_assistant_tokens": 4},
+            {"max_new_tokens": 5, "num_assistant_tokens": 3},
+        ):
+            with pytest.raises(ValueError, match=r"longrope RoPE .* up to 17 passes 16; proposals"):
+                model.generate(ids, assistant_model=draft, **{**common, **given})
+    with pytest.raises(ValueError, match="assistant_model: longrope RoPE"):
+        plain.generate(ids, assistant_model=model, num_assistant_tokens=4, **common)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9, 10, 12, 8192])
@@ -136,7 +156,7 @@ def test_rows_leave_and_nobody_notices(
     model: tigon.Llama, ragged: dict[str, Tensor], sampled: bool
 ) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": sampled, "pad_token_id": 0}
-    settings |= {"repetition_penalty": 1.1, "seed": 3}
+    settings |= {"repetition_penalty": 1.1, "seed": 3, "min_new_tokens": 3}
     free = model.generate(**ragged, eos_token_id=[], **settings)
     settings["eos_token_id"] = some_ends(free, 11, (1, 2, 30, 5, 9))
     expected = model.generate(**ragged, **settings)
@@ -223,7 +243,6 @@ def test_what_comes_back_can_be_trained_on(model: tigon.Llama, ragged: dict[str,
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"cache_implementation": "paged"}, "='paged' is not one of dynamic, static, quantized"),
     ({"cache_implementation": "static", "use_cache": False}, "'static': give one of them"),
-    ({"prefill_chunk_size": 0}, "prefill_chunk_size=0 is not above 0"),
 ]
 
 
@@ -242,12 +261,13 @@ def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any) -> None:
         model.generate(ids, do_sample=True, cache_implementation=cache)
 
 
-def test_a_text_past_the_context_is_said_once(model: tigon.Llama) -> None:
+def test_a_text_past_the_context_is_said_once_and_before(model: tigon.Llama) -> None:
     model = tiny_llama(max_position_embeddings=12)
     ids = torch.randint(0, V, (2, 9))
     short = torch.ones_like(ids)
     short[:, :6] = 0
     for cache in ("dynamic", "static"):
+        counted = Counted(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.generate(ids, max_new_tokens=3, cache_implementation=cache)
@@ -255,5 +275,11 @@ def test_a_text_past_the_context_is_said_once(model: tigon.Llama) -> None:
             model.generate(ids, max_new_tokens=9, **given)
             assert not caught
             model.generate(ids, max_new_tokens=9, cache_implementation=cache)
-        assert [str(w.message)[:40] for w in caught] == ["a text of 18 tokens is longer than the 1"]
+        assert [str(w.message)[:35] for w in caught] == ["a text of up to 18 tokens is longer"]
         assert caught[0].filename == __file__
+        counted.shapes.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="longer than the 12 of"):
+                model.generate(ids, max_new_tokens=9, cache_implementation=cache)
+        assert not counted.shapes

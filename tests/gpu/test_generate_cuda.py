@@ -102,6 +102,54 @@ def test_a_graph_says_what_steps_say(
     assert len({*tokens[:, -NEW:].flatten().tolist()}) > 20  # and not the same again and again
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_new_tokens": 20},
+        {"min_new_tokens": 20, "num_return_sequences": 3, **SAMPLED},
+        {"num_return_sequences": 2, **SAMPLED},
+    ],
+    ids=["greedy", "sampled", "several"],
+)
+def test_settings_in_a_graph(
+    given: dict[str, Any],
+    model: tigon.CausalLM,
+    ragged: dict[str, Any],
+    captures: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ragged |= {"max_new_tokens": NEW}
+    ends = model.generate(**ragged, eos_token_id=[])[:, -NEW:][:, :3].flatten().tolist()
+    ragged |= {"eos_token_id": ends, **given}
+    captures.clear()
+    tokens = model.generate(**ragged)
+    assert len(captures) >= 1
+    assert len(tokens) == len(LENGTHS) * given.get("num_return_sequences", 1)
+    assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+    assert tokens.tolist() == model.generate(**ragged, cache_implementation="dynamic").tolist()
+    new = tokens[:, max(LENGTHS) :]
+    if "min_new_tokens" in given:
+        assert not torch.isin(new[:, :20], torch.tensor(ends, device="cuda")).any()
+    if "do_sample" not in given:
+        drafted = model.generate(**ragged, assistant_model=model)
+        assert tokens.tolist() == drafted.tolist()
+    else:
+        assert len({*map(tuple, new.tolist())}) > len(LENGTHS)
+
+
+def test_a_graph_under_autocast(
+    model: tigon.CausalLM,
+    ragged: dict[str, Any],
+    captures: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ragged |= {"max_new_tokens": NEW, "eos_token_id": []}
+    with torch.autocast("cuda", torch.bfloat16):
+        tokens = model.generate(**ragged)
+        assert len(captures) == 1
+        assert tokens.tolist() == eagerly(monkeypatch, model, **ragged).tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", ["static", "quantized"])
 def test_half_precision(

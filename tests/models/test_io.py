@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import tigon
 from tests.hub_server import HubServer
@@ -130,6 +130,15 @@ def test_generation_config_travels(tmp_path: Path) -> None:
     from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "c")
     read = load_reference(tmp_path / "c").generation_config
     assert (read.eos_token_id, read.bos_token_id) == ([2, 5], 1)
+
+
+def test_an_object_of_transformers_is_written_as_what_it_sets(
+    model: tigon.Llama, tmp_path: Path
+) -> None:
+    model.generation_config = GenerationConfig(top_k=7, eos_token_id=[5, 6])
+    model.save_pretrained(tmp_path / "a")
+    read = tigon.from_pretrained(tmp_path / "a").generation_config
+    assert (read["top_k"], read["eos_token_id"]) == (7, [5, 6])
 
 
 def test_tie_with_an_equal_head_in_the_file(tmp_path: Path) -> None:

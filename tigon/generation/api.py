@@ -11,23 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.generation.caches import Caches, check_assistant, choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
 from tigon.generation.loop import LAG, drive
+from tigon.generation.prompt import check_prompt
 from tigon.generation.protocols import Decodes, Model, Steps, Streamer
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import (
-    Caches,
-    check_assistant,
-    check_prompt,
-    choose_cache,
-    find_stops,
-    is_sharded,
-    most_new,
-    settle,
-)
+from tigon.generation.settings import UNSET, most_new, settle, warn_of_unused
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.static import StaticSteps
-from tigon.generation.stopping import Continuations
+from tigon.generation.stopping import Continuations, find_stops
 
 
 def generate(
@@ -35,92 +28,127 @@ def generate(
     input_ids: Tensor,  # [B, T]
     *,
     attention_mask: Tensor | None = None,  # [B, T], 0 on padding, which is on the left
-    max_new_tokens: int | None = None,
-    max_length: int | None = None,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
-    stop_strings: str | Sequence[str] | None = None,
+    generation_config: Any = None,  # a dict, or an object with to_dict()
+    max_new_tokens: int | None = UNSET,
+    max_length: int | None = UNSET,
+    min_new_tokens: int | None = UNSET,
+    num_return_sequences: int | None = UNSET,
+    do_sample: bool | None = UNSET,
+    temperature: float | None = UNSET,
+    top_k: int | None = UNSET,
+    top_p: float | None = UNSET,
+    min_p: float | None = UNSET,
+    repetition_penalty: float | None = UNSET,
+    eos_token_id: int | Sequence[int] | None = UNSET,
+    pad_token_id: int | None = UNSET,
+    stop_strings: str | Sequence[str] | None = UNSET,
     tokenizer: Decodes | None = None,
-    seed: int | None = None,
+    seed: int | None = UNSET,
     streamer: Callable[[Tensor], object] | Streamer | None = None,
-    use_cache: bool = True,
-    cache_implementation: Caches | None = None,
-    prefill_chunk_size: int = 8192,
+    use_cache: bool | None = UNSET,
+    cache_implementation: Caches | None = UNSET,
+    prefill_chunk_size: int | None = UNSET,
     assistant_model: Model | None = None,
-    num_assistant_tokens: int = 5,
+    num_assistant_tokens: int | None = UNSET,
+    **others: Any,
 ) -> Tensor:
-    """Prompt and continuation [B, T + new], as transformers' `generate` makes them.
+    """Prompts and continuations [B, T + new], as transformers' `generate` makes them.
 
-    What the call leaves open comes from `model.generation_config`, then from the config (eos and
-    pad), then from transformers' defaults: greedy; with `do_sample` temperature 1 and top_k 50
-    (0 is off); 20 new tokens when there is neither max_new_tokens nor max_length (prompt and
-    continuation). A row ends after an eos token (`eos_token_id=[]`: none) or after the token that
-    completes a stop string (decoded with `tokenizer`), and is then filled with pad_token_id, or
-    eos without one. With a seed a call always samples the same tokens and leaves the global
-    random state alone; without one it uses that state, of which on a GPU it may use a few draws
-    more than there are tokens. `streamer` is called with the new tokens [B], on the CPU, of each
-    step; an object with `put` and `end` is used as transformers uses its streamers.
+    What the call leaves open comes from `generation_config`, then from `model.generation_config`,
+    then from the config (eos and pad), then from transformers' defaults: greedy; with `do_sample`
+    temperature 1 and top_k 50; 20 new tokens when there is neither max_new_tokens nor max_length
+    (prompt and continuation). In a call None turns a setting off, whatever the model's says: no
+    limit to the likeliest (top_k, top_p, min_p), no penalty, no eos, 20 new tokens. Of how a call
+    runs (from `use_cache` on, and the seed), the model's own files decide nothing, and None is the
+    default. `others` are arguments of transformers' that generate does not follow; they may be
+    given with values that change nothing.
+
+    Without attention_mask, tokens that are pad_token_id are padding, unless that ends texts too. A
+    row ends after an eos token, but not before `min_new_tokens`, or after the token that completes
+    a stop string (decoded with `tokenizer`), and is then filled with pad_token_id, or eos without
+    one. `num_return_sequences` samples so many rows of each prompt, one after the other: [B * n,
+    T + new]. With a seed a call always samples the same tokens and leaves the global random state
+    alone; without one it uses that state, of which on a GPU it may use a few draws more than there
+    are tokens. `streamer` is called with the new tokens [B], on the CPU, of each step; an object
+    with `put` and `end` is used as transformers uses its streamers.
 
     `cache_implementation`: "dynamic" grows; "static" is allocated once, decodes with a CUDA graph
-    and reads prompts `prefill_chunk_size` tokens at a time; "quantized" is a static one in int8.
-    By default static on a GPU, dynamic on a CPU, under FSDP, and where a text can pass the length
-    at which its RoPE turns (dynamic, LongRoPE). `assistant_model`, smaller and of the same
-    vocabulary, proposes `num_assistant_tokens` at a time: the greedy tokens stay what they are,
+    and reads prompts `prefill_chunk_size` (8192) tokens at a time; "quantized" is a static one in
+    int8. By default static on a GPU, dynamic on a CPU, under FSDP, and where a text can pass the
+    length at which its RoPE turns (dynamic, LongRoPE). `assistant_model`, smaller and with the same
+    tokenizer, proposes `num_assistant_tokens` (5) at a time: the greedy tokens stay what they are,
     and sampled ones are distributed as they were, though a seed draws others.
+
+    A value that cannot be is a ValueError or a TypeError that names it; an argument without effect
+    gets a warning, and so does a text that may pass the model's max_position_embeddings.
     """
-    settings = settle(
-        model,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        stop_strings=stop_strings,
-    )
-    eos, pad, strings = (settings.pop(k) for k in ("eos_token_id", "pad_token_id", "stop_strings"))
-    sampling = Sampling(**settings)
-    stop = find_stops(strings, tokenizer)
-    prompt = check_prompt(model, input_ids, attention_mask)
-    b, t = prompt.ids.shape
-    most = most_new(t, max_new_tokens, max_length, model.generation_config)
-    if pad is None or pad < 0:  # old configs say -1 for none
+    arguments = {
+        "max_new_tokens": max_new_tokens,
+        "max_length": max_length,
+        "min_new_tokens": min_new_tokens,
+        "num_return_sequences": num_return_sequences,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "stop_strings": stop_strings,
+        "seed": seed,
+        "use_cache": use_cache,
+        "cache_implementation": cache_implementation,
+        "prefill_chunk_size": prefill_chunk_size,
+        "num_assistant_tokens": num_assistant_tokens,
+    }
+    given = {name: value for name, value in arguments.items() if value is not UNSET}
+    settings = settle(model, generation_config, given, others)
+    eos, pad = settings.eos_token_id, settings.pad_token_id
+    prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
+    sampling = Sampling.of(settings, model.config.vocab_size, model.device)
+    stop = find_stops(settings.stop_strings, tokenizer)
+    rows = prompt.repeat(settings.num_return_sequences)
+    b, t = rows.ids.shape
+    most = most_new(t, settings)
+    if pad is None:
         if stop is not None and not eos and b > 1:
             raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
         pad = eos[0] if eos else 0
-    if prefill_chunk_size < 1:
-        raise ValueError(f"prefill_chunk_size={prefill_chunk_size} is not above 0")
-    sharded = is_sharded(model)
+    asked, total = settings.cache_implementation, t + most
     if assistant_model is not None:
-        goes_back = use_cache and cache_implementation != "dynamic"
-        check_assistant(model, assistant_model, num_assistant_tokens, t + most, goes_back)
-        cache_implementation = cache_implementation or "static"
-    cache = choose_cache(model, cache_implementation, t + most, sharded, use_cache)
+        # Rows that have all their tokens go on proposing until the others have theirs
+        total += settings.num_assistant_tokens
+        check_assistant(model, assistant_model, asked, total, settings.use_cache)
+        asked = asked or "static"
+    cache = choose_cache(model, asked, total, settings.use_cache)
+    warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
+    longest, context = max(prompt.lengths()) + most, model.config.max_position_embeddings
+    if longest > context:
+        warnings.warn(
+            f"a text of up to {longest} tokens is longer than the {context} of the model's "
+            "max_position_embeddings; it may make little sense beyond those",
+            stacklevel=2,
+        )
     options: dict[str, Any] = {
-        "prefill_chunk_size": prefill_chunk_size,
+        "copies": settings.num_return_sequences,
+        "prefill_chunk_size": settings.prefill_chunk_size,
         "quantize": "int8" if cache == "quantized" else None,
     }
 
     emit: Callable[[Tensor], object] | None = None
     if isinstance(streamer, Streamer):
         emit = streamer.put
-        emit(prompt.ids.cpu())
+        emit(rows.ids.cpu())
     elif streamer is not None:
         emit = streamer
-    said = Continuations(prompt.ids, most, eos, pad, stop, emit)
+    said = Continuations(rows.ids, most, eos, pad, stop, emit)
 
-    device = prompt.ids.device
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    draws = Draws(b, device, generator)
-    given = prompt, most, sampling, draws
+    device, sharded = rows.ids.device, is_sharded(model)
+    generator = None
+    if settings.seed is not None:
+        generator = torch.Generator(device).manual_seed(settings.seed)
+    chosen = most, sampling, Draws(b, device, generator)
     with contextlib.ExitStack() as stack:
         # FSDP keeps what it gathers in, and could not train with memory of inference mode
         stack.enter_context(torch.no_grad() if sharded else torch.inference_mode())
@@ -132,23 +160,20 @@ def generate(
             steps: Steps
             if assistant_model is not None:
                 steps = SpeculativeSteps(
-                    model, assistant_model, *given, proposals=num_assistant_tokens, **options
+                    model,
+                    assistant_model,
+                    prompt,
+                    *chosen,
+                    proposals=settings.num_assistant_tokens,
+                    **options,
                 )
             elif cache == "dynamic":
-                steps = DynamicSteps(model, *given, use_cache)
+                steps = DynamicSteps(model, rows, *chosen, settings.use_cache)
             else:
-                steps = StaticSteps(model, *given, **options)
+                steps = StaticSteps(model, prompt, *chosen, **options)
             # Ranks that share a sharded model must all make the same number of steps
             drive(steps, said, 0 if cache == "dynamic" else LAG)
     if isinstance(streamer, Streamer):
         streamer.end()
     # Outside of inference mode, for the caller may train on what comes back
-    tokens = torch.cat((prompt.ids, said.tensor().to(device)), 1)
-    longest = max(n + len(new) for n, new in zip(prompt.lengths(), said.said, strict=True))
-    if longest > model.config.max_position_embeddings:
-        warnings.warn(
-            f"a text of {longest} tokens is longer than the {model.config.max_position_embeddings} "
-            "of the model's max_position_embeddings; it may make little sense beyond those",
-            stacklevel=2,
-        )
-    return tokens
+    return torch.cat((rows.ids, said.tensor().to(device)), 1)

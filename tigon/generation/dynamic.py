@@ -6,9 +6,9 @@
 import torch
 from torch import Tensor
 
+from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import Prompt
 from tigon.layers import KVCache
 
 
@@ -37,6 +37,7 @@ class DynamicSteps:
             self._visible = torch.cat((mask, mask.new_ones(b, most)), 1)
             self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
         self._seen = sampling.seen(ids, mask, model.config.vocab_size)
+        self._said = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, left: int) -> Tensor:
         n, visible, positions = self._length, self._visible, self._positions
@@ -51,11 +52,12 @@ class DynamicSteps:
             use_cache=self._cache is not None,
             logits_to_keep=1,
         ).logits[:, -1]
-        new = self._sampling(logits, self._seen, self._draws)[:, None]
+        new = self._sampling(logits, self._seen, self._said, self._draws)[:, None]
         token = new.clamp(min=0)
         self._tokens[:, n : n + 1] = token
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
+        self._said += 1
         self._length += 1
         return new
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
-from tigon.generation.settings import Prompt
 from tigon.layers import StaticCache
 
 
@@ -30,8 +30,12 @@ def prefill(
     cache: StaticCache,  # empty, of B rows
     prompt: Prompt,
     most: int,  # tokens of a forward pass
+    copies: int = 1,
 ) -> Tensor:
-    """The logits [B, V] after each prompt; nothing else of them touches the vocabulary."""
+    """The logits [B * copies, V] after each prompt, of which the cache then holds as many rows.
+
+    Nothing but a prompt's last token touches the vocabulary.
+    """
     lengths = prompt.lengths()
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
@@ -53,4 +57,6 @@ def prefill(
             logits_to_keep=ends[1:] - 1,
         )
         logits.append(out.logits[0])
-    return torch.cat(logits)
+    if copies > 1:
+        cache.expand(copies)
+    return torch.cat(logits).repeat_interleave(copies, 0)

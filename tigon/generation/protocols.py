@@ -14,7 +14,7 @@ from tigon.layers import StaticCache
 
 class Model(Protocol):
     config: Any
-    generation_config: dict[str, Any]
+    generation_config: Any  # a dict, or an object with to_dict()
 
     @property
     def device(self) -> torch.device: ...

@@ -3,10 +3,13 @@
 # B rows at first, b rows now, V vocab
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from tigon.generation.settings import Settings
 
 NOT_FINITE = -2  # sampled where the scores are
 
@@ -84,6 +87,8 @@ class Sampling:
     top_p: float
     min_p: float
     repetition_penalty: float
+    min_new_tokens: int = 0
+    ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
 
     def __post_init__(self) -> None:
         if not self.repetition_penalty > 0:
@@ -101,11 +106,28 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} is not in [0, 1]")
 
-    def scores(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        """Logits [b, V] of the next token to the fp32 scores that it is chosen by."""
+    @classmethod
+    def of(cls, settings: Settings, vocab: int, device: torch.device) -> Self:
+        ends = None
+        eos = [token for token in settings.eos_token_id if token < vocab]
+        if settings.min_new_tokens and eos:
+            ends = torch.zeros(vocab, dtype=torch.bool)
+            ends[eos] = True
+            ends = ends.to(device)
+        values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "ends"}
+        return cls(**values, ends=ends)
+
+    def scores(self, logits: Tensor, seen: Tensor | None, said: Tensor | None = None) -> Tensor:
+        """Logits [b, V] of the next token to the fp32 scores that it is chosen by.
+
+        `said`, [b] or [1], is how many tokens there are after the prompt; None: enough to end.
+        """
         scores = logits.float()
         if seen is not None:
             scores = penalize_repetition(scores, seen, self.repetition_penalty)
+        if self.ends is not None and said is not None:
+            early = said[:, None] < self.min_new_tokens
+            scores = scores.masked_fill(early & self.ends, float("-inf"))
         if not self.do_sample:
             return scores
         if self.temperature != 1:
@@ -116,9 +138,9 @@ class Sampling:
             scores = keep_top_p(scores, self.top_p)
         return keep_min_p(scores, self.min_p) if self.min_p else scores
 
-    def __call__(self, logits: Tensor, seen: Tensor | None, draws: Draws) -> Tensor:
+    def __call__(self, logits: Tensor, seen: Tensor | None, said: Tensor, draws: Draws) -> Tensor:
         """The next token of every row: [b]."""
-        scores = self.scores(logits, seen)
+        scores = self.scores(logits, seen, said)
         return draw(scores.softmax(-1), draws) if self.do_sample else scores.argmax(-1)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:

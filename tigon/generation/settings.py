@@ -1,37 +1,86 @@
-"""What a call to generate leaves open, and what it gives that cannot be.
+"""What a call to generate leaves open, and what it gives that cannot be."""
 
-# B rows, T prompt tokens
-"""
-
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from tigon.generation.caches import Caches
+from tigon.generation.protocols import Model
 
-from tigon.generation.protocols import Decodes, Model
-from tigon.generation.stopping import StopStrings
 
-Caches = Literal["dynamic", "static", "quantized"]
+class _Unset:
+    """Stands where no argument was given, since None turns a setting off."""
 
-# transformers' defaults for whatever neither the call nor generation_config.json says
-DEFAULTS: dict[str, Any] = {
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "eos_token_id": (),
-    "stop_strings": (),
-}
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+UNSET: Any = _Unset()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a call can leave open, with transformers' defaults."""
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int = 0
+    num_return_sequences: int = 1
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    eos_token_id: Sequence[int] = ()
+    pad_token_id: int | None = None
+    stop_strings: Sequence[str] = ()
+    seed: int | None = None
+    use_cache: bool = True
+    cache_implementation: Caches | None = None
+    prefill_chunk_size: int = 8192
+    num_assistant_tokens: int = 5
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
+OFF = DEFAULTS | {"top_k": 0}  # what None means in a call
 DEFAULT_NEW_TOKENS = 20
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+TOKENS = ("eos_token_id", "pad_token_id")
+# How a call runs is no matter of the model's files
+OURS = ("seed", "use_cache", "cache_implementation", "prefill_chunk_size", "num_assistant_tokens")
 
-# Keys of generation_config.json that change the output and are not followed here, with the
-# values besides null at which they change nothing.
+
+class Rule(NamedTuple):
+    kind: type  # bool, Integral or Real
+    least: float = -math.inf
+    most: float = math.inf
+
+
+# The bounds of the numbers that only sampling goes by are checked where they are used
+RULES = {
+    "max_new_tokens": Rule(Integral, 0),
+    "max_length": Rule(Integral, 1),
+    "min_new_tokens": Rule(Integral, 0),
+    "num_return_sequences": Rule(Integral, 1),
+    "do_sample": Rule(bool),
+    "temperature": Rule(Real),
+    "top_k": Rule(Integral),
+    "top_p": Rule(Real),
+    "min_p": Rule(Real),
+    "repetition_penalty": Rule(Real),
+    "seed": Rule(Integral, -(2**63), 2**64 - 1),
+    "use_cache": Rule(bool),
+    "prefill_chunk_size": Rule(Integral, 1),
+    "num_assistant_tokens": Rule(Integral, 1),
+}
+KINDS = {bool: "True or False", Integral: "a whole number", Real: "a number"}
+
+# What transformers' generate takes, changes the output, and is not followed here, with the values
+# besides None at which it changes nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -47,15 +96,21 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "guidance_scale": (1,),
+    "logits_processor": ([],),
     "max_time": (),
     "min_length": (0,),
-    "min_new_tokens": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beam_groups": (1,),
     "num_beams": (1,),
-    "num_return_sequences": (1,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "output_logits": (False,),
+    "output_scores": (False,),
     "penalty_alpha": (0,),
+    "prefix_allowed_tokens_fn": (),
+    "return_dict_in_generate": (False,),
     "sequence_bias": ([], {}),
+    "stopping_criteria": ([],),
     "suppress_tokens": ([],),
     "token_healing": (False,),
     "top_h": (),
@@ -64,155 +119,130 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Prompt(NamedTuple):
-    """On the model's device; padding is on the left."""
+def settle(
+    model: Model, generation_config: Any, given: Mapping[str, Any], others: Mapping[str, Any]
+) -> Settings:
+    """Every setting: of the call, generation_config, the model's own, its config, or the default.
 
-    ids: Tensor  # [B, T]
-    mask: Tensor | None  # [B, T], True on real tokens; None: all are
+    `given` are the arguments that were given, and `others` those that generate has no name for.
+    """
+    own = _values("model.generation_config", model.generation_config)
+    passed = _values("generation_config", generation_config)
+    _check_others(own | passed, others)
+    if given.get("max_new_tokens") is not None and given.get("max_length") is not None:
+        raise ValueError(
+            f"max_new_tokens={given['max_new_tokens']} and max_length={given['max_length']}: "
+            "give one of them"
+        )
+    config = {k: getattr(model.config, k, None) for k in TOKENS}
+    call = {k: OFF[k] if v is None else v for k, v in given.items()}
+    settings = dict(DEFAULTS)
+    for layer in (_set(config), {k: v for k, v in own.items() if k not in OURS}, passed, call):
+        if layer.get("max_length") is not None:  # it comes before another's max_new_tokens
+            settings["max_new_tokens"] = None
+        settings |= {k: v for k, v in layer.items() if k in settings}
+    for name, rule in RULES.items():
+        settings[name] = _check(name, settings[name], rule)
+    # Ids that files have beyond the vocabulary do no harm: nobody says them
+    for name in TOKENS:
+        vocab = model.config.vocab_size if name in passed or name in call else None
+        settings[name] = _tokens(name, settings[name], vocab)
+    settings["stop_strings"] = _strings(settings["stop_strings"])
+    copies = settings["num_return_sequences"]
+    if copies > 1 and not settings["do_sample"]:
+        raise ValueError(
+            f"num_return_sequences={copies} need do_sample=True, else all are the same"
+        )
+    return Settings(**settings)
 
-    def lengths(self) -> list[int]:
-        """Real tokens of each row, for which the host waits."""
-        b, t = self.ids.shape
-        return [t] * b if self.mask is None else self.mask.sum(1).tolist()
+
+def _set(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if v is not None}
 
 
-def settle(model: Model, **given: Any) -> dict[str, Any]:
-    """Every setting: the call's, or generation_config's, or the config's, or the default."""
-    source = model.generation_config
+def _values(name: str, config: Any) -> dict[str, Any]:
+    """What a generation_config sets, as a mapping or as transformers' object."""
+    config = config.to_dict() if hasattr(config, "to_dict") else config or {}
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{name}={config!r} is neither a dict nor a GenerationConfig")
+    return _set(config)
+
+
+def _check_others(configured: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """What is not followed must not be asked for."""
+    unknown = [repr(name) for name in others if name not in UNSUPPORTED]
+    if unknown:
+        raise TypeError(f"generate has no argument {', '.join(unknown)}")
+    asked = {**configured, **others}
     for key, harmless in UNSUPPORTED.items():
-        value = source.get(key)
+        value = asked.get(key)
         if value is not None and value not in harmless:
+            where = "" if key in others else "generation_config has "
             raise ValueError(
-                f"generation_config has {key}={value!r}, which generate does not follow; "
-                f"del model.generation_config[{key!r}] to do without"
+                f"{where}{key}={value!r}, which generate does not follow; give {key}=None "
+                "to do without"
             )
-    tokens = {k: getattr(model.config, k, None) for k in ("eos_token_id", "pad_token_id")}
-    settings: dict[str, Any] = dict.fromkeys(given)
-    for layer in (DEFAULTS, tokens, source, given):
-        settings |= {k: layer[k] for k in settings if layer.get(k) is not None}
-    unused = [k for k in SAMPLING if given[k] is not None and not settings["do_sample"]]
-    if unused:
-        warnings.warn(f"without do_sample=True, {', '.join(unused)} do nothing", stacklevel=3)
-    if isinstance(settings["eos_token_id"], int):
-        settings["eos_token_id"] = [settings["eos_token_id"]]
-    if isinstance(settings["stop_strings"], str):
-        settings["stop_strings"] = [settings["stop_strings"]]
-    return settings
 
 
-def find_stops(strings: Sequence[str], tokenizer: Decodes | None) -> StopStrings | None:
-    if not strings:
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _check(name: str, value: Any, rule: Rule) -> Any:
+    """The value as a number of Python's, if it is one, or None."""
+    if value is None:
         return None
-    if tokenizer is None:
-        raise ValueError(f"stop_strings {list(strings)} need the model's tokenizer: tokenizer=")
+    if not _is(value, rule.kind):
+        raise TypeError(f"{name}={value!r} is not {KINDS[rule.kind]}")
+    if value < rule.least:
+        raise ValueError(f"{name}={value} is below {rule.least}")
+    if value > rule.most:
+        raise ValueError(f"{name}={value} is above {rule.most}")
+    return float(value) if rule.kind is Real else int(value) if rule.kind is Integral else value
+
+
+def _tokens(name: str, value: Any, vocab: int | None) -> Any:
+    """One token id or None; of eos_token_id a list. Old files say -1 for none."""
+    several = name == "eos_token_id"
+    ids = value if several and isinstance(value, list | tuple) else [value]
+    ids = [i for i in ids if i is not None and not (_is(i, Integral) and i == -1)]
+    for i in ids:
+        if not _is(i, Integral):
+            raise TypeError(f"{name}={value!r} is not a token id{' or a list' * several}")
+        if vocab is not None and not 0 <= i < vocab:
+            raise ValueError(f"{name}={value!r} is outside the vocabulary [0, {vocab})")
+    return ids if several else next(iter(ids), None)
+
+
+def _strings(value: Any) -> Sequence[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
+        raise TypeError(f"stop_strings={value!r} is not a string or a list of strings")
     if "" in strings:
         raise ValueError(f"stop_strings has an empty string: {list(strings)}")
-    return StopStrings(strings, tokenizer)
+    return strings
 
 
-def check_prompt(model: Model, ids: Tensor, mask: Tensor | None) -> Prompt:
-    """Prompt and its mask on the model's device; no mask when there is no padding."""
-    if ids.dim() != 2 or ids.is_floating_point():
-        raise ValueError(f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}")
-    if ids.numel() == 0:
-        raise ValueError(f"input_ids {tuple(ids.shape)} is an empty prompt")
-    vocab = model.config.vocab_size
-    if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):
-        row, column = ((ids < 0) | (ids >= vocab)).nonzero()[0].tolist()
+def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
+    """About arguments that change nothing, whoever calls generate."""
+    for used, needed, names in (
+        (do_sample, "do_sample=True", SAMPLING),
+        (assisted, "assistant_model", ("num_assistant_tokens",)),
+        (cache != "dynamic", "a static cache", ("prefill_chunk_size",)),
+    ):
+        unused = [name for name in names if given.get(name) is not None]
+        if unused and not used:
+            warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
+
+
+def most_new(prompt: int, settings: Settings) -> int:
+    """Most tokens that a row may get after a prompt of so many."""
+    if settings.max_new_tokens is not None:
+        return settings.max_new_tokens
+    if settings.max_length is None:
+        return DEFAULT_NEW_TOKENS
+    if settings.max_length <= prompt:
         raise ValueError(
-            f"input_ids[{row}, {column}] is {ids[row, column]}, outside the vocabulary [0, {vocab})"
+            f"max_length={settings.max_length} leaves no room after a prompt of {prompt} tokens"
         )
-    if mask is not None:
-        if mask.shape != ids.shape:
-            raise ValueError(
-                f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(ids.shape)}"
-            )
-        mask = mask.to(device=model.device, dtype=torch.bool)
-        if mask.all():
-            mask = None
-        elif not mask[:, -1].all():
-            row = int(mask[:, -1].int().argmin())
-            raise ValueError(f"row {row} of attention_mask ends in padding; pad on the left")
-    return Prompt(ids.to(device=model.device, dtype=torch.long), mask)
-
-
-def most_new(prompt: int, new: int | None, length: int | None, source: Mapping[str, Any]) -> int:
-    """Most tokens that a row may get."""
-    if new is not None and length is not None:
-        raise ValueError(f"max_new_tokens={new} and max_length={length}: give one of them")
-    if new is None and length is None:
-        new, length = source.get("max_new_tokens"), source.get("max_length")
-    if new is None:
-        new = DEFAULT_NEW_TOKENS if length is None else length - prompt
-        if new <= 0:
-            raise ValueError(
-                f"max_length={length} leaves no room after a prompt of {prompt} tokens"
-            )
-    if new < 0:
-        raise ValueError(f"max_new_tokens={new} is negative")
-    return new
-
-
-def is_sharded(model: Model) -> bool:
-    """Whether FSDP gathers the parameters."""
-    return any(isinstance(p, DTensor) for p in model.parameters())
-
-
-def choose_cache(
-    model: Model, asked: Caches | None, total: int, sharded: bool, use_cache: bool
-) -> Caches:
-    """The cache for up to `total` tokens: a static one on a GPU wherever it is exact."""
-    if asked is not None and asked not in get_args(Caches):
-        raise ValueError(
-            f"cache_implementation={asked!r} is not one of {', '.join(get_args(Caches))}"
-        )
-    if not use_cache and asked is not None:
-        raise ValueError(f"use_cache=False and cache_implementation={asked!r}: give one of them")
-    if not use_cache or asked == "dynamic":
-        return "dynamic"
-    obstacle = "FSDP gathers parameters step by step" if sharded else _turning(model, total)
-    if obstacle is None:
-        return asked or ("static" if model.device.type == "cuda" else "dynamic")
-    if asked is not None:
-        raise ValueError(f"cache_implementation={asked!r}: {obstacle}; take 'dynamic'")
-    return "dynamic"
-
-
-def _turning(model: Model, total: int) -> str | None:
-    """Why keys that were rotated in one call would be rotated otherwise in the next, if so."""
-    config = model.config
-    for rope in config.ropes.values():
-        kind = rope.get("rope_type")
-        fixed = {
-            "dynamic": config.max_position_embeddings,
-            "longrope": rope.get("original_max_position_embeddings"),
-        }.get(kind, total)
-        if total > fixed:
-            return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {fixed}"
-    return None
-
-
-def check_assistant(
-    model: Model, assistant: Model, proposals: int, total: int, goes_back: bool
-) -> None:
-    """Whether one can propose to the other, for texts of up to `total` tokens."""
-    if not goes_back:
-        raise ValueError(
-            "assistant_model needs a cache that can go back: cache_implementation='static' or "
-            "'quantized'"
-        )
-    if proposals < 1:
-        raise ValueError(f"num_assistant_tokens={proposals} is not above 0")
-    theirs, ours = assistant.config.vocab_size, model.config.vocab_size
-    if theirs != ours:
-        raise ValueError(
-            f"assistant_model has a vocabulary of {theirs} tokens, but the model one of {ours}: "
-            "only a model with the same tokenizer can propose tokens"
-        )
-    if assistant.device != model.device:
-        raise ValueError(
-            f"assistant_model is on {assistant.device}, but the model on {model.device}"
-        )
-    obstacle = _turning(assistant, total)
-    if obstacle is not None:
-        raise ValueError(f"assistant_model: {obstacle}, which its static cache cannot follow")
+    return settings.max_length - prompt

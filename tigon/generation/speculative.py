@@ -10,12 +10,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tigon.generation.graph import Replay
 from tigon.generation.prefill import prefill
+from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling, draw
-from tigon.generation.settings import Prompt
 from tigon.generation.static import make_cache
 from tigon.generation.stopping import ABSENT
 
@@ -62,30 +63,37 @@ class SpeculativeSteps:
         draws: Draws,
         *,
         proposals: int,
+        copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
         quantize: Literal["int8"] | None = None,
     ):
-        b, self._t = prompt.ids.shape
-        device = prompt.ids.device
         self._model, self._draft, self._most, self._k = model, draft, most, proposals
         self._sampling, self._draws = sampling, draws
         # A row that has all its tokens goes on proposing behind them until the others have theirs
         room, chunk = most + proposals + 1, proposals + 1
         self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
         self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
-        self._seen = sampling.seen(*prompt, model.config.vocab_size)
+        # Either vocabulary may be filled up further: the draft says no token that the model lacks,
+        # and reads its own last token in place of one that it lacks
+        self._vocab, self._drafted = model.config.vocab_size, draft.config.vocab_size
+        known = prompt._replace(ids=prompt.ids.clamp(max=self._drafted - 1))
+        prefill(draft, self._draft_cache, known, prefill_chunk_size, copies)
+        self._logits: Tensor | None = prefill(
+            model, self._cache, prompt, prefill_chunk_size, copies
+        )
+        prompt = prompt.repeat(copies)
+        b, self._t = prompt.ids.shape
+        self._seen = sampling.seen(*prompt, self._vocab)
         self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, room)), 1)
-        self._prompts = torch.tensor(prompt.lengths(), dtype=torch.int32, device=device)  # [B]
-        self._said = torch.zeros(b, dtype=torch.int32, device=device)  # tokens after them
+        self._prompts = self._cache.lengths.clone()  # [B]
+        self._said = torch.zeros_like(self._prompts)  # tokens after them
         self._replay = self._new_replay()
-        prefill(draft, self._draft_cache, prompt, prefill_chunk_size)
-        self._logits: Tensor | None = prefill(model, self._cache, prompt, prefill_chunk_size)
 
     def __call__(self, left: int) -> Tensor:
         if self._logits is None:
             return self._replay(self._step, left)
         logits, self._logits = self._logits, None
-        new = self._sampling(logits, self._seen, self._draws)
+        new = self._sampling(logits, self._seen, self._said, self._draws)
         nothing = new.new_zeros(len(new), self._k)
         return self._record(nothing, torch.zeros_like(new), new)
 
@@ -109,7 +117,8 @@ class SpeculativeSteps:
         )
         b, n, v = out.logits.shape
         flat_seen = None if seen is None else seen.flatten(0, 1)
-        scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen).view(b, n, v)
+        said = (self._said[:, None] + torch.arange(n, device=held.device)).flatten()
+        scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, said).view(b, n, v)
         if q is None:
             choice = scores.argmax(-1)
             kept = leading(choice[:, :-1] == proposed)
@@ -123,9 +132,10 @@ class SpeculativeSteps:
         self._draft_cache.crop(self._prompts + self._said - 2)
         new, seen = self._recent(2), self._seen
         proposed, q, all_seen = [], [], [] if seen is None else [seen]
-        for _ in range(self._k):
-            out = self._draft(new, past_key_values=self._draft_cache, logits_to_keep=1)
-            scores = sampling.scores(out.logits[:, -1], seen)
+        for i in range(self._k):
+            known = new.clamp(max=self._drafted - 1)
+            out = self._draft(known, past_key_values=self._draft_cache, logits_to_keep=1)
+            scores = sampling.scores(self._fit(out.logits[:, -1]), seen, self._said + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
                 new = draw(q[-1], self._draws).clamp(min=0)[:, None]
@@ -140,6 +150,11 @@ class SpeculativeSteps:
             torch.stack(q, 1) if q else None,
             torch.stack(all_seen, 1) if all_seen else None,
         )
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """The draft's logits [B, any] as [B, V] of the model, cut or continued."""
+        lacking = self._vocab - self._drafted
+        return functional.pad(logits, (0, lacking), value=float("-inf")) if lacking else logits
 
     def _recent(self, n: int) -> Tensor:
         """The last n tokens of every row: [B, n]."""

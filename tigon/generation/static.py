@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tigon.generation.graph import Replay
 from tigon.generation.prefill import prefill
+from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import Prompt
 from tigon.layers import StaticCache
 
 ROUND = 256  # capacities are multiples of
@@ -45,15 +45,20 @@ class StaticSteps:
         sampling: Sampling,
         draws: Draws,
         *,
+        copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
         quantize: Literal["int8"] | None = None,
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
         self._cache = make_cache(model, prompt, most, quantize=quantize)
+        self._logits: Tensor | None = prefill(
+            model, self._cache, prompt, prefill_chunk_size, copies
+        )
+        prompt = prompt.repeat(copies)
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
+        self._said = self._last.new_zeros(1)  # tokens after the prompt, of every row
         self._replay = self._new_replay()
-        self._logits: Tensor | None = prefill(model, self._cache, prompt, prefill_chunk_size)
 
     def __call__(self, left: int) -> Tensor:
         if self._logits is None:
@@ -74,8 +79,9 @@ class StaticSteps:
         return self._choose(out.logits[:, -1])
 
     def _choose(self, logits: Tensor) -> Tensor:
-        new = self._sampling(logits, self._seen, self._draws)[:, None]
+        new = self._sampling(logits, self._seen, self._said, self._draws)[:, None]
         self._last.copy_(new.clamp(min=0))
+        self._said.add_(1)
         if self._seen is not None:
             self._seen.scatter_(1, self._last, True)
         return new

@@ -35,6 +35,14 @@ class StopStrings:
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
 
 
+def find_stops(strings: Sequence[str], tokenizer: Decodes | None) -> StopStrings | None:
+    if not strings:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"stop_strings {list(strings)} need the model's tokenizer: tokenizer=")
+    return StopStrings(strings, tokenizer)
+
+
 class Continuations:
     """What each row has said and which rows have ended, as far as the host has heard.
 

@@ -47,7 +47,10 @@ def save_pretrained(
         if root is not None:
             config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
             _write_json(root / "config.json", config.to_dict())
-            _write_json(root / "generation_config.json", model.generation_config or _tokens(config))
+            generation = model.generation_config or _tokens(config)
+            if hasattr(generation, "to_diff_dict"):  # transformers' object
+                generation = generation.to_diff_dict()
+            _write_json(root / "generation_config.json", generation)
             if tokenizer is not None:
                 tokenizer.save_pretrained(root)
 

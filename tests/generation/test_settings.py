@@ -1,0 +1,308 @@
+"""Where settings come from, what None means, and what is said of those that cannot be."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding, GenerationConfig
+
+import tigon
+from tests.generation.common import Counted, blurred, padded
+from tests.models.tiny import load_reference, reference
+from tigon.generation.settings import DEFAULTS, RULES, UNSUPPORTED
+
+FILE: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 1.5,
+    "top_k": 6,
+    "top_p": 0.8,
+    "min_p": 0.3,
+    "repetition_penalty": 1.2,
+    "max_new_tokens": 11,
+    "min_new_tokens": 3,
+    "eos_token_id": list(range(20, 50)),
+    "pad_token_id": 7,
+}
+IDS = torch.tensor([[5, 6], [8, 9]])
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[tigon.CausalLM, Any]:
+    directory = tmp_path_factory.mktemp("tiny")
+    reference("llama", {"max_position_embeddings": 64}, directory)
+    return tigon.from_pretrained(directory), load_reference(directory, "sdpa")
+
+
+@pytest.fixture
+def pair(both: tuple[tigon.CausalLM, Any]) -> tuple[tigon.CausalLM, Any]:
+    """A tiny Llama, ours and transformers', that both go by FILE, as transformers' object."""
+    ours, theirs = both
+    ours.generation_config = theirs.generation_config = GenerationConfig(**FILE)  # type: ignore
+    return ours, theirs
+
+
+def prompt() -> dict[str, Tensor]:
+    ids, mask = padded((6, 2, 5), 211)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def agree(pair: tuple[tigon.CausalLM, Any], **given: Any) -> list[list[int]]:
+    """What both say alike."""
+    ours, theirs = pair
+    torch.manual_seed(3)
+    expected = theirs.generate(**prompt(), **given).tolist()
+    torch.manual_seed(3)
+    assert ours.generate(**prompt(), **given).tolist() == expected
+    return expected
+
+
+@pytest.mark.parametrize("name", FILE)
+def test_none_is_off_as_in_transformers(pair: tuple[tigon.CausalLM, Any], name: str) -> None:
+    beside: dict[str, Any] = {  # so that it matters
+        "do_sample": {},
+        "min_p": {"num_return_sequences": 8, "top_p": None, "top_k": None},
+    }.get(name, {"num_return_sequences": 8})
+    assert agree(pair, **beside, **{name: None}) != agree(pair, **beside)
+
+
+def test_none_where_transformers_fails(model: tigon.Llama) -> None:
+    model.generation_config = {"max_length": 9, "num_return_sequences": 2, "do_sample": True}
+    assert model.generate(IDS, eos_token_id=[]).shape == (4, 9)
+    tokens = model.generate(IDS, eos_token_id=[], max_length=None, num_return_sequences=None)
+    assert tokens.shape == (2, 2 + 20)
+
+
+def test_none_for_how_a_call_runs_is_the_default(model: tigon.Llama) -> None:
+    expected = model.generate(IDS, max_new_tokens=4).tolist()
+    names = [name for name in DEFAULTS if name not in FILE]
+    nothing: dict[str, Any] = dict.fromkeys((*names, "streamer", "tokenizer", "assistant_model"))
+    assert model.generate(IDS, **nothing | {"max_new_tokens": 4}).tolist() == expected
+    model.generation_config = {"stop_strings": ["a"]}
+    with pytest.raises(ValueError, match="need the model's tokenizer"):
+        model.generate(IDS, max_new_tokens=4)
+    tokens = model.generate(IDS, max_new_tokens=4, stop_strings=None)
+    assert tokens.tolist() == expected
+
+
+def test_generation_config_comes_between_call_and_model(pair: tuple[tigon.CausalLM, Any]) -> None:
+    passed = {"temperature": 0.6, "top_k": 0, "max_new_tokens": 5, "eos_token_id": [9]}
+    seen = [agree(pair)]
+    for given in ({}, {"top_k": 2}, {"top_p": None, "max_new_tokens": 7}):
+        tokens = agree(pair, generation_config=GenerationConfig(**passed), **given)
+        assert tokens not in seen
+        seen.append(tokens)
+        torch.manual_seed(3)
+        again = pair[0].generate(**prompt(), generation_config=passed, **given)
+        assert again.tolist() == tokens
+    # Its max_length comes before the model's max_new_tokens
+    shape = pair[0].generate(**prompt(), generation_config={"max_length": 8}, eos_token_id=[]).shape
+    assert shape[1] == 8
+
+
+def test_the_models_files_do_not_say_how_a_call_runs(model: tigon.Llama) -> None:
+    counted = Counted(model)
+    how = {"cache_implementation": "hybrid", "use_cache": False}
+    model.generation_config = how
+    model.generate(IDS, max_new_tokens=3)
+    assert counted.shapes == [(2, 2), (2, 1), (2, 1)]
+    with pytest.raises(ValueError, match="'hybrid' is not one of"):
+        model.generate(IDS, max_new_tokens=3, generation_config=how)
+    del how["cache_implementation"]
+    model.generate(IDS, max_new_tokens=3, generation_config=how)
+    assert counted.shapes[-1] == (2, 4)
+
+
+def test_padding_without_a_mask(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, theirs = pair
+    ids, mask = padded((6, 2, 5), 211)  # with 3 as padding
+    common: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": None}
+    masked = ours.generate(ids, attention_mask=mask, eos_token_id=[], **common).tolist()
+    seen = []
+    for given in (
+        {"pad_token_id": 3, "eos_token_id": None},
+        {"pad_token_id": 3, "eos_token_id": [200, 3]},  # ends texts too
+        {"pad_token_id": None, "eos_token_id": 200},
+        {"pad_token_id": 4, "eos_token_id": 200},  # occurs nowhere
+    ):
+        tokens = ours.generate(ids, **given, **common).tolist()
+        assert tokens == theirs.generate(ids, **given, **common).tolist()
+        seen.append(tokens == masked)
+    assert seen == [True, False, False, False]
+    ours.generation_config = {"pad_token_id": 3, "repetition_penalty": 1.2}
+    assert ours.generate(ids, max_new_tokens=8, eos_token_id=[]).tolist() == masked
+    ones = ours.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+    assert ones.tolist() != masked
+    for cut, message in (
+        ([[5, 3], [3, 5]], r"row 0 of input_ids \(pad_token_id=3, no .* ends in padding"),
+        ([[3, 5], [3, 3]], "row 1 of input_ids .* is all padding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.generate(torch.tensor(cut))
+
+
+def test_sequences_of_a_prompt_are_transformers(pair: tuple[tigon.CausalLM, Any]) -> None:
+    tokens = agree(pair, num_return_sequences=3)
+    assert len(tokens) == 9
+    assert len({tuple(row) for row in tokens}) > 5
+    torch.manual_seed(3)
+    streamed: list[Tensor] = []
+    static = pair[0].generate(
+        **prompt(),
+        num_return_sequences=3,
+        cache_implementation="static",
+        streamer=streamed.append,
+    )
+    assert static.tolist() == tokens
+    assert torch.stack(streamed, 1).tolist() == static[:, 6:].tolist()
+
+
+@pytest.mark.parametrize("assisted", [False, True])
+def test_a_prompt_is_read_once_for_all_its_sequences(model: tigon.Llama, assisted: bool) -> None:
+    ids, mask = padded((3, 11, 7), 97)
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": True, "seed": 5}
+    settings |= {"eos_token_id": [], "repetition_penalty": 1.2, "cache_implementation": "static"}
+    if assisted:
+        settings["assistant_model"] = blurred(model, 0.1)
+    rows = ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0)
+    expected = model.generate(rows[0], attention_mask=rows[1], **settings)
+    counted = Counted(model)
+    tokens = model.generate(ids, attention_mask=mask, num_return_sequences=4, **settings)
+    assert tokens.tolist() == expected.tolist()
+    assert counted.shapes[0] == (1, 21)
+    assert counted.shapes[1] == (12, 6 if assisted else 1)
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static", "assisted", "vain"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_end_before_min_new_tokens(
+    pair: tuple[tigon.CausalLM, Any], way: str, sampled: bool
+) -> None:
+    ours, theirs = pair
+    ends = list(range(0, 211, 2))  # every other token
+    common: dict[str, Any] = {"max_new_tokens": 24, "do_sample": sampled, "eos_token_id": ends}
+    common |= {"pad_token_id": 0, "min_new_tokens": 6}
+    torch.manual_seed(3)
+    expected = theirs.generate(**prompt(), **common)
+    how: dict[str, Any] = {"cache_implementation": "static"} if way == "static" else {}
+    if way in ("assisted", "vain"):
+        how = {"assistant_model": blurred(ours, 0.1 if way == "assisted" else 3.0)}
+    torch.manual_seed(3)
+    tokens = ours.generate(**prompt(), **common, **how)
+    if not (sampled and "assistant_model" in how):
+        assert tokens.tolist() == expected.tolist()
+    assert (tokens[:, 6:12] % 2 == 1).all()
+    assert (tokens[:, 12:14] % 2 == 0).any()
+    free = ours.generate(**prompt(), **common | {"min_new_tokens": None}, **how)
+    assert (free[:, 6:12] % 2 == 0).any()
+
+
+HARMLESS = {"num_beams": 1, "penalty_alpha": None, "logits_processor": [], "output_scores": False}
+
+
+def test_what_is_not_followed(model: tigon.Llama) -> None:
+    expected = model.generate(IDS, max_new_tokens=3).tolist()
+    assert model.generate(IDS, max_new_tokens=3, **HARMLESS).tolist() == expected
+    with pytest.raises(ValueError, match=r"^num_beams=4, which generate does not follow"):
+        model.generate(IDS, num_beams=4)
+    with pytest.raises(TypeError, match="generate has no argument 'beams', 'inputs'"):
+        model.generate(IDS, beams=4, inputs=IDS)
+    model.generation_config = {"num_beams": 4}
+    with pytest.raises(ValueError, match=r"generation_config has num_beams=4.* num_beams=None"):
+        model.generate(IDS)
+    for given in ({"num_beams": None}, {"num_beams": 1}, {"generation_config": {"num_beams": 1}}):
+        assert model.generate(IDS, max_new_tokens=3, **given).tolist() == expected
+    model.generation_config = {}
+    with pytest.raises(ValueError, match="generation_config has min_length=3"):
+        model.generate(IDS, generation_config=GenerationConfig(min_length=3))
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_ids": [[5, 6]]}, TypeError, r"input_ids must be a tensor \[B, T\], not list"),
+    ({"input_ids": np.ones((1, 2), int)}, TypeError, "not ndarray"),
+    ({"input_ids": BatchEncoding({"input_ids": IDS})}, TypeError, r"BatchEncoding: .*\(\*\*enc"),
+    ({"input_ids": IDS > 5}, ValueError, r"integers \[B, T\], not torch.bool"),
+    ({"attention_mask": [[1, 1]] * 2}, TypeError, "attention_mask must be a tensor .* not list"),
+    ({"attention_mask": torch.tensor([[0, 0], [1, 1]])}, ValueError, "row 0 .* is all padding"),
+    ({"eos_token_id": 97}, ValueError, r"eos_token_id=97 is outside the vocabulary \[0, 97\)"),
+    ({"eos_token_id": [3, -2]}, ValueError, r"eos_token_id=\[3, -2\] is outside"),
+    ({"eos_token_id": "x"}, TypeError, "eos_token_id='x' is not a token id or a list"),
+    ({"eos_token_id": [True]}, TypeError, r"eos_token_id=\[True\] is not"),
+    ({"pad_token_id": 2.0}, TypeError, "pad_token_id=2.0 is not a token id"),
+    ({"pad_token_id": [2]}, TypeError, r"pad_token_id=\[2\] is not a token id"),
+    ({"pad_token_id": 97}, ValueError, "pad_token_id=97 is outside"),
+    ({"generation_config": {"eos_token_id": 97}}, ValueError, "eos_token_id=97 is outside"),
+    ({"generation_config": "x"}, TypeError, "generation_config='x' is neither a dict nor"),
+    ({"max_new_tokens": 3.0}, TypeError, "max_new_tokens=3.0 is not a whole number"),
+    ({"max_new_tokens": "5"}, TypeError, "max_new_tokens='5' is not a whole number"),
+    ({"max_length": True}, TypeError, "max_length=True is not a whole number"),
+    ({"min_new_tokens": -1}, ValueError, "min_new_tokens=-1 is below 0"),
+    ({"num_return_sequences": 0}, ValueError, "num_return_sequences=0 is below 1"),
+    ({"num_return_sequences": 2, "do_sample": False}, ValueError, "=2 need do_sample=True"),
+    ({"do_sample": "no"}, TypeError, "do_sample='no' is not True or False"),
+    ({"temperature": "1"}, TypeError, "temperature='1' is not a number"),
+    ({"top_k": 2.5}, TypeError, "top_k=2.5 is not a whole number"),
+    ({"seed": 2**64}, ValueError, f"seed={2**64} is above {2**64 - 1}"),
+    ({"seed": "a"}, TypeError, "seed='a' is not a whole number"),
+    ({"use_cache": "no"}, TypeError, "use_cache='no' is not True or False"),
+    ({"prefill_chunk_size": 0}, ValueError, "prefill_chunk_size=0 is below 1"),
+    ({"num_assistant_tokens": 0}, ValueError, "num_assistant_tokens=0 is below 1"),
+    ({"stop_strings": [2]}, TypeError, r"stop_strings=\[2\] is not a string or a list of"),
+    ({"assistant_model": "gpt2"}, TypeError, "assistant_model is a str, not a model that tigon"),
+    ({"assistant_model": torch.nn.Linear(2, 2)}, TypeError, "assistant_model is a Linear, not"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), BAD, ids=lambda x: str(x)[:40])
+def test_bad_input(
+    model: tigon.Llama, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model.generate(**{"input_ids": IDS, "do_sample": True, **given})
+
+
+def test_numbers_of_numpy_and_old_ids_are_fine(model: tigon.Llama) -> None:
+    assert set(RULES) < set(DEFAULTS)
+    given = {"max_new_tokens": 4, "do_sample": True, "seed": 3, "temperature": 0.5, "top_k": 7}
+    expected = model.generate(IDS, eos_token_id=None, pad_token_id=None, **given).tolist()
+    given = {k: v if k == "do_sample" else np.array(v)[()] for k, v in given.items()}
+    assert isinstance(given["seed"], np.int64)
+    tokens = model.generate(IDS, eos_token_id=-1, pad_token_id=-1, **given)
+    assert tokens.tolist() == expected
+    model.generation_config = {"eos_token_id": [5000], "pad_token_id": 5000}  # nobody says it
+    assert model.generate(IDS, min_new_tokens=2, **given).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seed": 3, "top_k": 5}, "without do_sample=True, nothing comes of top_k, seed"),
+        ({"num_assistant_tokens": 3}, "without assistant_model, nothing .* num_assistant_tokens"),
+        ({"prefill_chunk_size": 3}, "without a static cache, nothing comes of prefill_chunk_size"),
+    ],
+)
+def test_arguments_without_effect(model: tigon.Llama, given: Any, message: str) -> None:
+    with pytest.warns(UserWarning, match=message) as caught:
+        model.generate(IDS, max_new_tokens=1, **given)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(IDS, max_new_tokens=1, **dict.fromkeys(given))
+        effective = given | {"assistant_model": model, "do_sample": True}
+        model.generate(IDS, max_new_tokens=1, **effective)
+
+
+def test_the_docs(model: tigon.Llama) -> None:
+    """They name all that is not followed, and their cache says what a forward pass says."""
+    text = Path("docs/generation.md").read_text()
+    assert [key for key in UNSUPPORTED if f"`{key}`" not in text] == []
+    (block,) = (b for b in re.findall("```python\n(.*?)```", text, re.S) if "static_cache(" in b)
+    names: dict[str, Any] = {"torch": torch, "tigon": tigon, "model": model}
+    exec(block, names)
+    with torch.no_grad():
+        expected = model(torch.tensor([[7, 8, 9, 11]])).logits[0, -1]
+    assert (names["out"].logits[1, -1] - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,0 +1,83 @@
+"""The prompt of a call, checked and brought to the model's device.
+
+# B rows, T prompt tokens, V vocab
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from tigon.generation.protocols import Model
+
+
+class Prompt(NamedTuple):
+    """On the model's device; padding is on the left."""
+
+    ids: Tensor  # [B, T]
+    mask: Tensor | None  # [B, T], True on real tokens; None: all are
+
+    def lengths(self) -> list[int]:
+        """Real tokens of each row, for which the host waits."""
+        b, t = self.ids.shape
+        return [t] * b if self.mask is None else self.mask.sum(1).tolist()
+
+    def repeat(self, n: int) -> Self:
+        """Every row n times, one after the other."""
+        if n == 1:
+            return self
+        mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)
+        return self._replace(ids=self.ids.repeat_interleave(n, 0), mask=mask)
+
+
+def check_prompt(
+    model: Model, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
+) -> Prompt:
+    """Prompt and its mask; no mask when there is no padding.
+
+    Without a mask, pad tokens are padding unless they also end texts, as in transformers.
+    """
+    _check_ids(ids, model.config.vocab_size)
+    source = "attention_mask"
+    if mask is None and pad is not None and pad not in eos:
+        mask, source = ids != pad, f"input_ids (pad_token_id={pad}, no attention_mask)"
+    if mask is not None:
+        mask = _check_mask(mask, ids, source).to(device=model.device, dtype=torch.bool)
+        if mask.all():
+            mask = None
+    return Prompt(ids.to(device=model.device, dtype=torch.long), mask)
+
+
+def _check_ids(ids: Any, vocab: int) -> None:
+    if isinstance(ids, Mapping):
+        raise TypeError(
+            f"input_ids is a whole {type(ids).__name__}: give its parts, as in generate(**encoding)"
+        )
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"input_ids must be a tensor [B, T], not {type(ids).__name__}")
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}")
+    if ids.numel() == 0:
+        raise ValueError(f"input_ids {tuple(ids.shape)} is an empty prompt")
+    if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):
+        row, column = ((ids < 0) | (ids >= vocab)).nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {column}] is {ids[row, column]}, outside the vocabulary [0, {vocab})"
+        )
+
+
+def _check_mask(mask: Any, ids: Tensor, source: str) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [B, T], not {type(mask).__name__}")
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} does not fit input_ids {tuple(ids.shape)}"
+        )
+    for fine, what in (
+        (mask.any(1), "is all padding"),
+        (mask[:, -1] != 0, "ends in padding; pad on the left"),
+    ):
+        if not fine.all():
+            raise ValueError(f"row {int(fine.int().argmin())} of {source} {what}")
+    return mask

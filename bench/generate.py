@@ -282,6 +282,25 @@ def show(record: Record) -> str:
     return "\n\n".join([*parts, "\n".join(verdicts(record))])
 
 
+def summary(record: Record) -> str:
+    """Of a GPU's run, what the README shows."""
+    rows = []
+    for case in record["cases"]:
+        row = next(r for r in case["providers"] if r["name"] == OURS)
+        tokens = case["batch"] if case["kind"] == "decode" else case["context"]
+        cells = f"{1e3 * tokens / row['ms'][1]:,.0f}", figure(share(record, case, row), 2)
+        rows.append([case["name"], *cells, figure(times(case, row), 2)])
+    head = "Llama-3.1-8B's shape, bf16", "tokens/s", "share of the limit", "times transformers"
+    return f"{record['machine']}; commit {record['commit']}.\n\n{markdown(head, rows)}"
+
+
+def write_docs(records: Sequence[Record]) -> None:
+    insert("\n\n".join(map(show, records)), ROOT / "docs/generation.md", "generate")
+    for record in records:
+        if "cases" in record:
+            insert(summary(record), ROOT / "README.md", "generate")
+
+
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -377,18 +396,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--table", action="store_true", help="print the newest runs as Markdown")
     parser.add_argument(
-        "--write-docs", action="store_true", help="put them into docs/generation.md"
+        "--write-docs", action="store_true", help="put them into docs/generation.md, README.md"
     )
     options = parser.parse_args(arguments)
     if options.table or options.write_docs:
         files = sorted(RESULTS.glob("generate-*.json"))
         if not files:
             parser.error(f"no generate-*.json in {RESULTS}")
-        newest = "\n\n".join(show(json.loads(f.read_text(encoding="utf-8"))) for f in files)
+        records = [json.loads(f.read_text(encoding="utf-8")) for f in files]
         if options.write_docs:
-            insert(newest, ROOT / "docs/generation.md", "generate")
+            write_docs(records)
         else:
-            print(newest)
+            print("\n\n".join(map(show, records)))
         return
     if options.cpu:
         run_cpu(options.quick, options.out, options.commit)

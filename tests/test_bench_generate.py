@@ -11,7 +11,7 @@ import torch
 import tigon
 from bench import generate as bench
 from bench import generate_cases as cases
-from bench import timing
+from bench import padding, timing
 from bench.generate_cases import (
     CASES,
     DYNAMIC,
@@ -172,6 +172,26 @@ def test_a_run_writes_what_the_table_reads(
     bench.main(["--table"])
     shown = capsys.readouterr().out
     assert "commit abc1234, " in shown and "| transformers | 3.00 | 1,000 | " in shown
+    for name in ("README.md", "docs/generation.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("a\n<!-- generate:begin -->old<!-- generate:end -->\nb\n")
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    bench.main(["--write-docs"])
+    assert "| decode 1 x 1024 | 1,000 | " in (tmp_path / "README.md").read_text()
+    assert shown.strip() in (tmp_path / "docs/generation.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["generate", "padding"])
+def test_the_docs_show_the_newest_runs(kind: str) -> None:
+    files = sorted(bench.RESULTS.glob(f"{kind}-*.json"))
+    records = [json.loads(path.read_text()) for path in files]
+    if kind == "padding":
+        assert padding.table(records[-1]) in (bench.ROOT / "docs/attention.md").read_text("utf-8")
+        return
+    shown = "\n\n".join(map(bench.show, records))
+    assert shown in (bench.ROOT / "docs/generation.md").read_text("utf-8")
+    on_gpu = [record for record in records if "cases" in record]
+    assert bench.summary(on_gpu[-1]) in (bench.ROOT / "README.md").read_text("utf-8")
 
 
 def test_who_raises_ends_his_own_row(monkeypatch: pytest.MonkeyPatch) -> None:

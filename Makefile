@@ -20,7 +20,7 @@ quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export an
 	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 test: .venv/.installed-test  ## the whole suite (add ARGS="-k rope" to choose)
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -201,7 +201,14 @@ def test_no_end_before_min_new_tokens(
     assert (free[:, 6:12] % 2 == 0).any()
 
 
-HARMLESS = {"num_beams": 1, "penalty_alpha": None, "logits_processor": [], "output_scores": False}
+HARMLESS = {
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "logits_processor": [],
+    "output_scores": False,
+    "disable_compile": True,
+    "past_key_values": None,
+}
 
 
 def test_what_is_not_followed(model: tigon.Llama) -> None:
@@ -209,6 +216,8 @@ def test_what_is_not_followed(model: tigon.Llama) -> None:
     assert model.generate(IDS, max_new_tokens=3, **HARMLESS).tolist() == expected
     with pytest.raises(ValueError, match=r"^num_beams=4, which generate does not follow"):
         model.generate(IDS, num_beams=4)
+    with pytest.raises(ValueError, match=r"^past_key_values=<.*, which generate does not follow"):
+        model.generate(IDS, past_key_values=model.static_cache(1, 8))
     with pytest.raises(TypeError, match="generate has no argument 'beams', 'inputs'"):
         model.generate(IDS, beams=4, inputs=IDS)
     model.generation_config = {"num_beams": 4}
@@ -298,7 +307,7 @@ def test_arguments_without_effect(model: tigon.Llama, given: Any, message: str) 
 
 def test_the_docs(model: tigon.Llama) -> None:
     """They name all that is not followed, and their cache says what a forward pass says."""
-    text = Path("docs/generation.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/generation.md").read_text()
     assert [key for key in UNSUPPORTED if f"`{key}`" not in text] == []
     (block,) = (b for b in re.findall("```python\n(.*?)```", text, re.S) if "static_cache(" in b)
     names: dict[str, Any] = {"torch": torch, "tigon": tigon, "model": model}

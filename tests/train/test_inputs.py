@@ -27,6 +27,13 @@ def test_settings(fails):
         fails("device=cuda, but torch sees no CUDA device", "device=cuda")
 
 
+def test_chat_templates(fails, workspace, tmp_path):
+    fails(r"no chat template .*/nowhere\.jinja", f"chat_template={tmp_path}/nowhere.jinja")
+    fails("task=pretrain has no chats", "chat_template=x.jinja", "task=pretrain")
+    (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
+    fails("chat template", f"chat_template={tmp_path}/bad.jinja")
+
+
 def test_data(fails, workspace, tmp_path):
     path = tmp_path / "data.jsonl"
     fails(r"no data file matches .*data\.jsonl", f"data={path}")

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
@@ -119,6 +120,33 @@ def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
     model = tigon.from_pretrained(workspace.root / "pretrained/hf")
     assert model.dtype == torch.bfloat16
     assert (workspace.root / "pretrained/loss.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_chats_by_a_template_of_ones_own(workspace, tmp_path):
+    """A tokenizer without one, as of a base model, and one with another."""
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}: {% if m['role'] == 'assistant' %}"
+        "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}"
+        "{{ m['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    )
+    bare = write_tokenizer(tmp_path / "bare")
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    losses = []
+    for name, tokenizer in (("bare", bare), ("other", workspace.model)):
+        run = f"template-{name}"
+        extra = {"tokenizer": tokenizer, "chat_template": template, "steps": 2, "export": "true"}
+        main(workspace.settings(run, **extra))
+        losses.append(workspace.metrics(run, "loss"))
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        exported = transformers.AutoTokenizer.from_pretrained(workspace.root / run / "hf")
+        text = exported.apply_chat_template(chat, tokenize=False)
+        assert text == "<|im_start|>user: a\n<|im_start|>assistant: b<|im_end|>\n"
+    assert losses[0] == losses[1]
+    main(workspace.settings("template-none", steps=2))
+    assert workspace.metrics("template-none", "loss") != losses[0]
 
 
 def test_attention_by_a_backend_that_is_demanded(workspace):

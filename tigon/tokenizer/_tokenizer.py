@@ -95,6 +95,14 @@ class Tokenizer:
             files=files,
         )
 
+    def use_chat_template(self, path: str | os.PathLike[str]) -> None:
+        """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no chat template {path}")
+        self.chat_template = Path(path).read_text(encoding="utf-8")
+        others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
+        self._files = others | {"chat_template.jinja": Path(path)}
+
     @property
     def vocab_size(self) -> int:
         """Tokens without the added ones, as in transformers; `len` counts all."""
@@ -231,8 +239,8 @@ class Tokenizer:
                 raise ValueError(
                     f"choose one of the templates {sorted(named)} with chat_template=NAME"
                     if named
-                    else "the tokenizer has no chat template: pass one as chat_template=, or put "
-                    "it into chat_template.jinja beside tokenizer.json"
+                    else "the tokenizer has no chat template: pass one as chat_template= (to "
+                    "train, its file), or put it into chat_template.jinja beside tokenizer.json"
                 )
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")

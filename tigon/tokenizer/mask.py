@@ -11,7 +11,7 @@ Spans = list[tuple[int, int]]
 
 _ADVICE = (
     "mark what the assistant says in the template with {% generation %}...{% endgeneration %} "
-    "(chat_template= takes the new template)"
+    "(chat_template= takes the new template, in training its file)"
 )
 
 

@@ -36,9 +36,7 @@ def prepare(config: Config, world: World) -> Run:
     """Check every input before anything is written; every rank calls this."""
     source = resume.find(config)
     world.barrier()  # every rank has looked before the first one writes
-    tokenizer = Tokenizer.from_pretrained(
-        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
-    )
+    tokenizer = load_tokenizer(config)
     data = build_loader(config, config.data, tokenizer, world)
     eval_data = None
     if config.eval_data:
@@ -64,6 +62,15 @@ def prepare(config: Config, world: World) -> Run:
         f"steps: {start} to {steps}, {data.steps_per_epoch} an epoch"
     )
     return Run(config, world, tokenizer, data, eval_data, model, optimizer, start, steps)
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    tokenizer = Tokenizer.from_pretrained(
+        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
+    )
+    if config.chat_template:
+        tokenizer.use_chat_template(config.chat_template)
+    return tokenizer
 
 
 def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:

@@ -37,6 +37,9 @@ class Config:
     revision: str | None = option(None, "commit, branch or tag of a hub repository")
     init: str = option("", "instead of model: a config.json to start from with random weights")
     tokenizer: str = option("", "directory or hub repository; default: that of model")
+    chat_template: str = option(
+        "", "a Jinja file for chats, in place of the tokenizer's; run_dir/hf gets it"
+    )
     router_aux_loss_coef: float | None = option(
         None,
         "weight of the loss that balances experts, 0: none; null: as config.json says",
@@ -108,6 +111,8 @@ class Config:
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
+        if self.chat_template and self.task != "sft":
+            raise ValueError(f"chat_template={self.chat_template}: task={self.task} has no chats")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.batch_size % self.micro_batch_size:

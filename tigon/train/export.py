@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.build import build_model
+from tigon.train.build import build_model, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.parallel import start
 
@@ -23,9 +23,7 @@ def find_checkpoint(path: str) -> Path | None:
 def load_checkpoint(source: Path) -> tuple[CausalLM, Tokenizer]:
     """Model and tokenizer on the CPU, in this process alone, however many ranks wrote it."""
     config = Config(**checkpoint.facts(source)["config"])
-    tokenizer = Tokenizer.from_pretrained(
-        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
-    )
+    tokenizer = load_tokenizer(config)
     with start("cpu") as world:
         model = build_model(replace(config, dtype=config.param_dtype), world, load=False)
         parameters = {name: p.detach() for name, p in model.named_parameters()}

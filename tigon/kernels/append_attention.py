@@ -22,7 +22,7 @@ from tigon.kernels._triton import (
 )
 from tigon.kernels.rope import adjacent
 
-# What the kernel takes at once; for more the reference runs
+# What the kernel takes at once; more go in parts
 MOST_TOKENS = 16
 LOG2E = 1.4426950408889634
 

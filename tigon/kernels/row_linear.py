@@ -2,11 +2,11 @@
 
 # C columns of the row and of the weight, N rows of the weight
 
-All that counts is that the weight, 2 N C bytes in bf16 for as many operations,
-is read without a pause. Every multiprocessor holds a few programs that walk over the weight with
-the next tile under way. And where kernels may follow each other closely (`follow`), programs take
-the places of the last kernel's as these end, and fetch their first tile before they wait for its
-results: weights do not depend on them.
+All that counts is that the weight, 2 N C bytes in bf16 for as many operations, is read without a
+pause. Every multiprocessor holds a few programs that walk over the weight with the next tile under
+way. And where kernels may follow each other closely (`follow`), programs take the places of the
+last kernel's as these end, and fetch their first tile before they wait for its results: weights do
+not depend on them. `linear` says where all this serves, and what a CPU does with a few rows.
 """
 
 import functools

@@ -35,10 +35,7 @@ class Case:
 
 def traffic(elements: int, forward: int, backward: int) -> dict[Mode, int]:
     """Bytes of so many bf16 reads and writes per element."""
-    return {
-        "forward": BF16 * forward * elements,
-        "both": BF16 * (forward + backward) * elements,
-    }
+    return {"forward": BF16 * forward * elements, "both": BF16 * (forward + backward) * elements}
 
 
 def rms_norm(n: int, c: int) -> Case:

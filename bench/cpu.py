@@ -96,9 +96,7 @@ def measure(directory: Path, dtype: torch.dtype, repeats: int) -> list[dict[str,
         ids = torch.randint(vocab, (batch, prompt), generator=torch.Generator().manual_seed(0))
         extra = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
         values = compare(
-            partial(decoded_token, ours, ids),
-            partial(decoded_token, theirs, ids, **extra),
-            repeats,
+            partial(decoded_token, ours, ids), partial(decoded_token, theirs, ids, **extra), repeats
         )
         report({"what": "decoded token", "batch": batch, "prompt": prompt}, values)
     if dtype == torch.float32:

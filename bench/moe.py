@@ -35,10 +35,7 @@ from bench.report import insert, markdown
 from bench.timing import milliseconds, peak_mib, quantiles, relative_l2
 
 # tokens, model dim, intermediate size, experts, experts per token; and transformers' experts
-SHAPES = {
-    "Qwen3-30B-A3B": (8192, 2048, 768, 128, 8),
-    "Mixtral-8x7B": (8192, 4096, 14336, 8, 2),
-}
+SHAPES = {"Qwen3-30B-A3B": (8192, 2048, 768, 128, 8), "Mixtral-8x7B": (8192, 4096, 14336, 8, 2)}
 EXPERTS = {
     "Qwen3-30B-A3B": "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
     "Mixtral-8x7B": "transformers.models.mixtral.modeling_mixtral:MixtralExperts",

@@ -14,11 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACKAGES = {
-    "Liger": "liger-kernel",
-    "QuACK": "quack-kernels",
-    "CCE": "cut-cross-entropy",
-}
+PACKAGES = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
 
 
 def versions() -> dict[str, str | None]:
@@ -129,10 +125,6 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    reduction: str,
-    up: torch.dtype = torch.float32,
+    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
 ) -> Tensor:
     return cross_entropy(hidden @ weight.T, targets, reduction, up)

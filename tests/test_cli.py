@@ -134,10 +134,7 @@ def test_usage_errors(
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_input_that_is_no_text(
-    directory: Path,
-    errors: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    directory: Path, errors: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)

@@ -9,12 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    StopStringCriteria,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, StopStringCriteria, TextStreamer
 
 import tigon
 from tests.models.tiny import load_reference, reference
@@ -71,9 +66,7 @@ def test_greedy_is_transformers_on_the_real_checkpoint(
         assert tokens.tolist() == expected.tolist()
 
 
-def test_padded_rows_are_as_alone_and_as_in_transformers(
-    pair: tuple[tigon.CausalLM, Any],
-) -> None:
+def test_padded_rows_are_as_alone_and_as_in_transformers(pair: tuple[tigon.CausalLM, Any]) -> None:
     ours, theirs = pair
     ids, mask = padded()
     tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])

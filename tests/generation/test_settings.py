@@ -152,10 +152,7 @@ def test_sequences_of_a_prompt_are_transformers(pair: tuple[tigon.CausalLM, Any]
     torch.manual_seed(3)
     streamed: list[Tensor] = []
     static = pair[0].generate(
-        **prompt(),
-        num_return_sequences=3,
-        cache_implementation="static",
-        streamer=streamed.append,
+        **prompt(), num_return_sequences=3, cache_implementation="static", streamer=streamed.append
     )
     assert static.tolist() == tokens
     assert torch.stack(streamed, 1).tolist() == static[:, 6:].tolist()

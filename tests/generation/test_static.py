@@ -140,11 +140,7 @@ def test_a_thousand_prompts_are_as_one_by_one() -> None:
     ids, mask = padded(tuple(lengths), V)
     settings: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": [7, 8, 9], "pad_token_id": 0}
     together = model.generate(
-        ids,
-        attention_mask=mask,
-        cache_implementation="static",
-        prefill_chunk_size=256,
-        **settings,
+        ids, attention_mask=mask, cache_implementation="static", prefill_chunk_size=256, **settings
     )
     for row, length in enumerate(lengths):
         alone = model.generate(ids[row : row + 1, -length:], **settings)[0, length:].tolist()

@@ -206,8 +206,7 @@ def test_gradcheck() -> None:
         inputs(n=3, c=4, i=3, e=3, k=2, dtype=torch.float64)
     )
     assert torch.autograd.gradcheck(
-        lambda *t: grouped_mlp(t[0], t[1], t[2], experts, t[3], "silu"),
-        (x, gate_up, down, weights),
+        lambda *t: grouped_mlp(t[0], t[1], t[2], experts, t[3], "silu"), (x, gate_up, down, weights)
     )
 
 

@@ -161,14 +161,7 @@ def test_strided_weights_and_angles() -> None:
         (table[..., 0].expand(B, T, -1), table[..., 1].expand(B, T, -1)),
     ):
         out = qk_norm_rope(
-            qkv,
-            cos,
-            sin,
-            heads=H,
-            kv_heads=K,
-            q_weight=wide[:, 0],
-            k_weight=wide[:, 1],
-            eps=EPS,
+            qkv, cos, sin, heads=H, kv_heads=K, q_weight=wide[:, 0], k_weight=wide[:, 1], eps=EPS
         )
         for a, b in zip(out, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -87,10 +87,7 @@ def compare(head: LMHead, options: dict[str, Any], reduction: str, return_logits
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_gradients_equal_plain_autograd(
-    options: dict[str, Any],
-    rows: int,
-    reduction: str,
-    return_logits: bool,
+    options: dict[str, Any], rows: int, reduction: str, return_logits: bool
 ) -> None:
     head = make_head(**options)
     head.logits_bytes = 16 * V * rows

@@ -77,11 +77,7 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
 @pytest.mark.parametrize("return_logits", [False, True])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_error_names_the_value(
-    model: CausalLM,
-    arguments: dict[str, Any],
-    message: str,
-    return_logits: bool,
-    training: bool,
+    model: CausalLM, arguments: dict[str, Any], message: str, return_logits: bool, training: bool
 ) -> None:
     model.train(training)
     with pytest.raises(ValueError, match=message):

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import (
-    assert_same_gradients,
-    gradients,
-    mean,
-    token_losses,
-    tokens,
-)
+from tests.models.contract import assert_same_gradients, gradients, mean, token_losses, tokens
 from tigon.models import CausalLM
 
 B, T = 2, 13

@@ -201,11 +201,7 @@ def test_loss_weights_belong_to_the_labels(
     ).sum()
     given = {"shift_labels": shift(labels)} if shifted else {"labels": labels}
     out = model(
-        ids,
-        **given,
-        loss_weights=weights,
-        loss_reduction=reduction,
-        return_logits=return_logits,
+        ids, **given, loss_weights=weights, loss_reduction=reduction, return_logits=return_logits
     )
     loss = (out.loss * upstream).sum() if reduction == "none" else out.loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

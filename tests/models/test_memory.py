@@ -48,8 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")],
+    ("source", "target"), [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
 )
 def test_peak_of_from_pretrained(source: str, target: str, checkpoints: Path) -> None:
     output = subprocess.run(

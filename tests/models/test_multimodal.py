@@ -62,11 +62,7 @@ def in_model(name: str) -> str:
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("kind", "text_type"), PAIRS)
 def test_its_logits(
-    kind: str,
-    text_type: str,
-    tie: bool,
-    rename: Callable[[str], str] | None,
-    tmp_path: Path,
+    kind: str, text_type: str, tie: bool, rename: Callable[[str], str] | None, tmp_path: Path
 ) -> None:
     theirs = multimodal(kind, text_type, tie, tmp_path)
     path = tmp_path / "model.safetensors"

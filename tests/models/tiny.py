@@ -71,7 +71,7 @@ CASES: dict[str, dict[str, Overrides]] = {
         "pad row": {"pad_token_id": 3},
         "pad row, tied": {"pad_token_id": 3, "tie_word_embeddings": True},
         **{f"rope {name}": {"rope_parameters": rope} for name, rope in ROPES.items()},
-    },
+    }
 }
 WINDOW = {"sliding_window": 7}  # shorter than every text here
 CASES |= {
@@ -225,7 +225,7 @@ CASES |= {
     "ministral3": {
         "queries grow": {
             "rope_parameters": YARN
-            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+            | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
         },
         "window": {
             **WINDOW,

@@ -35,10 +35,7 @@ CONFIG = {
 
 def _train(tokenizer: Tokenizer, size: int, alphabet: list[str]) -> None:
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=SPECIAL,
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(TEXT, trainer)
 

@@ -70,11 +70,7 @@ def test_a_generation_block_takes_all_tokens_at_its_edges(byte_level: Path, cont
         (CHATML, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n"]),
         (CHATML, [{"role": "system", "content": "S"}, *CHAT[:2]], [" Hello you 😀<|im_end|>\n"]),
         (LLAMA3, CHAT, ["Hello you 😀<|eot_id|>", "Bye<|eot_id|>"]),
-        (
-            LLAMA3,
-            TOOL,
-            ['{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>"],
-        ),
+        (LLAMA3, TOOL, ['{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>"]),
         (MISTRAL, CHAT, [" Hello you 😀</s>", "Bye</s>"]),
         (GEMMA, CHAT, ["Hello you 😀<end_of_turn>\n", "Bye<end_of_turn>\n"]),
         # The last turn is written with an empty thought, which the prompt leaves to the model

@@ -22,12 +22,7 @@ class Model(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def static_cache(
-        self,
-        rows: int,
-        capacity: int,
-        *,
-        chunk: int = 16,
-        quantize: Literal["int8"] | None = None,
+        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
     ) -> StaticCache: ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...

@@ -111,9 +111,7 @@ class SpeculativeSteps:
         held = self._prompts + self._said
         self._cache.crop(held - 1)  # all but the last token
         out = self._model(
-            torch.cat((self._recent(1), proposed), 1),
-            past_key_values=self._cache,
-            logits_to_keep=0,
+            torch.cat((self._recent(1), proposed), 1), past_key_values=self._cache, logits_to_keep=0
         )
         b, n, v = out.logits.shape
         flat_seen = None if seen is None else seen.flatten(0, 1)

@@ -173,11 +173,7 @@ class AttentionMask:
         if real is not None:
             real = F.pad(real, more)
         return type(self)(
-            tokens,
-            segment_ids=segments,
-            key_mask=real,
-            causal=self.causal,
-            backend=self.backend,
+            tokens, segment_ids=segments, key_mask=real, causal=self.causal, backend=self.backend
         )
 
     def needs_dense(self, window: int | None) -> bool:

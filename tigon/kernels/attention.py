@@ -233,12 +233,7 @@ def attention(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: AttentionMask,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
     s = mask.past + mask.tokens

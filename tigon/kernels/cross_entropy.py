@@ -282,10 +282,7 @@ def _rows_kernel(
                 if CAP != 0.0:
                     d *= 1 - (z / CAP) * (z / CAP)
                 tl.store(
-                    out + at,
-                    d.to(out.dtype.element_ty),
-                    mask=at < V,
-                    eviction_policy="evict_first",
+                    out + at, d.to(out.dtype.element_ty), mask=at < V, eviction_policy="evict_first"
                 )
             # One column differs: cheaper to store it again than to compare every column
             tl.debug_barrier()

@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._triton import (
-    check_devices,
-    operator,
-    refuse_second_derivative,
-    runs_triton,
-)
+from tigon.kernels._triton import check_devices, operator, refuse_second_derivative, runs_triton
 from tigon.kernels.cross_entropy import (
     IGNORE_INDEX,
     PLAIN,

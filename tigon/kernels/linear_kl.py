@@ -31,12 +31,7 @@ from tigon.kernels.cross_entropy import (
     scale_and_cap,
     transform,
 )
-from tigon.kernels.linear_cross_entropy import (
-    LOGITS_BYTES,
-    add_product,
-    chunk_rows,
-    head_logits,
-)
+from tigon.kernels.linear_cross_entropy import LOGITS_BYTES, add_product, chunk_rows, head_logits
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:

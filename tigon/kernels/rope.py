@@ -244,13 +244,7 @@ def dims(head_dim: int, half: int, interleaved: bool) -> dict[str, int | bool]:
     """The constants of a head; BLOCK and REST are widths of tiles."""
     block = triton.next_power_of_2(max(half, 1))
     rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
-    return {
-        "D": head_dim,
-        "HALF": half,
-        "BLOCK": block,
-        "REST": rest,
-        "INTERLEAVED": interleaved,
-    }
+    return {"D": head_dim, "HALF": half, "BLOCK": block, "REST": rest, "INTERLEAVED": interleaved}
 
 
 def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:

@@ -272,12 +272,7 @@ def _gradients(
 
 
 def _backward_fake(
-    x: Tensor,
-    post_weight: Tensor,
-    weight: Tensor,
-    needs_inputs: bool,
-    needs_weights: bool,
-    *_: Any,
+    x: Tensor, post_weight: Tensor, weight: Tensor, needs_inputs: bool, needs_weights: bool, *_: Any
 ) -> list[Tensor]:
     return _gradients(x, post_weight, weight, needs_inputs, needs_weights)
 

@@ -58,11 +58,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
 
     def forward(
-        self,
-        x: Tensor,
-        rotation: Rotation,
-        mask: AttentionMask,
-        cache: Cache | None = None,
+        self, x: Tensor, rotation: Rotation, mask: AttentionMask, cache: Cache | None = None
     ) -> Tensor:
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation)

@@ -39,15 +39,7 @@ from tigon.models import _load, _save
 from tigon.models._config import Config
 from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
 from tigon.models._inputs import Inputs, resolve_inputs
-from tigon.models._loss import (
-    Keep,
-    Reduction,
-    denominator,
-    divisor,
-    resolve_keep,
-    shift,
-    take,
-)
+from tigon.models._loss import Keep, Reduction, denominator, divisor, resolve_keep, shift, take
 from tigon.models._moe import ROUTING_METRICS, MoEConfig
 from tigon.weights import Layout, Part
 
@@ -244,12 +236,7 @@ class CausalLM(nn.Module):
         return (Part(name, shape),)
 
     def static_cache(
-        self,
-        rows: int,
-        capacity: int,
-        *,
-        chunk: int = 16,
-        quantize: Literal["int8"] | None = None,
+        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
@@ -421,11 +408,7 @@ class CausalLM(nn.Module):
             hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
             hidden = hidden.view(x.shape)
         want = self.defaults.return_logits if return_logits is None else return_logits
-        out = self.lm_head(
-            take(hidden, kept),
-            **targets,
-            return_logits=bool(want),
-        )
+        out = self.lm_head(take(hidden, kept), **targets, return_logits=bool(want))
         result = CausalLMOutput(out.loss, out.logits, cache, out.metrics)
         return self._add_routing(result, tallies, share, of_routing)
 

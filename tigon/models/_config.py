@@ -203,11 +203,7 @@ class Config:
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
         return read_rope(
-            source,
-            cls.default_theta,
-            longest,
-            partial=cls.partial_rotary,
-            extras=cls.rope_extras,
+            source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
 
     # What blocks are built from, where a family's own keys do not say it

@@ -11,13 +11,7 @@ import torch
 
 from tigon.tokenizer import chat
 from tigon.tokenizer.mask import assistant_spans, token_mask
-from tigon.tokenizer.source import (
-    add_tokens,
-    find_files,
-    read_backend,
-    read_config,
-    read_templates,
-)
+from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
 from tigon.tokenizer.stream import DecodeStream
 from tigon.weights.hub import Repository
 

@@ -61,11 +61,7 @@ def _tojson(
 ) -> str:
     # Unlike jinja's own filter: no escapes for HTML
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -38,7 +38,10 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
         ({"labels": changed((0, 12), -1)}, r"label -1 at .* neither -100 nor in \[0, 97\)"),
         ({"shift_labels": changed((0, 0), -101)}, r"label -101 at .* neither -100 nor"),
         ({"labels": LABELS, "loss_reduction": "mean"}, "loss_reduction='mean' is not one of"),
-        ({"labels": LABELS, "num_items_in_batch": -3}, "num_items_in_batch=-3 is negative"),
+        (
+            {"labels": LABELS, "num_items_in_batch": -3},
+            "num_items_in_batch=-3 is no number of items",
+        ),
         (
             {"labels": LABELS, "num_items_in_batch": torch.tensor([3, 4])},
             r"num_items_in_batch \(2,\) is not one number",
@@ -104,9 +107,8 @@ def test_ids_or_embeddings(model: CausalLM) -> None:
 def test_no_tokens(model: CausalLM, shape: tuple[int, int]) -> None:
     ids = torch.zeros(shape).long()
     for given in ({"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
-        with pytest.raises(
-            ValueError, match=rf"input_ids \({shape[0]}, {shape[1]}\) has no tokens"
-        ):
+        (name,) = given
+        with pytest.raises(ValueError, match=rf"{name} \({shape[0]}, {shape[1]}\) has no tokens"):
             model(**given)
 
 
@@ -129,8 +131,8 @@ def test_positions_that_agree_with_the_bounds(model: CausalLM) -> None:
 
 
 def test_num_items_needs_labels(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="num_items needs labels or shift_labels"):
-        model.num_items(attention_mask=torch.ones(2, 13))
+    with pytest.raises(ValueError, match="items need labels or shift_labels"):
+        model.num_items(input_ids=IDS, attention_mask=torch.ones(2, 13))
     with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
         model.num_items(LABELS, cu_seq_lens_q=ROWS, cu_seq_lens_k=ROWS[:2])
 

@@ -4,9 +4,11 @@ import os
 from typing import Unpack
 
 from tigon.models import _load
+from tigon.models._batch import Batch
 from tigon.models._load import LoadOptions, build, load_weights, materialize
-from tigon.models._model import CausalLMOutput
 from tigon.models._moe import MoEConfig
+from tigon.models._output import CausalLMOutput
+from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
 from tigon.models.gemma import Gemma
 from tigon.models.gemma2 import Gemma2
@@ -54,6 +56,7 @@ MODELS: dict[str, type[CausalLM]] = {
 
 __all__ = [
     "MODELS",
+    "Batch",
     "CausalLM",
     "CausalLMOutput",
     "Gemma",
@@ -76,6 +79,7 @@ __all__ = [
     "Qwen3Moe",
     "SeedOss",
     "SmolLM3",
+    "Targets",
     "build",
     "from_pretrained",
     "load_weights",

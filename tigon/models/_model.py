@@ -139,7 +139,8 @@ class LanguageModel(nn.Module):
         `loss_reduction`: "token" (mean over targets), "sequence" (each sequence weighs the
         same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
         `return_logits=True` with labels gives both. `metrics`: "accuracy", "predicted_tokens",
-        "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor.
+        "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor; also without labels, in
+        place of logits, but for accuracy and nll.
 
         Mixtures of experts also know, with and without labels, "expert_load" [layers, experts],
         the share of a layer's assignments that each expert got, and "aux_loss", which is least
@@ -176,7 +177,8 @@ class LanguageModel(nn.Module):
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
         out = self.lm_head(hidden, **for_head, return_logits=bool(logits))
-        result = CausalLMOutput(out.loss, out.logits, batch.cache, out.metrics)
+        loss = None if targets.labels is None else out.loss
+        result = CausalLMOutput(loss, out.logits, batch.cache, out.metrics)
         return self._add_routing(result, tallies, targets.share, of_routing)
 
     def _resolve(

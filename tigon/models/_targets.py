@@ -24,7 +24,7 @@ from tigon.models._arguments import (
 )
 from tigon.models._batch import Batch
 
-SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+OF_TARGETS = ("accuracy", "nll")  # metrics that need one
 
 
 # No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
@@ -36,13 +36,14 @@ class Targets:
 
     def __init__(
         self,
+        batch: Batch,
         kept: slice | Tensor,  # of each row: a slice, an index [n], or one per row [B, n]
         reduction: Reduction,
         labels: Tensor | None = None,  # int64 [B, n]: what is predicted there; -100 is ignored
         weights: Tensor | None = None,  # fp32 [B, n]
         items: Tensor | None = None,
     ):
-        self.kept, self.reduction = kept, reduction
+        self.batch, self.kept, self.reduction = batch, kept, reduction
         self.labels, self.weights = labels, weights
         self._items = items
         self.denominator: Tensor | float = 1.0
@@ -87,7 +88,7 @@ class Targets:
         if targets is None:
             if weights is not None:
                 raise ValueError("loss_weights without labels")
-            return cls(kept, reduction)
+            return cls(batch, kept, reduction)
         weights = None if weights is None else check_weights(weights, batch)
         segment_ids = batch.segment_ids
         if given.get("shift_labels") is None:
@@ -101,7 +102,7 @@ class Targets:
         counted = count(labels, segment_ids, reduction, batch.shape[1])
         if counted.weights is not None:
             weights = counted.weights if weights is None else weights * counted.weights
-        resolved = cls(kept, reduction, labels, weights, counted.items)
+        resolved = cls(batch, kept, reduction, labels, weights, counted.items)
         items = given.get("num_items_in_batch")
         return resolved if items is None else resolved.with_num_items(items)
 
@@ -122,15 +123,13 @@ class Targets:
         return take(x, self.kept)
 
     def for_head(self, metrics: tuple[str, ...]) -> dict[str, Any]:
-        """The head's arguments for the loss; none without labels.
+        """The head's arguments for the loss and the metrics; none if there is neither.
 
         Made before the blocks are launched, so that the number of rows that count is on the host
         when the head wants it.
         """
         if self.labels is None:
-            if metrics:
-                raise ValueError(f"metrics={metrics} without labels: they come with the loss")
-            return {}
+            return self._metrics_alone(metrics) if metrics else {}
         return {
             "targets": self.labels,
             "token_weights": self.weights,
@@ -140,6 +139,16 @@ class Targets:
             "active": active_rows(self.labels, None if metrics else self.weights),
         }
 
+    def _metrics_alone(self, metrics: tuple[str, ...]) -> dict[str, Any]:
+        missing = tuple(name for name in metrics if name in OF_TARGETS)
+        if missing:
+            raise ValueError(f"metrics={missing} without labels: these are about targets")
+        # Any target will do. Losses of single tokens, which nobody reads, make no gradient ahead
+        labels = torch.zeros(self.batch.shape, dtype=torch.int64, device=self.batch.device)
+        if self.batch.real is not None:
+            labels = labels.masked_fill(~self.batch.real, IGNORE_INDEX)
+        return {"targets": self.take(labels), "metrics": metrics, "reduction": "none"}
+
 
 def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
     """What is given of the two, `shift_labels` first, as int64 [B, T]."""
@@ -148,11 +157,8 @@ def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
         return None
     if not isinstance(given, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
-    if given.dtype not in SIGNED:
-        raise ValueError(
-            f"{name} are {given.dtype}: give signed integers (torch.int64 is best), "
-            f"{IGNORE_INDEX} where there is no target"
-        )
+    if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        raise TypeError(f"{name} is {given.dtype}: labels are integers, {IGNORE_INDEX} is ignored")
     _check_shape(name, given, batch)
     return given.to(device=batch.device, dtype=torch.int64, non_blocking=True)
 

@@ -391,7 +391,11 @@ def test_the_name_that_transformers_5_leaves_out(tmp_path: Path) -> None:
         ("qwen2_moe", {"num_experts_per_tok": 0}, r"num_experts_per_tok=0 is not in \[1, 60\]"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not positive"),
         ("qwen3_moe", {"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
-        ("qwen3_moe", {"mlp_only_layers": ["1"]}, r"mlp_only_layers=\['1'\] is not list"),
+        (
+            "qwen3_moe",
+            {"mlp_only_layers": ["1"]},
+            r"mlp_only_layers=\['1'\] is not a list of numbers",
+        ),
         ("qwen2_moe", {"num_local_experts": 8}, "num_local_experts=8 changes"),
         (
             "qwen2_moe",

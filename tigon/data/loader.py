@@ -36,8 +36,9 @@ class Loader:
         """`batch_size` counts rows over all ranks and micro-batches; seed None keeps their order.
 
         Packed rows are seq_len long and carry position_ids that restart; unpacked ones are padded
-        on the right to the longest of their micro-batch and carry an attention_mask. Both carry
-        cu_seq_lens, in which a row's padding is a sequence of its own.
+        on the right to the longest of their micro-batch. Both carry cu_seq_lens, in which a row's
+        padding is a sequence of its own, and an attention_mask where there is padding: attention
+        goes by the bounds, but a router must know which tokens are real.
         """
         if batch_size % (micro_batch_size * world):
             raise ValueError(
@@ -96,7 +97,7 @@ class Loader:
         input_ids = np.zeros((len(spans), length), dtype=np.int64)  # padding is 0: nothing sees it
         labels = np.full_like(input_ids, IGNORE)
         position_ids = np.zeros_like(input_ids)
-        attention_mask = np.zeros_like(input_ids)
+        attention_mask = np.zeros_like(input_ids, dtype=bool)
         bounds = {len(spans) * length}
         for r, row in enumerate(spans):
             end = 0
@@ -111,11 +112,12 @@ class Loader:
                 position_ids[r, begin:end] = np.arange(stop - start)
                 bounds.add(r * length + begin)
             position_ids[r, end:] = np.arange(length - end)  # the padding is a sequence of its own
-            attention_mask[r, : max(end, 1)] = 1  # a row must attend to something
+            attention_mask[r, :end] = True
             bounds.add(r * length + end)
         cu_seq_lens = np.array(sorted(bounds), dtype=np.int32)
         batch = {"input_ids": input_ids, "labels": labels, "cu_seq_lens": cu_seq_lens}
-        batch |= (
-            {"position_ids": position_ids} if self.packing else {"attention_mask": attention_mask}
-        )
+        if self.packing:
+            batch["position_ids"] = position_ids
+        if not attention_mask.all():
+            batch["attention_mask"] = attention_mask
         return {name: torch.from_numpy(value) for name, value in batch.items()}

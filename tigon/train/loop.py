@@ -113,24 +113,31 @@ def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, di
 
 @torch.no_grad()
 def evaluate(run: Run, step: int, record: Record) -> None:
-    """The mean loss of all held-out targets: every rank runs as many forwards as the others."""
+    """The loss of the held-out data as one step of training would have it.
+
+    Every rank runs as many forward passes as the others.
+    """
     if run.eval_data is None:
         return
+    config, world, data = run.config, run.world, run.eval_data
     began = time.perf_counter()
-    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
+
+    def batches() -> Iterator[objectives.Batch]:
+        for i in range(data.steps_per_epoch):
+            for batch in data.micro_batches(i):
+                yield objectives.to(batch, world.device)
+
+    items = sum(objectives.num_items(run.model, batch, config) for batch in batches())
+    items = world.sum(torch.as_tensor(items, device=world.device))
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
     run.model.eval()
-    for i in range(run.eval_data.steps_per_epoch):
-        for batch in run.eval_data.micro_batches(i):
-            batch = objectives.to(batch, run.world.device)
-            totals[0] += run.model(**batch, loss_reduction="sum").loss
-            totals[1] += run.model.num_items(**batch, loss_reduction="token")
+    for batch in batches():
+        total += objectives.evaluation(run.model, batch, config, items)
     run.model.train()
     reshard(run.model)
-    nll, tokens = run.world.sum(totals).tolist()
-    seconds = time.perf_counter() - began
-    record.evaluation(
-        {"step": step, "eval_loss": nll / tokens, "eval_tokens": int(tokens), "seconds": seconds}
-    )
+    loss = world.sum(total).item()
+    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    record.evaluation({"step": step, "eval_loss": loss, "eval_tokens": tokens, "seconds": seconds})
 
 
 def export(run: Run, target: Path) -> None:

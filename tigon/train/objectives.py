@@ -55,6 +55,16 @@ def loss(
     return output.loss, output.metrics
 
 
+def evaluation(model: CausalLM, batch: Batch, config: Config, items: Tensor) -> Tensor:
+    """This micro-batch's share of the loss of all held-out data, without the router's part."""
+    reduction = config.loss_reduction
+    output = model(**batch, loss_reduction=reduction, num_items_in_batch=items, metrics=())
+    if output.aux_loss is None:
+        return output.loss
+    share = num_items(model, batch, config) / items.clamp(min=1)
+    return output.loss - model.config.router_aux_loss_coef * share * output.aux_loss
+
+
 def recorded(means: dict[str, Tensor]) -> dict[str, Tensor]:
     """What metrics.jsonl says of the means that a step's metrics have, as numbers."""
     means = dict(means)

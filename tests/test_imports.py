@@ -175,7 +175,7 @@ def test_the_whole_tree_is_read() -> None:
     found = {(i.module, i.target) for name in known for i in imports(name, known[name], known)}
     assert {
         ("tigon.models._load", "tigon.weights"),
-        ("tigon.models._base", "tigon.models._load"),
+        ("tigon.models.causal_lm", "tigon.models._load"),
         ("tigon.tokenizer._tokenizer", "tigon.weights.hub"),
         ("tigon.layers.norm", "tigon.kernels.rms_norm"),
         ("tigon.eval.parity", "transformers"),
@@ -195,7 +195,7 @@ BREACHES = {
         "against the arrows",
     ),
     "models/_loss.py": ("from tigon.data import Loader", "against the arrows"),
-    "models/_base.py": ("from tigon.tokenizer import Tokenizer", "against the arrows"),
+    "models/_model.py": ("from tigon.tokenizer import Tokenizer", "against the arrows"),
     "tokenizer/chat.py": ("from tigon.weights import Checkpoint", "and may only import"),
     "data/loader.py": ("from tigon.models import CausalLM", "against the arrows"),
     "train/optim.py": ("from tigon.eval import parity", "against the arrows"),

@@ -4,9 +4,10 @@ import os
 from typing import Unpack
 
 from tigon.models import _load
-from tigon.models._base import CausalLM, CausalLMOutput
 from tigon.models._load import LoadOptions, build, load_weights, materialize
+from tigon.models._model import CausalLMOutput
 from tigon.models._moe import MoEConfig
+from tigon.models.causal_lm import CausalLM
 from tigon.models.gemma import Gemma
 from tigon.models.gemma2 import Gemma2
 from tigon.models.gemma3 import Gemma3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.attention import Backend
 from tigon.models._config import Config, ConfigError
+from tigon.models._layout import layout
+from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint, Repository, load_into
-
-if TYPE_CHECKING:
-    from tigon.models._base import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Checkpoints with more than text in them, and the model type of their text where they name none
@@ -30,6 +29,9 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+M = TypeVar("M", bound=LanguageModel)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -47,7 +49,7 @@ class LoadOptions(TypedDict, total=False):
 
 def from_pretrained(
     path_or_repo: str | os.PathLike[str],
-    models: Mapping[str, type["CausalLM"]],
+    models: Mapping[str, type[M]],
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
@@ -57,7 +59,7 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
-) -> Any:
+) -> M:
     """The model of `models` that config.json's model_type names, in evaluation mode."""
     repository = Repository(
         path_or_repo,
@@ -76,10 +78,10 @@ def from_pretrained(
 
 def build(
     repository: Repository,
-    models: Mapping[str, type["CausalLM"]],
+    models: Mapping[str, type[M]],
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
-) -> tuple["CausalLM", Checkpoint]:
+) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
@@ -113,7 +115,7 @@ def _named(file: str) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def on_meta(cls: type["CausalLM"], config: Config, dtype: torch.dtype) -> "CausalLM":
+def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,10 +146,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
-def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
+def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Fill the model's parameters; raises unless the checkpoint fits exactly."""
-    layout = model.layout()
-    names = {part.name for parts in layout.values() for part in parts}
+    parts_of = layout(model)
+    names = {part.name for parts in parts_of.values() for part in parts}
     present = set(checkpoint.tensors)
     prefix, head = _spelling(present)
     source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
@@ -162,7 +164,7 @@ def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
             source_of[EMBEDDING] = head
     load_into(
         dict(model.named_parameters()),
-        layout,
+        parts_of,
         checkpoint,
         source_of=source_of,
         ignored=ignored,
@@ -240,12 +242,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def from_config(
-    cls: type["CausalLM"],
+    cls: type[M],
     config: Mapping[str, Any] | Config,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
-) -> Any:
+) -> M:
     """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
     if not isinstance(config, Config):
         config = cls.config_class.from_dict(config)
@@ -259,7 +261,7 @@ def from_config(
 
 
 @torch.no_grad()
-def init_weights(model: "CausalLM") -> None:
+def init_weights(model: LanguageModel) -> None:
     """Draw a whole model's weights; in a sharded one the padding row would not be found."""
     std = model.config.initializer_range
     for module in model.modules():

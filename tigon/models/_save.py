@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tigon.models._config import Config
+from tigon.models._layout import layout
+from tigon.models._model import LanguageModel
 from tigon.weights import Entry, Part, new_directory, write_checkpoint
 
-if TYPE_CHECKING:
-    from tigon.models._base import CausalLM
-    from tigon.tokenizer import Tokenizer
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as an export needs one."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
 
 
 def save_pretrained(
-    model: "CausalLM",
+    model: LanguageModel,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: SavesItself | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
 ) -> None:
@@ -71,7 +75,7 @@ def _rank_0_decides() -> Iterator[None]:
         raise RuntimeError(f"rank 0 stopped with {failed[0]}")
 
 
-def export_entries(model: "CausalLM", dtype: torch.dtype) -> list[Entry]:
+def export_entries(model: LanguageModel, dtype: torch.dtype) -> list[Entry]:
     """Every tensor under its Hugging Face name; a sharded one is gathered when its turn comes."""
     parameters = dict(model.named_parameters())
 
@@ -87,7 +91,7 @@ def export_entries(model: "CausalLM", dtype: torch.dtype) -> list[Entry]:
 
     return [
         (part.name, part.shape, dtype, getter(name, part))
-        for name, parts in model.layout().items()
+        for name, parts in layout(model).items()
         for part in parts
     ]
 

@@ -6,9 +6,9 @@ Paper: arXiv 2403.08295; checked against transformers' modeling_gemma.
 from dataclasses import dataclass
 
 from tigon.kernels.gated_act import Activation
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config, activation
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

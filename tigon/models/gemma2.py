@@ -6,9 +6,9 @@ Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 from dataclasses import dataclass
 
 from tigon.kernels.gated_act import Activation
-from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import WindowedConfig, activation
+from tigon.models.causal_lm import CausalLM
 from tigon.models.gemma import GemmaConfig
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.kernels.gated_act import Activation
-from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import SLIDING, TwoRopesConfig, activation
+from tigon.models.causal_lm import CausalLM
 from tigon.models.gemma import GemmaConfig
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import Config
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

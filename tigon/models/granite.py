@@ -6,8 +6,8 @@ checked against transformers' modeling_granite.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
+from tigon.models.causal_lm import CausalLM
 from tigon.models.llama import LlamaConfig
 
 

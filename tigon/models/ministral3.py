@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config, ConfigError
+from tigon.models.causal_lm import CausalLM
 
 # Where the config says nothing of RoPE
 YARN = {

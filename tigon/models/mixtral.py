@@ -5,9 +5,9 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._moe import MoEConfig
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ Paper: arXiv 2501.00656; checked against transformers' modeling_olmo2.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PostNormBlock
 from tigon.models._config import Config
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ alone: sliding ones rotate with 5e5 unless `rope_parameters` says otherwise.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PostNormBlock
 from tigon.models._config import TwoRopesConfig
+from tigon.models.causal_lm import CausalLM
 from tigon.models.olmo2 import Olmo2Config
 
 

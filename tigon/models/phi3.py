@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import WindowedConfig
+from tigon.models.causal_lm import CausalLM
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
 

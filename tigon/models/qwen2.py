@@ -5,9 +5,9 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import WindowedConfig
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
 
 from dataclasses import dataclass, field
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import ConfigError, WindowedConfig
 from tigon.models._moe import MoEConfig
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

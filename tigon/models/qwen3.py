@@ -5,8 +5,8 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
+from tigon.models.causal_lm import CausalLM
 from tigon.models.qwen2 import Qwen2Config
 
 

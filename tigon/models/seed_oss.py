@@ -5,9 +5,9 @@ Checked against transformers' modeling_seed_oss.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import ConfigError, WindowedConfig
+from tigon.models.causal_lm import CausalLM
 
 ROTATED, PLAIN = "rotated", "plain"
 

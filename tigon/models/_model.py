@@ -1,47 +1,28 @@
-"""CausalLM: the forward contract that every family shares.
+"""The forward contract that every family shares.
 
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
-import itertools
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, Unpack, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tigon.generation import generate
 from tigon.kernels._attention_backends import HALF, PLAIN
 from tigon.kernels._triton import runs_triton
-from tigon.kernels.attention import AttentionMask, Backend, check_backend
+from tigon.kernels.attention import Backend, check_backend
 from tigon.kernels.linear_cross_entropy import active_rows
-from tigon.layers import (
-    AddRMSNorm,
-    Cache,
-    Embedding,
-    FusedLinear,
-    KVCache,
-    LMHead,
-    NoRotary,
-    RotaryEmbedding,
-    Routed,
-    StaticCache,
-    balance,
-    tally,
-)
+from tigon.layers import Cache, KVCache, LMHead, StaticCache, balance
 from tigon.layers.rope import TURNING
 from tigon.layers.static_cache import autocast_dtype
-from tigon.models import _load, _save
 from tigon.models._config import Config
+from tigon.models._decoder import Decoder
 from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
 from tigon.models._inputs import Inputs, resolve_inputs
 from tigon.models._loss import Keep, Reduction, denominator, divisor, resolve_keep, shift, take
 from tigon.models._moe import ROUTING_METRICS, MoEConfig
-from tigon.weights import Layout, Part
 
 
 @dataclass
@@ -65,77 +46,8 @@ class Defaults:
     loss_reduction: Reduction = "token"
 
 
-class Decoder(nn.Module):
-    """Embedding, blocks and final norm; parameters carry Hugging Face's names."""
-
-    def __init__(self, config: Config, block: type[nn.Module]):
-        super().__init__()
-        self.embed_tokens = Embedding(
-            config.vocab_size,
-            config.hidden_size,
-            padding_idx=config.pad_token_id,
-            scale=config.embedding_scale,
-        )
-        layers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(block(config, i) for i in layers)
-        self.norm = AddRMSNorm(
-            config.hidden_size,
-            config.rms_norm_eps,
-            offset=config.norm_offset,
-            cast=config.norm_cast,
-        )
-        self.input_scale, self.rounded_angles = config.input_scale, config.rounded_angles
-        names = list(config.ropes)
-        self.rotary_embs = nn.ModuleList(
-            RotaryEmbedding(config.rotary_dim, rope, config.max_position_embeddings)
-            if rope
-            else NoRotary(config.rotary_dim)
-            for rope in config.ropes.values()
-        )
-        self.rope_of_layer = [names.index(config.rope(i)) for i in layers]
-
-    def forward(
-        self,
-        x: Tensor,  # [B, T, C]
-        position_ids: Tensor,  # [B or 1, T]
-        mask: AttentionMask,
-        cache: Cache | None,
-        recompute: bool,
-        tallied: bool = False,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The normed stream, and with `tallied` how each layer of experts routed its tokens."""
-        if self.input_scale != 1.0:
-            x = x * self.input_scale
-        dtype = x.dtype if self.rounded_angles else torch.float32
-        ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
-        residual = None
-        tallies: list[Tensor] = []
-        key_mask = mask.key_mask if tallied else None
-        real = None if key_mask is None else key_mask[:, mask.past :].flatten()
-        for block, rope in zip(self.layers, self.rope_of_layer, strict=True):
-            rotation = ropes[rope]
-            # A recomputed block would append to the cache again
-            if recompute and cache is None and torch.is_grad_enabled():
-                x, residual = checkpoint(
-                    block, x, residual, rotation, mask, cache, use_reentrant=False
-                )
-            else:
-                x, residual = block(x, residual, rotation, mask, cache)
-            if isinstance(x, Routed):
-                if tallied:
-                    tallies.append(tally(x, real))
-                x = x.x
-        return self.norm(x, residual)[0], tallies
-
-
-def _tile(names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]) -> tuple[Part, ...]:
-    """Parts one after the other, that many rows each."""
-    starts = itertools.accumulate(rows, initial=0)
-    return tuple(Part(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False))
-
-
-class CausalLM(nn.Module):
-    """A decoder with a language-model head. Families give their config and block classes."""
+class LanguageModel(nn.Module):
+    """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
 
     config_class: ClassVar[type[Config]]
     block_class: ClassVar[type[nn.Module]]
@@ -165,29 +77,6 @@ class CausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 
-    generate = generate
-    save_pretrained = _save.save_pretrained
-
-    @classmethod
-    def from_pretrained(
-        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[_load.LoadOptions]
-    ) -> Self:
-        """Load a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
-        return _load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: dict[str, Any] | Config,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        attention: Backend = "auto",
-    ) -> Self:
-        """Random weights as transformers initialises them; on "meta", no weights at all."""
-        model = _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
-        return model.use_attention(attention)
-
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".
 
@@ -205,35 +94,6 @@ class CausalLM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.model.embed_tokens.weight.dtype
-
-    def layout(self) -> Layout:
-        """Every parameter, and the checkpoint tensors that its rows are made of."""
-        layout: Layout = {}
-        seen: set[int] = set()
-        for path, module in self.named_modules():
-            for kind, p in module.named_parameters(recurse=False):
-                if id(p) in seen:
-                    continue
-                seen.add(id(p))
-                layout[f"{path}.{kind}"] = self._parts(path, kind, module, tuple(p.shape))
-        return layout
-
-    def _parts(
-        self, path: str, kind: str, module: nn.Module, shape: tuple[int, ...]
-    ) -> tuple[Part, ...]:
-        """The tensors of a parameter: itself, or those fused in it, or each expert's."""
-        name, ending = f"{path}.{kind}", ".".join(path.split(".")[-2:])
-        if isinstance(module, FusedLinear) and ending in self.FUSED:
-            parent = path.rpartition(".")[0]
-            names = [f"{parent}.{part}.{kind}" for part in self.FUSED[ending]]
-            return _tile(names, module.parts, shape[1:])
-        for stacked, apart in () if self.stacked else self.PER_EXPERT.items():
-            if name.endswith(f".{stacked}"):
-                layer, experts = name.removesuffix(stacked), shape[0] if len(shape) == 3 else 1
-                names = [layer + part.format(e) for e in range(experts) for part in apart]
-                rows = math.prod(shape[:-1]) // len(names)
-                return _tile(names, [rows] * len(names), shape[-1:])
-        return (Part(name, shape),)
 
     def static_cache(
         self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None

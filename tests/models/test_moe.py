@@ -83,28 +83,29 @@ def test_there_are_mixtures() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: Path) -> None:
     theirs, ours = pair(model_type, case, tmp_path, **BALANCED)
-    inputs = batch(padded)
-    expected, out = theirs(**inputs), ours(**inputs)
-    assert out.aux_loss.item() == pytest.approx(expected.aux_loss.item(), rel=3e-7)
-    assert out.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    twin, inputs = exact(theirs), batch(padded)
+    out, peer = ours(**inputs), theirs(**inputs)
+    with float64():
+        truth = twin(**inputs)
     if padded:  # the pads would have counted
         everywhere = theirs(inputs["input_ids"], labels=inputs["labels"]).aux_loss
-        assert abs(everywhere - expected.aux_loss) > 1e-3
+        assert abs(everywhere - peer.aux_loss) > 1e-3
+    routers = [name for name, _ in theirs.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert len(routers) == sum(ours.config.sparse(i) for i in range(3))  # type: ignore[attr-defined]
 
-    for ours_loss, their_loss in ((out.aux_loss, expected.aux_loss), (out.loss, expected.loss)):
-        ours.zero_grad()
-        theirs.zero_grad()
-        ours_loss.backward(retain_graph=True)
-        their_loss.backward(retain_graph=True)
-        routers = {n: p for n, p in theirs.named_parameters() if n.endswith("mlp.gate.weight")}
-        assert len(routers) == sum(ours.config.sparse(i) for i in range(3))  # type: ignore[attr-defined]
-        found = gradients(ours, missing=ours_loss is out.aux_loss)
-        for name, p in theirs.named_parameters():
-            if p.grad is None:
-                assert name not in found
-            else:
-                error = (found[name] - p.grad).abs().max()
-                assert error <= 1e-5 * p.grad.abs().max() + 1e-9, name
+    for which in ("aux_loss", "loss"):
+        assert_as_near(out[which], peer[which], truth[which])
+        with float64():
+            backward(twin, truth[which])
+        backward(ours, out[which])
+        backward(theirs, peer[which])
+        assert_as_near(
+            gradients(ours, missing=which == "aux_loss"),
+            *(
+                {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+                for m in (theirs, twin)
+            ),
+        )
 
 
 @families

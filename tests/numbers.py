@@ -47,9 +47,7 @@ def assert_as_near(
     truth: Tensor | dict[str, Tensor],
 ) -> None:
     """`found` is as near to `truth`, which is float64, as `peer` is, by the rule above."""
-    ours, theirs, exact = (
-        {"": x} if isinstance(x, Tensor) else x for x in (found, peer, truth)
-    )
+    ours, theirs, exact = ({"": x} if isinstance(x, Tensor) else x for x in (found, peer, truth))
     assert ours.keys() == theirs.keys() == exact.keys()
     assert all(t.dtype == torch.float64 for t in exact.values())
     (dtype,) = {t.dtype for t in (*ours.values(), *theirs.values())}

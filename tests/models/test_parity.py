@@ -29,16 +29,16 @@ def test_every_registered_family_has_cases() -> None:
 
 def gradients(model: CausalLM, *, missing: bool = False) -> dict[str, Tensor]:
     """Gradients under the names that parameters have in transformers."""
-    model.stacked = True
     parameters = dict(model.named_parameters())
     found = {}
-    for name, parts in model.layout().items():
+    for name, parts in model.layout(stacked_experts=True).items():
         for part in parts:
             grad = parameters[name].grad
             if grad is None:
                 assert missing, name
                 continue
-            found[part.name] = grad.narrow(0, part.start, part.shape[0])
+            ((_, start, rows),) = part.slices
+            found[part.name] = grad.narrow(0, start, rows)
     return found
 
 

@@ -13,7 +13,7 @@ from tigon.models.families import *  # noqa: F403
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
     for family in vars(families).values()
-    if isinstance(family, type)
+    if isinstance(family, type) and issubclass(family, CausalLM)
 }
 
 

@@ -105,6 +105,14 @@ class ConfigError(ValueError):
     """A config.json that Tigon cannot follow exactly; says which key and value."""
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a model was read from, so that an export gives back what it does not know."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
+    stacked_experts: bool = False  # whether one tensor has all experts of a layer
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The part of config.json that every family shares; defaults are transformers' own.
@@ -145,7 +153,7 @@ class Config:
     eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
-    source: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    source: Source = field(default_factory=Source, repr=False, compare=False)
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
@@ -198,7 +206,7 @@ class Config:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
         values["rope_parameters"] = cls._read_rope(source, longest)
-        return cls(**values, source=dict(source))
+        return cls(**values, source=Source(dict(source)))
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
@@ -313,7 +321,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """config.json for transformers 4 and 5: RoPE and dtype under both names."""
         # auto_map names code that is not exported
-        out = {k: v for k, v in self.source.items() if not k.startswith("_") and k != "auto_map"}
+        given = self.source.config
+        out = {k: v for k, v in given.items() if not k.startswith("_") and k != "auto_map"}
         out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
         if out.get("layer_types", ()) is None:  # to some readers the key alone says something
             del out["layer_types"]

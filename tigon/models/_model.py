@@ -21,6 +21,7 @@ from tigon.models._config import Config
 from tigon.models._decoder import Decoder
 from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
 from tigon.models._inputs import Inputs, resolve_inputs
+from tigon.models._layout import Names
 from tigon.models._loss import Keep, Reduction, denominator, divisor, resolve_keep, shift, take
 from tigon.models._moe import ROUTING_METRICS, MoEConfig
 
@@ -51,19 +52,12 @@ class LanguageModel(nn.Module):
 
     config_class: ClassVar[type[Config]]
     block_class: ClassVar[type[nn.Module]]
-    # Module path ending -> the names Hugging Face stores its parts under, in row order
-    FUSED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-    }
-    # Ending of a stacked parameter -> where checkpoints with experts apart have it, in row order
-    PER_EXPERT: ClassVar[dict[str, tuple[str, ...]]] = {}
+    checkpoint_names: ClassVar[Names] = Names()
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.generation_config: dict[str, Any] = {}
-        self.stacked = False  # whether checkpoints hold all experts of a layer in one tensor
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.attention: Backend = "auto"

@@ -6,6 +6,7 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 from dataclasses import dataclass
 
 from tigon.models._blocks import PreNormBlock
+from tigon.models._layout import Names
 from tigon.models._moe import MoEConfig
 from tigon.models.causal_lm import CausalLM
 
@@ -45,11 +46,13 @@ class MixtralConfig(MoEConfig):
 class Mixtral(CausalLM):
     config_class = MixtralConfig
     block_class = PreNormBlock
-    PER_EXPERT = {
-        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
-        "mlp.experts.gate_up_proj": (
-            "block_sparse_moe.experts.{}.w1.weight",
-            "block_sparse_moe.experts.{}.w3.weight",
-        ),
-        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
-    }
+    checkpoint_names = Names(
+        experts={
+            "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+            "mlp.experts.gate_up_proj": (
+                "block_sparse_moe.experts.{}.w1.weight",
+                "block_sparse_moe.experts.{}.w3.weight",
+            ),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+        }
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import WindowedConfig
+from tigon.models._layout import Names
 from tigon.models.causal_lm import CausalLM
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
@@ -54,4 +55,4 @@ class Phi3Config(WindowedConfig):
 class Phi3(CausalLM):
     config_class = Phi3Config
     block_class = PreNormBlock
-    FUSED = {}
+    checkpoint_names = Names(packed={})  # stored packed, as here

@@ -81,11 +81,3 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
 class Qwen2Moe(CausalLM):
     config_class = Qwen2MoeConfig
     block_class = PreNormBlock
-    FUSED = CausalLM.FUSED | {"shared_expert.gate_up_proj": ("gate_proj", "up_proj")}
-    PER_EXPERT = {
-        "mlp.experts.gate_up_proj": (
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ),
-        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
-    }

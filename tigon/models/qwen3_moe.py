@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tigon.models._blocks import PreNormBlock
 from tigon.models.causal_lm import CausalLM
-from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig
+from tigon.models.qwen2_moe import QwenMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,4 +55,3 @@ class Qwen3MoeConfig(QwenMoEConfig):
 class Qwen3Moe(CausalLM):
     config_class = Qwen3MoeConfig
     block_class = PreNormBlock
-    PER_EXPERT = Qwen2Moe.PER_EXPERT

@@ -21,6 +21,7 @@ from tigon.kernels._triton import (
 )
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = get_args(Activation)
 
 # Columns and warps of one program: at most 8 elements of each factor per thread, 16 bytes of bf16
 FORWARD = (1024, 4)
@@ -161,6 +162,11 @@ class _GatedAct(torch.autograd.Function):
         return gradient, None, None
 
 
+def check_act(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
+
+
 def _may_overwrite(x: Tensor) -> bool:
     """Whether nobody else can be seen to need the memory of `x`."""
     owner = x if x._base is None else x._base
@@ -178,8 +184,7 @@ def gated_act(
     With `overwrite` the caller promises that nothing else reads `gate_up`: a backward pass that
     does not retain the graph may write the gradient over it.
     """
-    if act not in get_args(Activation):
-        raise ValueError(f"act={act!r} is not one of {get_args(Activation)}")
+    check_act(act)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} has no two halves: make its end even")
     if not runs_triton(gate_up):

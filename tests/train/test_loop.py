@@ -10,10 +10,7 @@ import transformers
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
-from tigon.train import main
-from tigon.train.build import prepare
-from tigon.train.config import load
-from tigon.train.parallel import start
+from tigon.train import load, main, prepare, start, train
 
 
 def batch_of(tokenizer, path):
@@ -195,6 +192,35 @@ def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     assert workspace.metrics("experts", "eval_loss")[-1] == pytest.approx(
         evaluated.item(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
+    changes = {"steps": 1, "batch_size": 64, "micro_batch_size": 4, "loss_reduction": reduction}
+    name = f"metrics-{reduction}"
+    settings = workspace.settings(name, **changes, eval_data=workspace.held_out)
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+        run.model.defaults.metrics = ("predicted_tokens",)
+        with pytest.raises(ValueError, match="predicted_tokens has no mean"):
+            train(run)
+        run.model.defaults.metrics = ("accuracy", "nll")
+        train(run)
+    trained, tokenizer = run.model, tigon.Tokenizer.from_pretrained(workspace.model)
+    for model, file, prefix in (
+        (tigon.from_pretrained(workspace.model), workspace.data, ""),
+        (trained, workspace.held_out, "eval_"),
+    ):
+        examples = list(batch_of(tokenizer, file))
+        with torch.no_grad():
+            nll = reference_loss(model, examples).item()
+            right = [
+                (model(ids[None]).logits[0, :-1].argmax(-1) == labels[1:])[labels[1:] != -100]
+                for ids, labels in examples
+            ]
+        accuracy = torch.cat(right).double().mean().item()
+        assert workspace.metrics(name, f"{prefix}nll") == [pytest.approx(nll, rel=1e-5)]
+        assert workspace.metrics(name, f"{prefix}accuracy") == [pytest.approx(accuracy, rel=1e-5)]
 
 
 def test_packed_experts_see_the_tokens_that_unpacked_ones_see(workspace, tmp_path):

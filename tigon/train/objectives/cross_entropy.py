@@ -20,8 +20,8 @@ class CrossEntropyObjective(Objective):
         asked = tuple(model.defaults.metrics)
         if "predicted_tokens" in asked:
             raise ValueError(
-                f"model.defaults.metrics={asked}: training logs means, and predicted_tokens has "
-                "none; leave it out"
+                f"model.defaults.metrics={asked}: training logs means, and predicted_tokens has no "
+                "mean; leave it out"
             )
         routing = ROUTING if has_experts(model) else ()
         self.metrics = tuple(dict.fromkeys((*asked, *routing)))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_reference, reference
+from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, exact, load_reference, reference
+from tests.numbers import assert_as_near, float64
 from tigon.layers import AddRMSNorm, RMSNorm, RotaryEmbedding
 from tigon.models import MODELS, CausalLM, from_pretrained
 
@@ -51,21 +52,22 @@ def test_logits_loss_and_gradients(model_type: str, case: str, tmp_path: Path) -
     ids = tokens()
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
 
-    expected = theirs(ids, labels=labels)
-    logits = ours(ids).logits
-    scale = expected.logits.abs().max()
-    assert scale > 1
-    assert (logits - expected.logits).abs().max() <= 1e-5 * scale
+    twin = exact(theirs)
+    with float64():
+        truth = twin(ids, labels=labels)
+        truth.loss.backward()
+    peer = theirs(ids, labels=labels)
+    peer.loss.backward()
+    assert truth.logits.abs().max() > 1
+    assert_as_near(ours(ids).logits, peer.logits, truth.logits)
 
     loss = ours(ids, labels=labels).loss
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert_as_near(loss, peer.loss, truth.loss)
     loss.backward()
-    expected.loss.backward()
-    found = gradients(ours)
-    wanted = {name: p.grad for name, p in theirs.named_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert (found[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+    assert_as_near(
+        gradients(ours),
+        *({name: p.grad for name, p in m.named_parameters()} for m in (theirs, twin)),
+    )
 
 
 @pytest.mark.parametrize(("model_type", "case"), EVERY)

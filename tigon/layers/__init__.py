@@ -4,7 +4,7 @@ from tigon.layers.attention import Attention
 from tigon.layers.cache import Cache, KVCache
 from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
-from tigon.layers.linear import FusedLinear, Linear
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
@@ -18,6 +18,7 @@ __all__ = [
     "Cache",
     "Embedding",
     "FusedLinear",
+    "GatedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",

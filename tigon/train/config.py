@@ -28,8 +28,8 @@ def option(default: Any, help: str, *, least: float | None = None, stream: bool 
 @dataclass(frozen=True)
 class Config:
     run_dir: str = option("", "where everything that the run writes goes")
-    task: Literal["sft", "pretrain"] = option(
-        "sft", "sft: chats, learning what the assistant says; pretrain: text"
+    task: str = option(
+        "sft", "the objective; sft: chats, learning what the assistant says; pretrain: text"
     )
 
     model: str = option("", "checkpoint to start from: a directory or a hub repository")
@@ -107,8 +107,6 @@ class Config:
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
-        if self.chat_template and self.task != "sft":
-            raise ValueError(f"chat_template={self.chat_template}: task={self.task} has no chats")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.batch_size % self.micro_batch_size:

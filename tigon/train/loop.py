@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,10 +14,11 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from tigon.train import checkpoint, objectives, resume
+from tigon.train import checkpoint, resume
 from tigon.train.build import Run
+from tigon.train.objectives import Inputs
 from tigon.train.optim import clip_gradients, learning_rate
-from tigon.train.parallel import reshard, sync_gradients
+from tigon.train.parallel import World, reshard, sync_gradients
 from tigon.train.record import Record
 
 
@@ -29,6 +30,7 @@ def train(run: Run) -> int:
         world.say(f"{directory} is finished: nothing left to do")
         return 0
     facts = resume.facts(config, run.data)
+    run.objective.begin(run.model)
     record = Record(config, world, start, steps)
     if start == 0 and config.eval_every:
         evaluate(run, 0, record)
@@ -87,24 +89,24 @@ def train(run: Run) -> int:
 
 def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, dict[str, float]]:
     """The step's loss, its gradients' norm before clipping, whether any rank wants to stop, and
-    what else its objective records."""
-    config, world, model = run.config, run.world, run.model
-    batches = [objectives.to(batch, world.device) for batch in run.data.micro_batches(step)]
+    what else its objective logs."""
+    world, model, objective = run.world, run.model, run.objective
+    batches = [
+        objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
+    ]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
-    shares = [objectives.num_items(model, batch, config) for batch in batches]
-    items = world.sum(torch.stack(shares).sum())
+    sums = total(world, (objective.sums(model, batch) for batch in batches))
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    means: dict[str, Tensor] = {}
-    for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+    metrics: dict[str, Tensor] = {}
+    for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
-        loss, metrics = objectives.loss(model, batch, config, items)
-        loss.backward()
-        totals[0] += loss.detach()
-        for name, value in metrics.items():
-            means[name] = means.get(name, 0) + value * (share / items.clamp(min=1))
+        part = objective.loss(model, batch, sums)
+        part.loss.backward()
+        totals[0] += part.loss.detach()
+        add(metrics, part.metrics)
     totals[1] = float(stop)
-    norm = clip_gradients(model, config.max_grad_norm)
-    more = objectives.recorded({name: world.sum(mean) for name, mean in means.items()})
+    norm = clip_gradients(model, run.config.max_grad_norm)
+    more = objective.logged(over_ranks(world, metrics))
     # The step's only wait for the device
     values = torch.stack([*world.sum(totals), norm.double(), *(v.double() for v in more.values())])
     loss_sum, stops, grad_norm, *rest = values.tolist()
@@ -113,24 +115,53 @@ def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, di
 
 @torch.no_grad()
 def evaluate(run: Run, step: int, record: Record) -> None:
-    """The mean loss of all held-out targets: every rank runs as many forwards as the others."""
+    """The loss of the held-out data as one step of training would have it.
+
+    Every rank runs as many forward passes as the others.
+    """
     if run.eval_data is None:
         return
+    world, model, objective, data = run.world, run.model, run.objective, run.eval_data
     began = time.perf_counter()
-    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
-    run.model.eval()
-    for i in range(run.eval_data.steps_per_epoch):
-        for batch in run.eval_data.micro_batches(i):
-            batch = objectives.to(batch, run.world.device)
-            totals[0] += run.model(**batch, loss_reduction="sum").loss
-            totals[1] += run.model.num_items(**batch, loss_reduction="token")
-    run.model.train()
-    reshard(run.model)
-    nll, tokens = run.world.sum(totals).tolist()
-    seconds = time.perf_counter() - began
-    record.evaluation(
-        {"step": step, "eval_loss": nll / tokens, "eval_tokens": int(tokens), "seconds": seconds}
-    )
+
+    def batches() -> Iterator[Inputs]:
+        for i in range(data.steps_per_epoch):
+            for rows in data.micro_batches(i):
+                yield objective.resolve(model, rows.to(world.device))
+
+    model.eval()
+    sums = total(world, (objective.sums(model, batch) for batch in batches()))
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    metrics: dict[str, Tensor] = {}
+    for batch in batches():
+        part = objective.evaluate(model, batch, sums)
+        loss += part.loss
+        add(metrics, part.metrics)
+    model.train()
+    reshard(model)
+    more = objective.logged(over_ranks(world, metrics))
+    row = {"step": step, "eval_loss": world.sum(loss).item()}
+    row |= {f"eval_{name}": value.item() for name, value in more.items()}
+    row |= {"eval_tokens": int(data.row_targets.sum()), "seconds": time.perf_counter() - began}
+    record.evaluation(row)
+
+
+def add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def over_ranks(world: World, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over all ranks; a copy, since the collective works in place."""
+    return {name: world.sum(value.clone()) for name, value in values.items()}
+
+
+def total(world: World, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of all parts over micro-batches and ranks."""
+    totals: dict[str, Tensor] = {}
+    for part in parts:
+        add(totals, part)
+    return over_ranks(world, totals)
 
 
 def export(run: Run, target: Path) -> None:

@@ -10,10 +10,10 @@ ROUTING = ("aux_loss", "expert_load")
 
 
 class CrossEntropyObjective(Objective):
-    """Next-token cross-entropy; with experts, and their part of the loss as the model adds it.
+    """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
-    It logs the means over the step's targets of what `model.defaults.metrics` names, and of a
-    model with experts their balance.
+    Logged are the means, over the step's targets, of the metrics in `model.defaults.metrics`, and
+    how evenly a mixture of experts spread its tokens.
     """
 
     def begin(self, model: CausalLM) -> None:

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.contract import tiny_llama
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, EXPERTS, load_reference, reference
+from tests.models.tiny import CASES, EXPERTS, load_reference, reference, windows
 from tigon.kernels import use
+from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models._config import ConfigError
 from tigon.models._moe import MoEConfig
@@ -97,7 +98,7 @@ def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: P
         ours_loss.backward(retain_graph=True)
         their_loss.backward(retain_graph=True)
         routers = {n: p for n, p in theirs.named_parameters() if n.endswith("mlp.gate.weight")}
-        assert len(routers) == sum(ours.config.sparse(i) for i in range(3))  # type: ignore[attr-defined]
+        assert len(routers) == sum(isinstance(m, SparseMoE) for m in ours.modules())
         found = gradients(ours, missing=ours_loss is out.aux_loss)
         for name, p in theirs.named_parameters():
             if p.grad is None:
@@ -432,5 +433,5 @@ def test_windows_by_rule(model_type: str, used: bool) -> None:
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 6
     expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
     ours = MODELS[model_type].config_class.from_dict(raw)
-    assert [ours.window(i) for i in range(6)] == expected
+    assert windows(ours) == expected
     assert (7 in expected) == (used or model_type == "mixtral")

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tigon.models import MODELS, CausalLM
+from tigon.models._config import Config
+
 Overrides = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -305,6 +308,16 @@ def reference(
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
+
+
+def on_meta(config: Config) -> CausalLM:
+    """The model of a config, without weights."""
+    return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
+
+
+def windows(config: Config) -> list[int | None]:
+    """Of the attention of each layer."""
+    return [layer.self_attn.window for layer in on_meta(config).model.layers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

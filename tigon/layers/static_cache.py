@@ -124,8 +124,8 @@ class StaticCache(Cache):
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
-                    f"layer {layer} of this model cannot forget tokens: it remembers a "
-                    f"{state.holds}, of all tokens together"
+                    f"layer {layer} keeps one {state.holds} for all tokens of a row, from which "
+                    "the last ones cannot be taken away"
                 )
         return min(state.history for state in self.states if state.history is not None)
 

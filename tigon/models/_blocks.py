@@ -42,10 +42,14 @@ class Block(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # when they round
-    mixer_name = "self_attn"  # in checkpoints
+    mixer_name = "self_attn"  # in checkpoints; make_mixer may give its own
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         return self.make_attention(c)
+
+    def add_mixer(self, c: Config, layer: int) -> None:
+        mixer = self.make_mixer(c, layer)
+        self.add_module(self.mixer_name, mixer)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
         return gated_mlp(c)
@@ -114,7 +118,7 @@ class PreNormBlock(Block):
     def __init__(self, c: Config, layer: int):
         super().__init__()
         self.input_layernorm = self.make_add_norm(c)
-        self.add_module(self.mixer_name, self.make_mixer(c, layer))
+        self.add_mixer(c, layer)
         self.post_attention_layernorm = self.make_add_norm(c)
         self.mlp = self.make_mlp(c, layer)
 
@@ -147,7 +151,7 @@ class SandwichBlock(Block):
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
-        self.add_module(self.mixer_name, self.make_mixer(c, layer))
+        self.add_mixer(c, layer)
         self.mlp = self.make_mlp(c, layer)
         norms = self.make_add_norm(c), self.make_norm(c), self.make_add_norm(c), self.make_norm(c)
         for name, norm in zip(self.NORMS, norms, strict=True):
@@ -174,7 +178,7 @@ class PostNormBlock(Block):
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
-        self.add_module(self.mixer_name, self.make_mixer(c, layer))
+        self.add_mixer(c, layer)
         self.post_attention_layernorm = self.make_norm(c)
         self.mlp = self.make_mlp(c, layer)
         self.post_feedforward_layernorm = self.make_norm(c)

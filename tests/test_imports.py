@@ -199,7 +199,7 @@ BREACHES = {
     ),
     "layers/norm.py": ("import transformers", "which is optional, at the top of the file"),
     "layers/linear.py": ("import requests", "no dependency"),
-    "layers/cache.py": ("from tigon.layers.attention import Attention", "cycle: "),
+    "layers/state.py": ("from tigon.layers.attention import Attention", "cycle: "),
     "models/_config.py": ("from tigon.models import MODELS", "cycle: "),
     "models/_layout.py": (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"

@@ -4,6 +4,7 @@
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,14 +25,18 @@ def check_ids(input_ids: Tensor, vocab: int) -> None:
         raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
 
 
-def check_cache(cache: Cache, model: str, layers: int, kv_heads: int, head_dim: int) -> None:
-    """The cache was made for, or filled by, a model of this shape."""
-    if cache.shape not in (None, (layers, kv_heads, head_dim)):
-        spelled = "{} layers of {} kv heads with head dim {}".format
+def check_cache(cache: Cache, model: str, holds: Sequence[str]) -> None:
+    """The cache was made for, or filled by, a model of such layers."""
+    if cache.holds and cache.holds != holds:
         raise ValueError(
-            f"past_key_values has {spelled(*cache.shape)}, but this {model} "
-            f"{spelled(layers, kv_heads, head_dim)}: give a cache of this model"
+            f"past_key_values has {_layers(cache.holds)}, but this {model} {_layers(holds)}: "
+            "give a cache of this model"
         )
+
+
+def _layers(holds: Sequence[str]) -> str:
+    runs = ((len(list(run)), held) for held, run in itertools.groupby(holds))
+    return ", ".join(f"{n} layers of {held}" for n, held in runs)
 
 
 def same_bounds(device: torch.device, *bounds: Tensor | None) -> Tensor | None:

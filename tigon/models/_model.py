@@ -14,16 +14,15 @@ from tigon.kernels._attention_backends import HALF, PLAIN
 from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import Backend, check_backend
 from tigon.kernels.linear_cross_entropy import active_rows
-from tigon.layers import Cache, KVCache, LMHead, StaticCache, balance
-from tigon.layers.rope import TURNING
-from tigon.layers.static_cache import autocast_dtype
+from tigon.layers import Cache, KVCache, LMHead, RotaryEmbedding, StaticCache, autocast_dtype
+from tigon.models._blocks import Block
 from tigon.models._config import Config
 from tigon.models._decoder import Decoder
 from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
 from tigon.models._inputs import Inputs, resolve_inputs
 from tigon.models._layout import Names
 from tigon.models._loss import Keep, Reduction, denominator, divisor, resolve_keep, shift, take
-from tigon.models._moe import ROUTING_METRICS, MoEConfig
+from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 
 
 @dataclass
@@ -51,7 +50,7 @@ class LanguageModel(nn.Module):
     """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
 
     config_class: ClassVar[type[Config]]
-    block_class: ClassVar[type[nn.Module]]
+    block_class: ClassVar[type[Block]]
     checkpoint_names: ClassVar[Names] = Names()
 
     def __init__(self, config: Config):
@@ -61,15 +60,31 @@ class LanguageModel(nn.Module):
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.attention: Backend = "auto"
-        self.model = Decoder(config, self.block_class)
-        self.lm_head = LMHead(
-            config.hidden_size,
-            config.vocab_size,
-            softcap=config.logits_softcap,
-            logit_scale=config.logits_scale,
-        )
+        self.model = self.make_decoder(config)
+        self.lm_head = self.make_head(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    def make_decoder(self, c: Any, **options: Any) -> Decoder:
+        return Decoder(c, self.block_class, **options)
+
+    def make_head(self, c: Any, **options: Any) -> LMHead:
+        return LMHead(c.hidden_size, c.vocab_size, **options)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only those before them, so that the model can generate."""
+        return True
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """Whose table turns with the shortest text; None: no cache ever holds stale keys."""
+        return self.model.turning_rope
+
+    @property
+    def cache_restart(self) -> int | None:
+        """Tokens at which `generate` reads a text anew, for a RoPE that has turned."""
+        return None
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".
@@ -96,10 +111,8 @@ class LanguageModel(nn.Module):
 
         Inside `torch.autocast` it keeps what autocast computes.
         """
-        c = self.config
-        layers = range(c.num_hidden_layers)
         return StaticCache(
-            [(c.num_key_value_heads, c.head_dim, c.window(layer)) for layer in layers],
+            [layer.make_state for layer in self.model.layers],
             rows,
             capacity,
             dtype=autocast_dtype(self.device) or self.dtype,
@@ -200,15 +213,13 @@ class LanguageModel(nn.Module):
         cache = past_key_values
         if cache is None and use_cache:
             cache = KVCache()
-        if cache is not None and not self.config.causal:
+        if cache is not None and not self.causal:
             raise ValueError(
                 f"{type(self).__name__} with attention to both sides can neither use a cache nor "
                 "generate: each new token would change the ones before it"
             )
         if cache is not None:
-            c = self.config
-            shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-            check_cache(cache, type(self).__name__, *shape)
+            check_cache(cache, type(self).__name__, self.model.holds)
         cu_seq_lens = same_bounds(x.device, cu_seq_lens, cu_seq_lens_q, cu_seq_lens_k)
         inputs = resolve_inputs(
             b,
@@ -219,7 +230,7 @@ class LanguageModel(nn.Module):
             position_ids=position_ids,
             cu_seq_lens=cu_seq_lens,
             longest=max_length_k if max_length_q is None else max_length_q,
-            causal=self.config.causal,
+            causal=self.causal,
             attention=self.attention,
         )
         if cu_seq_lens is not None and position_ids is not None:
@@ -256,7 +267,7 @@ class LanguageModel(nn.Module):
             mask,
             cache,
             self.activation_checkpointing,
-            bool(of_routing or (targets and self.config.balanced)),
+            bool(of_routing or (targets and aux_loss_coef(self.config) is not None)),
         )
         if real is not None:
             hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
@@ -273,8 +284,7 @@ class LanguageModel(nn.Module):
             return False
         if self.attention in PLAIN or not runs_triton(x):
             return False
-        turning = any(r.get("rope_type") in TURNING for r in self.config.ropes.values())
-        return not turning and not torch.cuda.is_current_stream_capturing()
+        return self.turning_rope is None and not torch.cuda.is_current_stream_capturing()
 
     def _add_routing(
         self,
@@ -284,19 +294,19 @@ class LanguageModel(nn.Module):
         metrics: Sequence[str],
     ) -> CausalLMOutput:
         """What routers did, where asked for, and its part of the loss."""
-        c = self.config
-        if not isinstance(c, MoEConfig) or not tallies:
+        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
+        if found is None:
             if metrics:
                 name = type(self).__name__
                 raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
             return out
-        load, aux_loss = balance(tallies, c.num_experts_per_tok)
+        load, aux_loss = found
         values = {"aux_loss": aux_loss.detach(), "expert_load": load}
         out.metrics |= {name: values[name] for name in metrics}
-        if c.balanced:
+        if coef is not None:
             out.aux_loss = aux_loss
             if out.loss is not None and share is not None:
-                out.loss = out.loss + c.router_aux_loss_coef * share * aux_loss
+                out.loss = out.loss + coef * share * aux_loss
         return out
 
     def _loss_inputs(

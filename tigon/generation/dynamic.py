@@ -41,7 +41,7 @@ class DynamicSteps:
 
     def __call__(self, left: int) -> Tensor:
         n, visible, positions = self._length, self._visible, self._positions
-        if self._cache is not None and n == self._model.config.cache_restart:
+        if self._cache is not None and n == self._model.cache_restart:
             self._cache = KVCache()
         start = 0 if self._cache is None or self._cache.length == 0 else n - 1
         logits = self._model(

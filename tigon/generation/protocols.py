@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import StaticCache
+from tigon.layers import RotaryEmbedding, StaticCache
 
 
 class Model(Protocol):
@@ -18,6 +18,12 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None: ...
+
+    @property
+    def cache_restart(self) -> int | None: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 

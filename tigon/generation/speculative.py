@@ -73,6 +73,11 @@ class SpeculativeSteps:
         room, chunk = most + proposals + 1, proposals + 1
         self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
         self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
+        for who, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
+            try:
+                cache.check_crop()
+            except ValueError as error:
+                raise ValueError(f"{who} cannot drop rejected proposals: {error}") from None
         # Either vocabulary may be filled up further: the draft says no token that the model lacks,
         # and reads its own last token in place of one that it lacks
         self._vocab, self._drafted = model.config.vocab_size, draft.config.vocab_size

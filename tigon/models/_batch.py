@@ -3,7 +3,8 @@
 # B batch, T new tokens, S all tokens (cached ones first), C model dim, N real tokens
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self, Unpack
 
 import torch
@@ -14,19 +15,26 @@ from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import AttentionMask, Backend
 from tigon.layers import Cache, KVCache
 from tigon.layers._check import on_host
-from tigon.layers.rope import TURNING
 from tigon.models import _sequences
 from tigon.models._arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
 from tigon.models._config import Config
+from tigon.models._decoder import Decoder
 
 
 class Model(Protocol):
     """What a batch has to know of its model."""
 
     config: Config
+    model: Decoder
     attention: Backend
     defaults: Defaults
     drop_padding: bool | None
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def turning_rope(self) -> Any: ...
 
 
 # No dataclass: FSDP's mixed precision would rebuild it with every float tensor in 16 bits
@@ -104,14 +112,14 @@ class Batch:
             position_ids=position_ids,
             cu_seq_lens=cu_seq_lens,
             longest=given.get("max_length_k") if longest is None else longest,
-            causal=model.config.causal,
+            causal=model.causal,
             attention=model.attention,
         )
         if cu_seq_lens is not None and position_ids is not None:
             _sequences.check_positions(positions, segment_ids, mask.key_mask)
         drop = model.drop_padding
-        if cache is not None or mask.key_mask is None or _rope_turns(model.config):
-            drop = False
+        if cache is not None or mask.key_mask is None or model.turning_rope is not None:
+            drop = False  # a RoPE that turns does so with the longest row, padding included
         return cls(
             input_ids, inputs_embeds, positions, segment_ids, mask, cache, model.defaults, drop
         )
@@ -193,25 +201,23 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
 
 
 def _check_cache(cache: Cache, model: Model) -> None:
-    """The model can use one, and this was made for, or filled by, a model of its shape."""
-    c, name = model.config, type(model).__name__
-    if not c.causal:
+    """The model can use one, and this was made for, or filled by, a model of such layers."""
+    name, holds = type(model).__name__, model.model.holds
+    if not model.causal:
         raise ValueError(
             f"{name} with attention to both sides can neither use a cache nor "
             "generate: each new token would change the ones before it"
         )
-    shape = c.num_hidden_layers, c.num_key_value_heads, c.head_dim
-    if cache.shape not in (None, shape):
-        spelled = "{} layers of {} kv heads with head dim {}".format
+    if cache.holds and cache.holds != holds:
         raise ValueError(
-            f"past_key_values has {spelled(*cache.shape)}, but this {name} {spelled(*shape)}: "
+            f"past_key_values has {_layers(cache.holds)}, but this {name} {_layers(holds)}: "
             "give a cache of this model"
         )
 
 
-def _rope_turns(config: Config) -> bool:
-    """Whether RoPE depends on the longest row, padding included."""
-    return any(rope.get("rope_type") in TURNING for rope in config.ropes.values())
+def _layers(holds: Sequence[str]) -> str:
+    runs = ((len(list(run)), held) for held, run in itertools.groupby(holds))
+    return ", ".join(f"{n} layers of {held}" for n, held in runs)
 
 
 def _resolve(

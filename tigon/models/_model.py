@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import LMHead, StaticCache, balance
-from tigon.layers.static_cache import autocast_dtype
+from tigon.layers import LMHead, RotaryEmbedding, StaticCache, autocast_dtype
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -24,9 +23,11 @@ from tigon.models._arguments import (
     spelled_out,
 )
 from tigon.models._batch import Batch
+from tigon.models._blocks import Block
 from tigon.models._config import Config
 from tigon.models._decoder import Decoder
-from tigon.models._moe import ROUTING_METRICS, MoEConfig
+from tigon.models._layout import Names
+from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
 from tigon.models._targets import Targets
 
@@ -35,20 +36,13 @@ class LanguageModel(nn.Module):
     """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
 
     config_class: ClassVar[type[Config]]
-    block_class: ClassVar[type[nn.Module]]
-    # Module path ending -> the names Hugging Face stores its parts under, in row order
-    FUSED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-    }
-    # Ending of a stacked parameter -> where checkpoints with experts apart have it, in row order
-    PER_EXPERT: ClassVar[dict[str, tuple[str, ...]]] = {}
+    block_class: ClassVar[type[Block]]
+    checkpoint_names: ClassVar[Names] = Names()
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.generation_config: dict[str, Any] = {}
-        self.stacked = False  # whether checkpoints hold all experts of a layer in one tensor
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.attention: Backend = "auto"
@@ -56,15 +50,31 @@ class LanguageModel(nn.Module):
         # False; and with None not where that is faster: in 16 bits on a GPU, where attention goes
         # by the bounds of sequences. Zeros are scattered back behind the blocks
         self.drop_padding: bool | None = None
-        self.model = Decoder(config, self.block_class)
-        self.lm_head = LMHead(
-            config.hidden_size,
-            config.vocab_size,
-            softcap=config.logits_softcap,
-            logit_scale=config.logits_scale,
-        )
+        self.model = self.make_decoder(config)
+        self.lm_head = self.make_head(config)
         if config.tie_word_embeddings:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    def make_decoder(self, c: Any, **options: Any) -> Decoder:
+        return Decoder(c, self.block_class, **options)
+
+    def make_head(self, c: Any, **options: Any) -> LMHead:
+        return LMHead(c.hidden_size, c.vocab_size, **options)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only those before them, so that the model can generate."""
+        return True
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """Whose table turns with the shortest text; None: no cache ever holds stale keys."""
+        return self.model.turning_rope
+
+    @property
+    def cache_restart(self) -> int | None:
+        """Tokens at which `generate` reads a text anew, for a RoPE that has turned."""
+        return None
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".
@@ -91,10 +101,8 @@ class LanguageModel(nn.Module):
 
         Inside `torch.autocast` it keeps what autocast computes.
         """
-        c = self.config
-        layers = range(c.num_hidden_layers)
         return StaticCache(
-            [(c.num_key_value_heads, c.head_dim, c.window(layer)) for layer in layers],
+            [layer.make_state for layer in self.model.layers],
             rows,
             capacity,
             dtype=autocast_dtype(self.device) or self.dtype,
@@ -119,7 +127,8 @@ class LanguageModel(nn.Module):
         """
         tokens = labels if shift_labels is None else shift_labels
         if input_ids is None and isinstance(tokens, Tensor):
-            input_ids = torch.zeros_like(tokens)  # which tokens they are does not matter
+            # Which tokens they are does not matter
+            input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)
         asked = dict(given) | {"labels": labels, "shift_labels": shift_labels}
         return self._resolve(input_ids, asked)[1].items
 
@@ -151,6 +160,7 @@ class LanguageModel(nn.Module):
         ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
         of their aux_loss, however many they are.
 
+
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
         time, in place of the keywords that they were made from.
         """
@@ -165,13 +175,14 @@ class LanguageModel(nn.Module):
         x = batch.inputs_embeds
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
         x, position_ids, mask, places = batch.without_padding(x)
+        balanced = aux_loss_coef(self.config) is not None
         hidden, tallies = self.model(
             x,
             position_ids,
             mask,
             batch.cache,
             self.activation_checkpointing,
-            bool(of_routing or (targets.labels is not None and self.config.balanced)),
+            bool(of_routing or (targets.labels is not None and balanced)),
         )
         hidden = targets.take(batch.with_padding(hidden, places))
         logits = given.get("return_logits")
@@ -209,17 +220,17 @@ class LanguageModel(nn.Module):
         metrics: Sequence[str],
     ) -> CausalLMOutput:
         """What routers did, where asked for, and its part of the loss."""
-        c = self.config
-        if not isinstance(c, MoEConfig) or not tallies:
+        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
+        if found is None:
             if metrics:
                 name = type(self).__name__
                 raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
             return out
-        load, aux_loss = balance(tallies, c.num_experts_per_tok)
+        load, aux_loss = found
         values = {"aux_loss": aux_loss.detach(), "expert_load": load}
         out.metrics |= {name: values[name] for name in metrics}
-        if c.balanced:
+        if coef is not None:
             out.aux_loss = aux_loss
             if out.loss is not None and share is not None:
-                out.loss = out.loss + c.router_aux_loss_coef * share * aux_loss
+                out.loss = out.loss + coef * share * aux_loss
         return out

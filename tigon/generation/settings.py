@@ -56,8 +56,8 @@ OURS = ("seed", "use_cache", "cache_implementation", "prefill_chunk_size", "num_
 
 class Rule(NamedTuple):
     kind: type  # bool, Integral or Real
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
 
 
 # The bounds of the numbers that only sampling goes by are checked where they are used
@@ -147,7 +147,7 @@ def settle(
         settings |= {k: v for k, v in layer.items() if k in settings}
     for name, rule in RULES.items():
         settings[name] = _check(name, settings[name], rule)
-    # Ids that files have beyond the vocabulary do no harm: nobody says them
+    # Ids that files have beyond the vocabulary do no harm: they are never generated
     for name in TOKENS:
         vocab = model.config.vocab_size if name in passed or name in call else None
         settings[name] = _tokens(name, settings[name], vocab)
@@ -198,10 +198,10 @@ def _check(name: str, value: Any, rule: Rule) -> Any:
         return None
     if not _is(value, rule.kind):
         raise TypeError(f"{name}={value!r} is not {KINDS[rule.kind]}")
-    if value < rule.least:
-        raise ValueError(f"{name}={value} is below {rule.least}")
-    if value > rule.most:
-        raise ValueError(f"{name}={value} is above {rule.most}")
+    if value < rule.minimum:
+        raise ValueError(f"{name}={value} is below {rule.minimum}")
+    if value > rule.maximum:
+        raise ValueError(f"{name}={value} is above {rule.maximum}")
     return float(value) if rule.kind is Real else int(value) if rule.kind is Integral else value
 
 
@@ -239,7 +239,7 @@ def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, ca
             warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
 
 
-def most_new(prompt: int, settings: Settings) -> int:
+def max_new(prompt: int, settings: Settings) -> int:
     """Most tokens that a row may get after a prompt of so many."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.problem import Problem, Provider, Tensors, leaf, randn
-from bench.timing import Run
+from bench.measure import Problem, Provider, Run, Tensors, leaf, randn
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels import _attention_backends as backends
 from tigon.kernels._attention_backends import Choice

@@ -17,19 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
+from bench.compare_side import LLAMA_1B
+from bench.measure import Run
 from bench.peers import imported
-from bench.timing import Run
 
-LLAMA_8B: dict[str, Any] = {
-    "vocab_size": 128256,
+LLAMA_8B: dict[str, Any] = LLAMA_1B | {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
     "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
     "rope_parameters": {
         "rope_type": "llama3",
@@ -135,12 +131,12 @@ class Size:
 
 def ours(config: dict[str, Any], device: str = "cuda") -> Any:
     torch.manual_seed(0)
-    config = {**config, "model_type": "llama"}
     return tigon.Llama.from_config(config, dtype=torch.bfloat16, device=device).eval()
 
 
 def theirs(config: dict[str, Any], device: str = "cuda") -> Any:
     torch.manual_seed(0)
+    config = {key: value for key, value in config.items() if key != "model_type"}
     own: Any = imported("transformers:LlamaConfig")(**config, dtype=torch.bfloat16)
     model_class: Any = imported("transformers:LlamaForCausalLM")
     with torch.device(device):

@@ -8,55 +8,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import peers
-from bench.cases import VALID, Case
-from bench.peers import compiled, imported, liger, ours
-from bench.problem import Problem, Provider, Tensors, leaf, randn, truth
-from bench.timing import Run
+from bench.measure import Problem, Provider, Run, Tensors, leaf, randn, truth
+from bench.peers import imported, liger, plain, quack
+
+VALID = 0.3  # share of the targets that are not ignored in the sparse cases
 
 
-def cross_entropy(case: Case) -> Problem:
-    n, v = case.sizes
+def cross_entropy(n: int, v: int) -> Problem:
     logits, targets = leaf(n, v, scale=2.0), torch.randint(v, (n,))
 
     def of_tigon(overwrite: bool) -> Run:
-        function = ours("cross_entropy")
+        function = imported("tigon.kernels:cross_entropy")
         return lambda: function(logits, targets, overwrite=overwrite)[0]
 
-    args = (logits, targets, "sum")
-    plain = peers.cross_entropy
-    kwargs = {"reduction": "sum"}
-    return Problem(
-        {"logits": logits},
-        ("loss",),
-        (),
-        partial(
-            truth,
-            lambda t, at: plain(t["logits"], targets[at], "sum", torch.float64),
-            {"logits": logits},
-            {},
-            ("loss",),
-            (),
-            step=max(1, 2**27 // v),
-        ),
-        [
-            Provider("tigon", lambda: of_tigon(False)),
-            Provider("tigon overwrite", lambda: of_tigon(True), overwrites=(logits,)),
-            Provider("eager", lambda: partial(plain, *args)),
-            Provider("torch.compile", lambda: partial(compiled(plain), *args)),
-            # writes the gradient over the logits, in forward
-            Provider(
-                "Liger",
-                lambda: partial(liger("liger_cross_entropy"), logits, targets, **kwargs),
-                overwrites=(logits,),
-            ),
-            Provider(
-                "QuACK",
-                lambda: partial(
-                    imported("quack.cross_entropy:cross_entropy"), logits, targets, **kwargs
-                ),
-            ),
-        ],
-    )
+    providers = [
+        Provider("tigon", lambda: of_tigon(False)),
+        Provider("tigon overwrite", lambda: of_tigon(True), overwrites=(logits,)),
+        *plain(peers.cross_entropy, logits, targets, "sum"),
+        # writes the gradient over the logits, in forward
+        liger("liger_cross_entropy", logits, targets, reduction="sum", overwrites=(logits,)),
+        quack("cross_entropy:cross_entropy", logits, targets, reduction="sum"),
+    ]
+    define = partial(peers.cross_entropy, reduction="sum", up=torch.float64)
+    rows = {"logits": logits, "targets": targets}
+    exact = partial(truth, define, rows, {}, ("loss",), ())
+    return Problem({"logits": logits}, ("loss",), (), exact, providers)
 
 
 def peaked(n: int, c: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,15 +64,14 @@ def certainty(hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, floa
     }
 
 
-def linear_cross_entropy(case: Case) -> Problem:
-    n, c, v = case.sizes
-    if case.variant == "peaked":
+def linear_cross_entropy(n: int, c: int, v: int, variant: str) -> Problem:
+    if variant == "peaked":
         hidden, weight, targets = peaked(n, c, v)
     else:
         hidden, weight = randn(n, c, scale=0.5), randn(v, c, scale=0.02)
         targets = torch.randint(v, (n,))
     notes = certainty(hidden, weight, targets)
-    if case.variant == "30 % valid":
+    if variant == "30 % valid":
         targets[torch.rand(n) >= VALID] = -100
     notes["share_valid"] = (targets != -100).float().mean().item()
     hidden.requires_grad_(), weight.requires_grad_()
@@ -109,48 +84,42 @@ def linear_cross_entropy(case: Case) -> Problem:
         return {**results, "dweight, no target": results["dweight"][elsewhere]}
 
     def of_tigon() -> Run:
-        function = ours("linear_cross_entropy")
+        function = imported("tigon.kernels:linear_cross_entropy")
         # as a model does it: before its blocks, so that nobody waits for the count
         active = imported("tigon.kernels.linear_cross_entropy:active_rows")(targets)
         known = {"denominator": count, "active": active}
         return lambda: function(hidden, weight, targets, **known)[0]
 
+    def define(hidden: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+        return peers.linear_cross_entropy(hidden, weight, targets, "sum") / count
+
     def exact() -> Tensors:
-        results = truth(
-            lambda t, at: (
-                peers.linear_cross_entropy(t["hidden"], t["weight"], targets[at], "sum") / count
-            ),
-            {"hidden": hidden},
-            {"weight": weight},
-            ("loss",),
-            (),
-            step=1024,
-            dtype=torch.float32,
+        rows, options = {"hidden": hidden, "targets": targets}, {"dtype": torch.float32}
+        return with_elsewhere(
+            truth(define, rows, {"weight": weight}, ("loss",), (), step=1024, **options)
         )
-        return with_elsewhere(results)
 
     args = (hidden, weight, targets)
-    plain = peers.linear_cross_entropy
     flce = "liger_fused_linear_cross_entropy"
-    fp32 = {"accum_dtype": torch.float32}
-    quack = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
+    fp32 = liger(flce, *args, accum_dtype=torch.float32)
+    fp32.name = "Liger fp32 dW"
     providers = [
         Provider("tigon", of_tigon),
-        Provider("eager", lambda: partial(plain, *args, "mean")),
-        Provider("torch.compile", lambda: partial(compiled(plain), *args, "mean")),
-        Provider("Liger", lambda: partial(liger(flce), *args)),
-        Provider("Liger fp32 dW", lambda: partial(liger(flce), *args, **fp32)),
-        Provider("QuACK", lambda: partial(imported(quack), *args)),
+        *plain(peers.linear_cross_entropy, *args, "mean"),
+        liger(flce, *args),
+        fp32,
+        quack("linear_cross_entropy:chunked_linear_cross_entropy", *args),
         Provider("CCE", lambda: partial(peers.cce(exact=False), *args)),
         Provider("CCE exact", lambda: partial(peers.cce(exact=True), *args)),
     ]
     for provider in providers:
         provider.split = with_elsewhere
-    gemms: dict[str, Run] = {}
-    if case.against == "three GEMMs":
+    products: dict[str, Run] = {}
+    if variant != "30 % valid":
         x, w = hidden.detach(), weight.detach()
         d = x @ w.T  # stands for the logits' gradient: the same shape, and not zeros
-        gemms = {"x @ W.T": lambda: x @ w.T, "d @ W": lambda: d @ w, "d.T @ x": lambda: d.T @ x}
-    return Problem(
-        {"hidden": hidden, "weight": weight}, ("loss",), (), exact, providers, gemms, notes
-    )
+        products = {"x @ W.T": lambda: x @ w.T, "d @ W": lambda: d @ w, "d.T @ x": lambda: d.T @ x}
+        parts = tuple(products.values())
+        products["gemms_ms"] = lambda: [run() for run in parts]
+    leaves = {"hidden": hidden, "weight": weight}
+    return Problem(leaves, ("loss",), (), exact, providers, products, notes)

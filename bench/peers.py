@@ -7,25 +7,15 @@ where those files upcast: fp32 as there, fp64 for the truth that errors are meas
 import importlib
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.measure import Provider, Run
+
 PACKAGES = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
-
-
-def versions() -> dict[str, str | None]:
-    """Of every peer library; None where it is not installed."""
-    found: dict[str, str | None] = {}
-    for name, package in PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def imported(path: str) -> Callable[..., Any]:
@@ -34,12 +24,30 @@ def imported(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def ours(name: str) -> Callable[..., Any]:
-    return imported(f"tigon.kernels.{name}:{name}")
+def call(path: str, *args: Any, **kwargs: Any) -> Callable[[], Run]:
+    """What makes a run of the function `module:name` with these arguments."""
+    return lambda: partial(imported(path), *args, **kwargs)
 
 
-def liger(name: str) -> Callable[..., Any]:
-    return imported(f"liger_kernel.transformers.functional:{name}")
+def tigon(name: str, *args: Any, **kwargs: Any) -> Provider:
+    return Provider("tigon", call(f"tigon.kernels:{name}", *args, **kwargs))
+
+
+def liger(name: str, *args: Any, overwrites: tuple[Tensor, ...] = (), **kwargs: Any) -> Provider:
+    make = call(f"liger_kernel.transformers.functional:{name}", *args, **kwargs)
+    return Provider("Liger", make, overwrites=overwrites)
+
+
+def quack(path: str, *args: Any, **kwargs: Any) -> Provider:
+    return Provider("QuACK", call(f"quack.{path}", *args, **kwargs))
+
+
+def plain(formula: Callable[..., Any], *args: Any) -> list[Provider]:
+    """The formula as it stands, and compiled."""
+    return [
+        Provider("eager", lambda: partial(formula, *args)),
+        Provider("torch.compile", lambda: partial(compiled(formula), *args)),
+    ]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,10 +61,9 @@ def cce(*, exact: bool) -> Callable[..., Any]:
         return function
     kinds = imported("cut_cross_entropy.linear_cross_entropy:LinearCrossEntropyImpl").__members__
     # 25.1.1, the newest on PyPI, has no such name: there the filter is an argument
-    return partial(function, **({"impl": "cce_exact"} if "CCE_EXACT" in kinds else NO_FILTER))
-
-
-NO_FILTER = {"filter_eps": None}
+    return partial(
+        function, **({"impl": "cce_exact"} if "CCE_EXACT" in kinds else {"filter_eps": None})
+    )
 
 
 def llama_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:

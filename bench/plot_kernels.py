@@ -7,7 +7,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from bench.report import COLUMNS, Record, first_shapes, label, provider, ratio
+from bench.harness import Record
+from bench.kernels_report import COLUMNS, first_shapes, label, provider, ratio
 
 # the same figures give the same file, with text that can be searched
 STYLE: dict[Any, Any] = {"svg.hashsalt": "tigon", "svg.fonttype": "none"}

@@ -4,6 +4,7 @@ Every provider gets the layout that it likes best: where Tigon reads one packed 
 formulas and Liger get the separate tensors that transformers would hand to them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,84 +13,64 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import peers
-from bench.cases import EPS, Case
-from bench.peers import compiled, imported, liger, ours
-from bench.problem import Problem, Provider, Tensors, leaf, randn, truth
-from bench.timing import Run
+from bench.measure import Problem, Provider, Run, Tensors, leaf, randn, truth
+from bench.peers import call, imported, liger, plain, quack, tigon
+
+EPS = 1e-6
+FP64 = torch.float64
+LIGER = "liger_kernel.transformers.functional:"
+QUACK_NORM = "rmsnorm:rmsnorm"
 
 
-def rms_norm(case: Case) -> Problem:
-    n, c = case.sizes
+def by_rows(
+    rows: Tensors,
+    shared: Tensors,
+    outputs: Tensors,  # the gradients that come in
+    define: Callable[..., Any],
+    providers: list[Provider],
+) -> Problem:
+    names, upstream = tuple(outputs), tuple(outputs.values())
+    exact = partial(truth, define, rows, shared, names, upstream)
+    return Problem(rows | shared, names, upstream, exact, providers)
+
+
+def rms_norm(n: int, c: int) -> Problem:
     x, w, dy = leaf(n, c), leaf(c, scale=0.1, shift=1.0), randn(n, c)
     args = (x, w, EPS)
-    return Problem(
-        {"x": x, "weight": w},
-        ("y",),
-        (dy,),
-        partial(
-            truth,
-            lambda t, _: peers.llama_norm(t["x"], t["weight"], EPS, torch.float64),
-            {"x": x},
-            {"weight": w},
-            ("y",),
-            (dy,),
-            step=2**25 // c,
-        ),
-        [
-            Provider("tigon", lambda: partial(ours("rms_norm"), *args)),
-            Provider("eager", lambda: partial(peers.llama_norm, *args)),
-            Provider("F.rms_norm", lambda: partial(F.rms_norm, x, (c,), w, EPS)),
-            Provider("torch.compile", lambda: partial(compiled(peers.llama_norm), *args)),
-            # by default it writes dx over dy
-            Provider("Liger", lambda: partial(liger("liger_rms_norm"), *args), overwrites=(dy,)),
-            Provider("QuACK", lambda: partial(imported("quack.rmsnorm:rmsnorm"), x, w, eps=EPS)),
-        ],
-    )
+    providers = [
+        tigon("rms_norm", *args),
+        *plain(peers.llama_norm, *args),
+        Provider("F.rms_norm", lambda: partial(F.rms_norm, x, (c,), w, EPS)),
+        # by default it writes dx over dy
+        liger("liger_rms_norm", *args, overwrites=(dy,)),
+        quack(QUACK_NORM, x, w, eps=EPS),
+    ]
+    exact = partial(peers.llama_norm, eps=EPS, up=FP64)
+    return by_rows({"x": x}, {"weight": w}, {"y": dy}, exact, providers)
 
 
-def rms_norm_residual(case: Case) -> Problem:
-    n, c = case.sizes
+def rms_norm_residual(n: int, c: int) -> Problem:
     x, r, w = leaf(n, c), leaf(n, c), leaf(c, scale=0.1, shift=1.0)
-    upstream = (randn(n, c), randn(n, c))
+    upstream = {"normed": randn(n, c), "total": randn(n, c)}
     args = (x, r, w, EPS)
-    outputs = ("normed", "total")
-    quack = {"residual": r, "eps": EPS, "prenorm": True}
-    return Problem(
-        {"x": x, "residual": r, "weight": w},
-        outputs,
-        upstream,
-        partial(
-            truth,
-            lambda t, _: peers.add_norm(t["x"], t["residual"], t["weight"], EPS, torch.float64),
-            {"x": x, "residual": r},
-            {"weight": w},
-            outputs,
-            upstream,
-            step=2**25 // c,
-        ),
-        [
-            Provider("tigon", lambda: partial(ours("rms_norm"), x, w, EPS, residual=r)),
-            Provider("eager", lambda: partial(peers.add_norm, *args)),
-            Provider("torch.compile", lambda: partial(compiled(peers.add_norm), *args)),
-            Provider(
-                "Liger",
-                lambda: partial(liger("liger_fused_add_rms_norm"), *args),
-                overwrites=upstream[:1],
-            ),
-            Provider("QuACK", lambda: partial(imported("quack.rmsnorm:rmsnorm"), x, w, **quack)),
-        ],
-    )
+    providers = [
+        tigon("rms_norm", x, w, EPS, residual=r),
+        *plain(peers.add_norm, *args),
+        liger("liger_fused_add_rms_norm", *args, overwrites=(upstream["normed"],)),
+        quack(QUACK_NORM, x, w, residual=r, eps=EPS, prenorm=True),
+    ]
+    exact = partial(peers.add_norm, eps=EPS, up=FP64)
+    return by_rows({"x": x, "residual": r}, {"weight": w}, upstream, exact, providers)
 
 
-def sandwich_norm(case: Case) -> Problem:
-    n, c = case.sizes
+def sandwich_norm(n: int, c: int) -> Problem:
     x, r, post, w = leaf(n, c), leaf(n, c), leaf(c, scale=0.1), leaf(c, scale=0.1)
-    upstream = (randn(n, c), randn(n, c))
+    upstream = {"normed": randn(n, c), "total": randn(n, c)}
     args = (x, r, post, w, EPS)
-    outputs = ("normed", "total")
 
     def of_liger() -> Run:
-        norm, add_norm = liger("liger_rms_norm"), liger("liger_fused_add_rms_norm")
+        norm = imported(f"{LIGER}liger_rms_norm")
+        add_norm = imported(f"{LIGER}liger_fused_add_rms_norm")
 
         def run() -> tuple[Tensor, Tensor]:
             # not in place, as Liger runs Gemma: the gradient it would write over is used twice
@@ -99,42 +80,21 @@ def sandwich_norm(case: Case) -> Problem:
         return run
 
     def of_quack() -> Run:
-        norm = imported("quack.rmsnorm:rmsnorm")
+        norm = partial(imported(f"quack.{QUACK_NORM}"), eps=EPS, weight_offset=1.0)
+        return lambda: norm(norm(x, post), w, residual=r, prenorm=True)
 
-        def run() -> tuple[Tensor, Tensor]:
-            branch = norm(x, post, eps=EPS, weight_offset=1.0)
-            return norm(branch, w, residual=r, eps=EPS, prenorm=True, weight_offset=1.0)
-
-        return run
-
-    return Problem(
-        {"x": x, "residual": r, "post_weight": post, "weight": w},
-        outputs,
-        upstream,
-        partial(
-            truth,
-            lambda t, _: peers.sandwich(
-                t["x"], t["residual"], t["post_weight"], t["weight"], EPS, torch.float64
-            ),
-            {"x": x, "residual": r},
-            {"post_weight": post, "weight": w},
-            outputs,
-            upstream,
-            step=2**25 // c,
-        ),
-        [
-            Provider("tigon", lambda: partial(ours("sandwich_norm"), *args)),
-            Provider("eager", lambda: partial(peers.sandwich, *args)),
-            Provider("torch.compile", lambda: partial(compiled(peers.sandwich), *args)),
-            Provider("Liger", of_liger),
-            Provider("QuACK", of_quack),
-        ],
-    )
+    providers = [
+        tigon("sandwich_norm", *args),
+        *plain(peers.sandwich, *args),
+        Provider("Liger", of_liger),
+        Provider("QuACK", of_quack),
+    ]
+    shared = {"post_weight": post, "weight": w}
+    exact = partial(peers.sandwich, eps=EPS, up=FP64)
+    return by_rows({"x": x, "residual": r}, shared, upstream, exact, providers)
 
 
-def gated_act(case: Case) -> Problem:
-    n, i = case.sizes
-    act = case.variant
+def gated_act(n: int, i: int, act: str) -> Problem:
     gate_up, dy = leaf(n, 2 * i), randn(n, i)
     gate, up = (half.contiguous().requires_grad_() for half in gate_up.detach().chunk(2, -1))
 
@@ -145,90 +105,59 @@ def gated_act(case: Case) -> Problem:
     packed: dict[str, Any] = {"leaves": {"gate_up": gate_up}, "split": halves}
     # overwrite asks for what a projection gives: no leaf, and all of its memory
     owned = gate_up.detach().requires_grad_().clone()
+    own = packed | {"leaves": {"gate_up": owned}, "overwrites": (owned,)}
     name = "liger_swiglu" if act == "silu" else "liger_geglu"
+    ours = "tigon.kernels:gated_act"
     providers = [
-        Provider("tigon", lambda: partial(ours("gated_act"), gate_up, act), **packed),
-        Provider(
-            "tigon overwrite",
-            lambda: partial(ours("gated_act"), owned, act, overwrite=True),
-            **(packed | {"leaves": {"gate_up": owned}, "overwrites": (owned,)}),
-        ),
-        Provider("eager", lambda: partial(peers.gated, gate, up, act)),
-        Provider("torch.compile", lambda: partial(compiled(peers.gated), gate, up, act)),
+        Provider("tigon", call(ours, gate_up, act), **packed),
+        Provider("tigon overwrite", call(ours, owned, act, overwrite=True), **own),
+        *plain(peers.gated, gate, up, act),
         # writes both gradients over what it saved
-        Provider("Liger", lambda: partial(liger(name), gate, up), overwrites=(gate, up)),
+        liger(name, gate, up, overwrites=(gate, up)),
     ]
     if act == "silu":
         path = "liger_kernel.ops.swiglu:LigerFusedGateUpSiLUMulFunction"
         providers.append(
             Provider("Liger packed", lambda: partial(imported(path).apply, gate_up), **packed)
         )
-    return Problem(
-        {"gate": gate, "up": up},
-        ("y",),
-        (dy,),
-        partial(
-            truth,
-            lambda t, _: peers.gated(t["gate"], t["up"], act),
-            {"gate": gate, "up": up},
-            {},
-            ("y",),
-            (dy,),
-            step=2**25 // i,
-        ),
-        providers,
-    )
+    exact = partial(peers.gated, act=act)
+    return by_rows({"gate": gate, "up": up}, {}, {"y": dy}, exact, providers)
 
 
-def angles(t: int, d: int) -> Tensor:
-    """[1, T, D/2] in fp64, of Llama 3's base."""
-    inverse = 500000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
-    return (torch.arange(t, dtype=torch.float64)[:, None] * inverse)[None]
+def tables(t: int, d: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Cosine and sine of Llama 3's base: [1, T, D/2] in fp32, and [1, T, D] in fp64."""
+    inverse = 500000.0 ** (-torch.arange(0, d, 2, dtype=FP64) / d)
+    angle = (torch.arange(t, dtype=FP64)[:, None] * inverse)[None]
+    wide = torch.cat((angle, angle), -1)
+    return [angle.cos().float(), angle.sin().float()], [wide.cos(), wide.sin()]
 
 
-def rope(case: Case) -> Problem:
-    b, t, h, k, d = case.sizes
+def heads_first(rotate: Callable[..., Any], q: Tensor, k: Tensor, *args: Tensor) -> Any:
+    """RoPE by a function of [B, heads, T, D]."""
+    out = rotate(q.transpose(1, 2), k.transpose(1, 2), *args)
+    return tuple(x.transpose(1, 2) for x in out)
+
+
+def rope(b: int, t: int, h: int, k: int, d: int) -> Problem:
     q_in, k_in = leaf(b, t, h, d), leaf(b, t, k, d)
-    upstream = (randn(b, t, h, d), randn(b, t, k, d))
-    angle = angles(t, d)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    wide = [f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin)]
-    rounded = [table.bfloat16() for table in wide]
+    upstream = {"q": randn(b, t, h, d), "k": randn(b, t, k, d)}
+    table, wide = tables(t, d)
+    rounded = [x.bfloat16() for x in wide]
 
     def of_liger() -> Run:
-        function = liger("liger_rope")
+        return partial(heads_first, imported(f"{LIGER}liger_rope"), q_in, k_in, *rounded)
 
-        def run() -> tuple[Tensor, ...]:
-            out = function(q_in.transpose(1, 2), k_in.transpose(1, 2), *rounded)
-            return tuple(x.transpose(1, 2) for x in out)
-
-        return run
-
-    return Problem(
-        {"q_in": q_in, "k_in": k_in},
-        ("q", "k"),
-        upstream,
-        partial(
-            truth,
-            lambda t, _: peers.rope(t["q_in"], t["k_in"], *wide),
-            {"q_in": q_in, "k_in": k_in},
-            {},
-            ("q", "k"),
-            upstream,
-            step=1,
-        ),
-        [
-            Provider("tigon", lambda: partial(ours("rope"), q_in, k_in, cos, sin)),
-            Provider("eager", lambda: partial(peers.rope, q_in, k_in, *rounded)),
-            Provider("torch.compile", lambda: partial(compiled(peers.rope), q_in, k_in, *rounded)),
-            # rotates in place, forward and backward
-            Provider("Liger", of_liger, overwrites=(q_in, k_in, *upstream)),
-        ],
-    )
+    providers = [
+        tigon("rope", q_in, k_in, *table),
+        *plain(peers.rope, q_in, k_in, *rounded),
+        # rotates in place, forward and backward
+        Provider("Liger", of_liger, overwrites=(q_in, k_in, *upstream.values())),
+    ]
+    rows = {"q_in": q_in, "k_in": k_in}
+    return by_rows(rows, {}, upstream, lambda q, k: peers.rope(q, k, *wide), providers)
 
 
-def qk_norm_rope(case: Case) -> Problem:
-    b, t, h, k, d = case.sizes
+def qk_norm_rope(b: int, t: int, h: int, k: int, d: int) -> Problem:
     qkv = leaf(b, t, (h + 2 * k) * d)
     widths = (h * d, k * d, k * d)
 
@@ -237,58 +166,32 @@ def qk_norm_rope(case: Case) -> Problem:
 
     q_in, k_in = (x.contiguous().requires_grad_() for x in heads(qkv.detach())[:2])
     q_w, k_w = (leaf(d, scale=0.1, shift=1.0) for _ in range(2))
-    upstream = (randn(b, t, h, d), randn(b, t, k, d))
+    upstream = {"q": randn(b, t, h, d), "k": randn(b, t, k, d)}
     dv = randn(b, t, k, d)
     weights = {"q_weight": q_w, "k_weight": k_w}
-    angle = angles(t, d)
-    cos, sin = angle.cos().float(), angle.sin().float()
-    wide = [f(torch.cat((angle, angle), -1)) for f in (torch.cos, torch.sin)]
-    rounded = [table.bfloat16() for table in wide]
-    args = (q_in, k_in, q_w, k_w, *rounded, EPS)
+    table, wide = tables(t, d)
+    rounded = [x.bfloat16() for x in wide]
 
     def apart(results: Tensors) -> Tensors:
         d_q, d_k, _ = heads(results["dqkv"])
         return {**results, "dq_in": d_q, "dk_in": d_k}
 
     def of_liger() -> Run:
-        norm, rotate = liger("liger_rms_norm"), liger("liger_rope")
+        norm, rotate = (imported(f"{LIGER}{name}") for name in ("liger_rms_norm", "liger_rope"))
+        return lambda: heads_first(rotate, norm(q_in, q_w, EPS), norm(k_in, k_w, EPS), *rounded)
 
-        def run() -> tuple[Tensor, ...]:
-            normed = norm(q_in, q_w, EPS), norm(k_in, k_w, EPS)
-            out = rotate(*(x.transpose(1, 2) for x in normed), *rounded)
-            return tuple(x.transpose(1, 2) for x in out)
-
-        return run
-
-    return Problem(
-        {"q_in": q_in, "k_in": k_in, **weights},
-        ("q", "k"),
+    ours = tigon("qk_norm_rope", qkv, *table, heads=h, kv_heads=k, eps=EPS, **weights)
+    ours.leaves, ours.split = {"qkv": qkv, **weights}, apart
+    ours.upstream = (*upstream.values(), dv)
+    providers = [
+        ours,
+        *plain(peers.norm_rope, q_in, k_in, q_w, k_w, *rounded, EPS),
+        Provider("Liger", of_liger, overwrites=tuple(upstream.values())),
+    ]
+    return by_rows(
+        {"q_in": q_in, "k_in": k_in},
+        weights,
         upstream,
-        partial(
-            truth,
-            lambda t, _: peers.norm_rope(
-                t["q_in"], t["k_in"], t["q_weight"], t["k_weight"], *wide, EPS, torch.float64
-            ),
-            {"q_in": q_in, "k_in": k_in},
-            weights,
-            ("q", "k"),
-            upstream,
-            step=1,
-        ),
-        [
-            Provider(
-                "tigon",
-                lambda: partial(
-                    ours("qk_norm_rope"),
-                    *(qkv, cos, sin),
-                    **{"heads": h, "kv_heads": k, "eps": EPS, **weights},
-                ),
-                leaves={"qkv": qkv, **weights},
-                upstream=(*upstream, dv),
-                split=apart,
-            ),
-            Provider("eager", lambda: partial(peers.norm_rope, *args)),
-            Provider("torch.compile", lambda: partial(compiled(peers.norm_rope), *args)),
-            Provider("Liger", of_liger, overwrites=upstream),
-        ],
+        lambda *t: peers.norm_rope(*t, *wide, EPS, FP64),
+        providers,
     )

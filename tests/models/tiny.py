@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.numbers import float64
 from tigon.models import MODELS, CausalLM
 from tigon.models._config import Config
 
@@ -324,3 +325,19 @@ def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto
     return AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=attention, dtype=dtype
     ).eval()
+
+
+def exact(model: Any) -> Any:
+    """transformers' model again in float64, RoPE's frequencies too; to be called in `float64()`."""
+    weights = model.state_dict()
+    with float64():
+        twin = AutoModelForCausalLM.from_config(
+            model.config,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the grouped product takes no float64
+            dtype=torch.float64,
+        )
+    twin.load_state_dict(weights)
+    state = (*twin.parameters(), *twin.buffers())
+    assert all(t.dtype == torch.float64 for t in state if t.is_floating_point())
+    return twin.eval()

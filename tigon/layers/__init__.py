@@ -5,7 +5,7 @@ from tigon.layers.cache import Cache, KVCache
 from tigon.layers.context import Context
 from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
-from tigon.layers.linear import FusedLinear, Linear
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
@@ -21,6 +21,7 @@ __all__ = [
     "Context",
     "Embedding",
     "FusedLinear",
+    "GatedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.attention import Backend
 from tigon.models._config import Config, ConfigError
-from tigon.models._layout import layout
+from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint, Repository, load_into
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Checkpoints with more than text in them, and the model type of their text where they name none
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# What files put before the decoder's names; a checkpoint of the decoder alone puts nothing
-PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
-# Saved by old transformers versions; computed here
-IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -98,8 +90,9 @@ def build(
             dtype = _dtype_of(config, checkpoint)
         elif dtype not in DTYPES:
             raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
+        stacked = models[kind].checkpoint_names.stacked_in(checkpoint.tensors)
+        config = replace(config, source=replace(config.source, stacked_experts=stacked))
         model = on_meta(models[kind], config, dtype)
-    model.stacked = any(name.endswith(tuple(model.PER_EXPERT)) for name in checkpoint.tensors)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = _read_json(generation)
@@ -148,20 +141,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Fill the model's parameters; raises unless the checkpoint fits exactly."""
-    parts_of = layout(model)
-    names = {part.name for parts in parts_of.values() for part in parts}
-    present = set(checkpoint.tensors)
-    prefix, head = _spelling(present)
-    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
-    ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
-    ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
-    if HEAD in names:
-        source_of[HEAD] = head
-    elif head in present:  # tied
-        if source_of[EMBEDDING] in present:
-            ignored.add(head)
-        else:
-            source_of[EMBEDDING] = head
+    present = checkpoint.tensors.keys()
+    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
+    source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
     load_into(
         dict(model.named_parameters()),
         parts_of,
@@ -186,19 +168,10 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _spelling(present: Collection[str]) -> tuple[str, str]:
-    """What the file puts before the decoder's names, and what it calls the head."""
-    starts = [p for p in PREFIXES if any(name.startswith(p) for name in present)]
-    prefix = starts[0] if starts else ""
-    inside = f"language_model.{HEAD}"
-    return prefix, inside if inside in present else HEAD
-
-
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
     """A tied config with two different matrices in the file means two matrices."""
     tensors = checkpoint.tensors
-    prefix, head = _spelling(tensors)
-    embedding = prefix + EMBEDDING.removeprefix("model.")
+    embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
         return config
     info = tensors[head]

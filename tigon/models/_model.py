@@ -20,6 +20,7 @@ from tigon.models._config import Config
 from tigon.models._decoder import Decoder
 from tigon.models._given import check_cache, check_ids, check_positions, same_bounds
 from tigon.models._inputs import Inputs, resolve_inputs
+from tigon.models._layout import Names
 from tigon.models._loss import Keep, Reduction, denominator, divisor, resolve_keep, shift, take
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 
@@ -50,19 +51,12 @@ class LanguageModel(nn.Module):
 
     config_class: ClassVar[type[Config]]
     block_class: ClassVar[type[Block]]
-    # Module path ending -> the names Hugging Face stores its parts under, in row order
-    FUSED: ClassVar[dict[str, tuple[str, ...]]] = {
-        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
-    }
-    # Ending of a stacked parameter -> where checkpoints with experts apart have it, in row order
-    PER_EXPERT: ClassVar[dict[str, tuple[str, ...]]] = {}
+    checkpoint_names: ClassVar[Names] = Names()
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.generation_config: dict[str, Any] = {}
-        self.stacked = False  # whether checkpoints hold all experts of a layer in one tensor
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.attention: Backend = "auto"
@@ -81,6 +75,11 @@ class LanguageModel(nn.Module):
     def causal(self) -> bool:
         """Whether tokens see only those before them, so that the model can generate."""
         return True
+
+    @property
+    def aux_loss_coef(self) -> float | None:
+        """The weight of the experts' balance in the loss; None: it is no part of it."""
+        return aux_loss_coef(self.config)
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
@@ -118,7 +117,7 @@ class LanguageModel(nn.Module):
         Inside `torch.autocast` it keeps what autocast computes.
         """
         return StaticCache(
-            [layer.make_state for layer in self.model.layers],
+            self.model.makers,
             rows,
             capacity,
             dtype=autocast_dtype(self.device) or self.dtype,
@@ -273,7 +272,7 @@ class LanguageModel(nn.Module):
             mask,
             cache,
             self.activation_checkpointing,
-            bool(of_routing or (targets and aux_loss_coef(self.config) is not None)),
+            bool(of_routing or (targets and self.aux_loss_coef is not None)),
         )
         if real is not None:
             hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
@@ -300,7 +299,7 @@ class LanguageModel(nn.Module):
         metrics: Sequence[str],
     ) -> CausalLMOutput:
         """What routers did, where asked for, and its part of the loss."""
-        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
+        found, coef = balance_of(self.config, tallies), self.aux_loss_coef
         if found is None:
             if metrics:
                 name = type(self).__name__

@@ -11,14 +11,18 @@ from tigon.models import _load, _save
 from tigon.models._config import Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
+from tigon.weights import Layout
 
 
 class CausalLM(LanguageModel):
     """A decoder with a language-model head. Families give their config and block classes."""
 
     generate = generate
-    layout = layout
     save_pretrained = _save.save_pretrained
+
+    def layout(self, *, stacked_experts: bool = False) -> Layout:
+        """Every parameter, and the checkpoint tensors that its rows are made of."""
+        return layout(self, self.checkpoint_names, stacked_experts)
 
     @classmethod
     def from_pretrained(

@@ -10,6 +10,7 @@ from typing import Any
 from tigon.layers import Attention
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import Config
+from tigon.models._layout import QKV, Names
 from tigon.models.causal_lm import CausalLM
 
 
@@ -58,4 +59,4 @@ class Glm4Block(SandwichBlock):
 class Glm4(CausalLM):
     config_class = Glm4Config
     block_class = Glm4Block
-    FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}  # gate_up_proj is stored fused
+    checkpoint_names = Names(packed=QKV)  # gate_up_proj is stored packed

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tigon.layers import Attention, SparseMoE
 from tigon.models._blocks import PreNormBlock
+from tigon.models._layout import Names
 from tigon.models._moe import MoEConfig, sparse_moe
 from tigon.models.causal_lm import CausalLM
 
@@ -43,11 +44,13 @@ class MixtralBlock(PreNormBlock):
 class Mixtral(CausalLM):
     config_class = MixtralConfig
     block_class = MixtralBlock
-    PER_EXPERT = {
-        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
-        "mlp.experts.gate_up_proj": (
-            "block_sparse_moe.experts.{}.w1.weight",
-            "block_sparse_moe.experts.{}.w3.weight",
-        ),
-        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
-    }
+    checkpoint_names = Names(
+        experts={
+            "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+            "mlp.experts.gate_up_proj": (
+                "block_sparse_moe.experts.{}.w1.weight",
+                "block_sparse_moe.experts.{}.w3.weight",
+            ),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+        }
+    )

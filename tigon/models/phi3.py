@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.models._config import WindowedConfig
+from tigon.models._layout import Names
 from tigon.models.causal_lm import CausalLM
 from tigon.models.mistral import MistralBlock
 
@@ -48,9 +49,9 @@ class Phi3Config(WindowedConfig):
 class Phi3(CausalLM):
     config_class = Phi3Config
     block_class = MistralBlock
-    FUSED = {}
+    checkpoint_names = Names(packed={})  # stored packed, as here
 
     @property
     def cache_restart(self) -> int | None:
         rope = self.model.turning_rope
-        return rope.turn + 1 if rope is not None and rope.rope_type == "longrope" else None
+        return None if rope is None or rope.rope_type != "longrope" else int(rope.turn) + 1

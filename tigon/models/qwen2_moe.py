@@ -84,11 +84,3 @@ class Qwen2MoeBlock(PreNormBlock):
 class Qwen2Moe(CausalLM):
     config_class = Qwen2MoeConfig
     block_class = Qwen2MoeBlock
-    FUSED = CausalLM.FUSED | {"shared_expert.gate_up_proj": ("gate_proj", "up_proj")}
-    PER_EXPERT = {
-        "mlp.experts.gate_up_proj": (
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ),
-        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
-    }

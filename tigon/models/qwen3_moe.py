@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models._blocks import PreNormBlock
 from tigon.models.causal_lm import CausalLM
-from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig, experts_or_mlp
+from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Qwen3MoeConfig(QwenMoEConfig):
 class Qwen3MoeBlock(PreNormBlock):
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
         window = c.sliding_window if c.use_sliding_window else None
-        options = {"bias": c.attention_bias, "qk_norm_eps": c.rms_norm_eps}
-        return self.make_attention(c, window=window, **options)
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)
@@ -51,4 +51,3 @@ class Qwen3MoeBlock(PreNormBlock):
 class Qwen3Moe(CausalLM):
     config_class = Qwen3MoeConfig
     block_class = Qwen3MoeBlock
-    PER_EXPERT = Qwen2Moe.PER_EXPERT

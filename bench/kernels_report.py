@@ -1,25 +1,11 @@
-"""The figures of bench/kernels.py as text, and as Markdown between markers."""
+"""The figures of bench/kernels.py as text."""
 
-import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
+from bench.harness import Record, failure, figure, heading, markdown, newest, verdict, worst
 
-Record = dict[str, Any]
-PLOT = "docs/kernels.svg"
+PICTURE = "docs/kernels.svg"
 COLUMNS = ("tigon", "eager", "torch.compile", "Liger", "QuACK", "CCE")
 MODES = {"forward": "forward", "both": "forward + backward"}
 NOT_TARGET = "dweight, no target"  # gradient error where CCE's filter bites
-
-
-def newest(directory: Path) -> Record:
-    """The newest whole run; if there is none, the newest part of one."""
-    records = [
-        json.loads(path.read_text(encoding="utf-8")) for path in directory.glob("kernels-*.json")
-    ]
-    if not records:
-        raise FileNotFoundError(f"no kernels-*.json in {directory}: run bench/kernels.py on a GPU")
-    return max(records, key=lambda record: (record["complete"], record["date"]))
 
 
 def title(case: Record) -> str:
@@ -57,14 +43,9 @@ def ratio(record: Record, case: Record, result: Record | None, mode: str) -> flo
 
 
 def gradient_error(result: Record) -> float | str | None:
-    """The worst of the whole gradients; a NaN is text, and worse than any number."""
-    errors = [
-        value
-        for name, value in result.get("errors", {}).items()
-        if name.startswith("d") and name != NOT_TARGET
-    ]
-    broken = [error for error in errors if isinstance(error, str)]
-    return broken[0] if broken else max(errors, default=None)
+    """The worst of the whole gradients."""
+    errors = result.get("errors", {}).items()
+    return worst(error for name, error in errors if name.startswith("d") and name != NOT_TARGET)
 
 
 def verdicts(record: Record, case: Record, result: Record) -> dict[str, tuple[float, float, bool]]:
@@ -82,35 +63,15 @@ def verdicts(record: Record, case: Record, result: Record) -> dict[str, tuple[fl
     return found
 
 
-def figure(value: float | str | None, digits: int = 3) -> str:
-    """Rounded for the eye only: the JSON keeps every digit."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
-
-
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def label(record: Record, name: str) -> str:
     version = record["peers"].get(name)
     return f"{name} {version}" if version else name
 
 
 def stamped(record: Record) -> str:
-    changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
-    libraries = [label(record, name) for name, version in record["peers"].items() if version]
+    libraries = {"triton": record["triton"], **record["peers"]}
     speed = record["copy"]["bytes_per_second"] / 1e12
-    return (
-        f"{record['gpu']}, torch {record['torch']}, triton {record['triton']}, "
-        f"{', '.join(libraries) or 'no other library'}; commit {record['commit']}{changes}, "
-        f"{record['date'][:10]}; a large copy in the same run: {speed:.2f} TB/s."
-    )
+    return f"{heading(record, libraries)}; a large copy in the same run: {speed:.2f} TB/s."
 
 
 def cell(record: Record, case: Record, name: str) -> str:
@@ -168,9 +129,9 @@ def detail(record: Record, operator: str) -> str:
     for case in cases:
         for result in case["providers"]:
             row = [title(case), result["name"]]
+            rows.append(row)
             if "error" in result:
-                rows.append([*row, result["error"].splitlines()[0].replace("|", "\\|")[:80]])
-                rows[-1] += [""] * (6 + filtered)
+                row.append(failure(result, 80))
                 continue
             for mode in MODES:
                 row.append(figure(took(result, mode)))
@@ -178,18 +139,16 @@ def detail(record: Record, operator: str) -> str:
             row += [figure(result["peak_mib"]), figure(gradient_error(result), 2)]
             if filtered:
                 row.append(figure(result["errors"].get(NOT_TARGET), 2))
-            judged = verdicts(record, case, result) if result["name"].startswith("tigon") else {}
-            row.append(
-                ", ".join(
-                    f"{what} {'met' if met else 'missed'} ({figure(most)})"
-                    for what, (_, most, met) in judged.items()
-                )
-            )
-            rows.append(row)
+            ours = result["name"].startswith("tigon")
+            judged = verdicts(record, case, result) if ours else {}
+            said = [
+                f"{k} {'met' if met else 'missed'} ({figure(m)})"
+                for k, (_, m, met) in judged.items()
+            ]
+            row.append(", ".join(said))
     head = ["case", "provider", "forward, ms", "x bound", "forward + backward, ms", "x bound"]
     head += ["extra MiB", "gradient error", *(["of dW without a target"] if filtered else [])]
-    head.append("targets")
-    return markdown(head, rows)
+    return markdown([*head, "targets"], rows)
 
 
 def host(record: Record) -> str:
@@ -232,45 +191,18 @@ def console(record: Record, operator: str) -> str:
             lines.append(f"{name}: three GEMMs {case['gemms_ms'][1]:.3f} ms (alone {parts})")
         lines += [f"{name}: {note} {value:.3f}" for note, value in case["notes"].items()]
         for result in case["providers"]:
-            if result["name"].split()[0] != "tigon":
-                continue
-            for what, (reached, most, met) in verdicts(record, case, result).items():
-                word = "met" if met else "MISSED"
-                lines.append(
-                    f"{name}: {result['name']}, {what}: {word}, {reached:.4g} for {most:.4g}"
-                )
+            if result["name"].split()[0] == "tigon":
+                for what, (reached, most, _) in verdicts(record, case, result).items():
+                    what = f"{name}: {result['name']}, {what}"
+                    lines.append(verdict(what, reached, most, most=True))
     return "\n".join(lines)
 
 
-def between(text: str, block: str, name: str, kind: str = "kernels") -> str:
-    """`text` with `block` between its markers of that kind."""
-    begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
-    if text.count(begin) != 1 or text.count(end) != 1:
-        raise ValueError(f"{name} does not hold {begin} and {end} once each")
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n{block}\n{end}{after}"
-
-
-def insert(block: str, path: Path, kind: str) -> None:
-    """`block` into the file, between its markers of that kind."""
-    path.write_text(between(path.read_text(encoding="utf-8"), block, path.name, kind), "utf-8")
-
-
-def blocks(record: Record) -> dict[str, str]:
+def blocks(records: list[Record]) -> dict[str, str]:
     """What stands between the markers of each file."""
-    link = "![times the bound, per operator and library]"
+    record = newest(records)
+    link, path = "![times the bound, per operator and library]", PICTURE
     return {
-        "README.md": f"{link}({PLOT})\n\n{summary(record, short=True)}",
-        "docs/kernels.md": f"{link}({Path(PLOT).name})\n\n{details(record)}",
+        "README.md": f"{link}({path})\n\n{summary(record, short=True)}",
+        "docs/kernels.md": f"{link}({path.removeprefix('docs/')})\n\n{details(record)}",
     }
-
-
-def write_docs(record: Record, root: Path) -> None:
-    """All files or none: the markers of every one are looked for first."""
-    texts = {
-        root / name: between((root / name).read_text(encoding="utf-8"), block, name)
-        for name, block in blocks(record).items()
-    }
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,204 @@
+"""Two checkouts of Tigon in one run on one machine: training steps, decoding, host time.
+
+python bench/compare.py --base CHECKOUT [CASE ...]   # parts of names; `compile` if asked for
+python bench/compare.py --table
+
+Training steps are forward and backward without an optimizer, in bf16 with random weights. Each side
+runs in processes of its own, base, new, base, new, and so on. Prints a table of the medians with
+base / new (above 1, the new tree is faster) and whether both give the same loss and the same
+tokens, and writes bench/results/compare-<gpu>.json; a part of a run goes into bench/out.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import harness
+from bench.compare_side import CASES
+from bench.harness import (
+    ROOT,
+    Bench,
+    Record,
+    Run,
+    figure,
+    git,
+    heading,
+    markdown,
+    progress,
+    verdict,
+)
+
+SIDE = Path(__file__).with_name("compare_side.py")
+SIDES = ("base", "new")
+LEAST = {"step": 0.99, "decode": 0.99, "host": 1.0}  # base / new
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+SAME = ("loss", "gradient_norm", "tokens_crc")
+
+
+def run_side(
+    tree: Path, names: Sequence[str], tiny: bool, limit: float, **environment: str
+) -> dict[str, Record]:
+    """What one process prints, by case; a case that the limit ends has an error."""
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SIDE), "tiny" if tiny else "full", *names],
+        env=os.environ | {"PYTHONPATH": path} | (NO_GPU if tiny else {}) | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=limit)
+        ended = f"the process ended with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        ended = f"not done after {limit:g} s"
+        os.killpg(process.pid, signal.SIGKILL)  # with the workers of torch.compile
+        out, _ = process.communicate()
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith(('{"tree', '{"case'))]
+    if lines and Path(lines[0]["tree"]) != tree.resolve():
+        raise RuntimeError(f"{tree} was to be measured, but {lines[0]['tree']} was imported")
+    found = {line.pop("case"): line for line in lines[1:]}
+    return {name: found.get(name, {"error": ended}) for name in names}
+
+
+def measure(base: Path, names: Sequence[str], options: argparse.Namespace) -> list[Record]:
+    trees = {"base": base.resolve(), "new": ROOT}
+    asked = [case for case in CASES if case.name in names]
+    runs = {case.name: {"base": [], "new": []} for case in asked}
+    timed = [case.name for case in asked if case.kind in LEAST]
+    for number in range(options.rounds if timed else 0):
+        for side, tree in trees.items():
+            progress(f"round {number + 1} of {options.rounds}: {side}")
+            for name, row in run_side(tree, timed, options.tiny, options.limit).items():
+                runs[name][side].append(row)
+    for name in (case.name for case in asked if case.kind not in LEAST):
+        for side, tree in trees.items():
+            progress(f"{name}: {side}")
+            with tempfile.TemporaryDirectory() as cold:  # both compile all that they need
+                more = {"TORCHINDUCTOR_CACHE_DIR": cold}
+                row = run_side(tree, [name], options.tiny, options.limit, **more)[name]
+            runs[name][side].append(row)
+    return [{"name": case.name, "kind": case.kind, **runs[case.name]} for case in asked]
+
+
+def took(case: Record, side: str, key: str = "ms") -> float | None:
+    """The median over the rounds."""
+    values = [row[key] for row in case[side] if key in row]
+    return median(values) if values else None
+
+
+def ratio(case: Record) -> float | None:
+    base, new = (took(case, side) for side in SIDES)
+    return base / new if base and new else None
+
+
+def failure(case: Record) -> str | None:
+    return next((f"{s}: {r['error']}" for s in SIDES for r in case[s] if "error" in r), None)
+
+
+def agreement(case: Record) -> str:
+    """Whether all rounds of both sides give the same, and what, if they do not."""
+    parts = []
+    for key in SAME:
+        sides = [sorted({row[key] for row in case[side] if key in row}) for side in SIDES]
+        if any(sides) and sides[0] == sides[1]:
+            parts.append(f"same {key} {', '.join(map(str, sides[0]))}")
+        elif any(sides):
+            base, new = (", ".join(map(str, values)) or "none" for values in sides)
+            parts.append(f"{key} {base} -> {new}")
+    return "; ".join(parts).replace("_", " ")
+
+
+def table(record: Record) -> str:
+    rows, compiled = [], []
+    for case in record["cases"]:
+        if case["kind"] not in LEAST:
+            for side in SIDES:
+                row = case[side][0]
+                keys = ("compile_s", "graphs", "ms", "eager_ms", "loss", "eager_loss")
+                cells = [f"{row[key]:.6g}" if key in row else "" for key in keys]
+                compiled.append([case["name"], side, *cells, row.get("error", "")])
+            continue
+        times = [figure(took(case, side), 4) for side in SIDES]
+        pairs = zip(case["base"], case["new"], strict=True)
+        each = [a["ms"] / b["ms"] for a, b in pairs if "ms" in a and "ms" in b]
+        memory = [figure(took(case, side, "peak_mib")) for side in SIDES]
+        rounds = ", ".join(f"{value:.3f}" for value in each)
+        said = failure(case) or agreement(case)
+        rows.append([case["name"], *times, figure(ratio(case), 4), rounds, *memory, said])
+    head = ["case", "base, ms", "new, ms", "base / new", "of each round"]
+    head += ["base, MiB", "new, MiB", "results"]
+    parts = [markdown(head, rows)] if rows else []
+    if compiled:
+        head = ["case", "tree", "first compiled step, s", "graphs", "ms", "eager, ms"]
+        parts.append(markdown([*head, "loss", "eager loss", "failure"], compiled))
+    return "\n\n".join(parts)
+
+
+def verdicts(record: Record) -> Iterator[str]:
+    for case in record["cases"]:
+        if case["kind"] in LEAST:
+            yield verdict(f"{case['name']}, base / new", ratio(case), LEAST[case["kind"]])
+
+
+def show(record: Record) -> str:
+    libraries = {"triton": record["triton"], "base": record["base"]}
+    head = f"{heading(record, libraries)}; {record['rounds']} rounds."
+    return "\n\n".join([head, table(record), "\n".join(verdicts(record))])
+
+
+def described(tree: Path) -> str:
+    """The commit of a checkout; a copy inside of another repository does not know its own."""
+    return git("describe", "--always", "--dirty", cwd=tree) if (tree / ".git").exists() else ""
+
+
+def checkout(path: str) -> Path:
+    if not (Path(path) / "tigon").is_dir():
+        raise argparse.ArgumentTypeError(f"{path} holds no tigon/; give a checkout of this project")
+    return Path(path)
+
+
+def run(run: Run) -> str:
+    base: Path | None = run.options.base
+    if base is None:
+        raise SystemExit("give the checkout to compare this one with: --base CHECKOUT")
+    run.record |= {
+        "machine": run.record.get("gpu", "CPU"),
+        "base": run.options.base_commit or described(base) or "unknown",
+        "triton": harness.installed("triton"),
+        "rounds": run.options.rounds,
+        "cases": measure(base, run.only, run.options),
+    }
+    return show(run.record)
+
+
+BENCH = Bench(
+    kind="compare",
+    about=__doc__,
+    run=run,
+    show=show,
+    cases=tuple(case.name for case in CASES),
+    unasked=tuple(case.name for case in CASES if case.kind not in LEAST),
+    options=(
+        ("cases", {"nargs": "*", "help": "as --only"}),
+        ("--base", {"type": checkout, "help": "the checkout to compare this one with"}),
+        ("--base-commit", {"help": "what git describe says of it, for a copy without git"}),
+        ("--rounds", {"type": int, "default": 3}),
+        ("--limit", {"type": float, "default": 200.0, "help": "seconds that a process may take"}),
+        ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
+    ),
+    unless="tiny",
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

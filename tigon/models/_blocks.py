@@ -40,6 +40,7 @@ class Block(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # when they round
+    mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints; make_mixer may give its own
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
-from tigon.layers import AddRMSNorm, Cache, Context, Embedding, MakeState, NoRotary, RotaryEmbedding
+from tigon.layers import (
+    AddRMSNorm,
+    Cache,
+    Context,
+    Embedding,
+    MakeState,
+    NoRotary,
+    RotaryEmbedding,
+    State,
+)
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 
@@ -86,7 +96,7 @@ class Decoder(nn.Module):
         real = None if mask.key_mask is None else mask.key_mask[:, mask.past :]
         ctx = Context(position_ids, mask, real, routing, None if cache is None else cache.append)
         layers = self.layers
-        states = [None] * len(layers)
+        states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:
             states = cache.open(self.makers, x, mask)
         # A recomputed block would append to the cache again

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 from tigon.models import _load, families
 from tigon.models._load import LoadOptions, build, load_weights, materialize
 from tigon.models._model import CausalLMOutput
-from tigon.models._moe import MoEConfig
+from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
 
@@ -36,6 +36,7 @@ __all__ = [
     "CausalLM",
     "CausalLMOutput",
     "MoEConfig",
+    "aux_loss_coef",
     "build",
     "from_pretrained",
     "load_weights",

@@ -77,11 +77,6 @@ class LanguageModel(nn.Module):
         return True
 
     @property
-    def aux_loss_coef(self) -> float | None:
-        """The weight of the experts' balance in the loss; None: it is no part of it."""
-        return aux_loss_coef(self.config)
-
-    @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """Whose table turns with the shortest text; None: no cache ever holds stale keys."""
         return self.model.turning_rope
@@ -272,7 +267,7 @@ class LanguageModel(nn.Module):
             mask,
             cache,
             self.activation_checkpointing,
-            bool(of_routing or (targets and self.aux_loss_coef is not None)),
+            bool(of_routing or (targets and aux_loss_coef(self.config) is not None)),
         )
         if real is not None:
             hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
@@ -299,7 +294,7 @@ class LanguageModel(nn.Module):
         metrics: Sequence[str],
     ) -> CausalLMOutput:
         """What routers did, where asked for, and its part of the loss."""
-        found, coef = balance_of(self.config, tallies), self.aux_loss_coef
+        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
         if found is None:
             if metrics:
                 name = type(self).__name__

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tigon.models import CausalLM
+from tigon.models import CausalLM, aux_loss_coef
 from tigon.train.model import has_experts
 from tigon.train.objectives.base import Inputs, Objective, Part
 
@@ -47,7 +47,7 @@ class CrossEntropyObjective(Objective):
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone, whatever the balance of experts adds in training."""
         part = self.loss(model, inputs, sums)
-        coef = model.aux_loss_coef
+        coef = aux_loss_coef(model.config)
         if coef is None:
             return part
         return Part(part.loss - coef * part.metrics["aux_loss"], part.metrics)

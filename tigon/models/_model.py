@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
         Inside `torch.autocast` it keeps what autocast computes.
         """
         return StaticCache(
-            [layer.make_state for layer in self.model.layers],
+            self.model.makers,
             rows,
             capacity,
             dtype=autocast_dtype(self.device) or self.dtype,

@@ -18,7 +18,7 @@ from tigon.generation import generate
 from tigon.kernels._attention_backends import HALF, PLAIN
 from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import AttentionMask, Backend, check_backend
-from tigon.kernels.linear_cross_entropy import active_rows
+from tigon.kernels.criteria import CrossEntropy, active_rows
 from tigon.layers import (
     AddRMSNorm,
     Cache,
@@ -384,7 +384,7 @@ class CausalLM(nn.Module):
         if metrics and not targets:
             raise ValueError(f"metrics={tuple(metrics)} without labels: they come with the loss")
         if targets:
-            weights = None if metrics else targets["token_weights"]
+            weights = None if metrics else targets["weights"]
             # Before the blocks are launched, so that nobody waits for it
             active = active_rows(targets["targets"], weights)
             targets |= {"metrics": metrics, "active": active}
@@ -408,8 +408,10 @@ class CausalLM(nn.Module):
             hidden = hidden.new_zeros(b * t, x.shape[-1]).index_copy(0, places, hidden[0])
             hidden = hidden.view(x.shape)
         want = self.defaults.return_logits if return_logits is None else return_logits
-        out = self.lm_head(take(hidden, kept), **targets, return_logits=bool(want))
-        result = CausalLMOutput(out.loss, out.logits, cache, out.metrics)
+        criteria = [CrossEntropy(**targets)] if targets else []
+        values, logits = self.lm_head(take(hidden, kept), criteria, return_logits=bool(want))
+        loss, found = values[0] if values else (None, {})
+        result = CausalLMOutput(loss, logits, cache, found)
         return self._add_routing(result, tallies, share, of_routing)
 
     def _may_unpad(self, x: Tensor) -> bool:
@@ -477,7 +479,7 @@ class CausalLM(nn.Module):
         share = None if reduction in ("sum", "none") else d.items / total
         return {
             "targets": targets,
-            "token_weights": weights,
+            "weights": weights,
             "denominator": total,
             "reduction": "none" if reduction == "none" else "sum",
         }, share

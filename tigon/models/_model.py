@@ -171,7 +171,7 @@ class LanguageModel(nn.Module):
         metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         of_routing = tuple(m for m in metrics if m in ROUTING_METRICS)
         of_head = tuple(m for m in metrics if m not in ROUTING_METRICS)
-        for_head = targets.for_head(of_head)
+        criteria = targets.criteria(of_head)
         x = batch.inputs_embeds
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
         x, position_ids, mask, places = batch.without_padding(x)
@@ -187,9 +187,10 @@ class LanguageModel(nn.Module):
         hidden = targets.take(batch.with_padding(hidden, places))
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
-        out = self.lm_head(hidden, **for_head, return_logits=bool(logits))
-        loss = None if targets.labels is None else out.loss
-        result = CausalLMOutput(loss, out.logits, batch.cache, out.metrics)
+        values, logits = self.lm_head(hidden, criteria, return_logits=bool(logits))
+        loss, found = values[0] if values else (None, {})
+        loss = None if targets.labels is None else loss
+        result = CausalLMOutput(loss, logits, batch.cache, found)
         return self._add_routing(result, tallies, targets.share, of_routing)
 
     def _resolve(

@@ -11,8 +11,8 @@ from typing import Any, Self, Unpack, get_args
 import torch
 from torch import Tensor
 
+from tigon.kernels.criteria import Criterion, CrossEntropy, active_rows
 from tigon.kernels.cross_entropy import IGNORE_INDEX
-from tigon.kernels.linear_cross_entropy import active_rows
 from tigon.layers._check import check, on_host
 from tigon.models._arguments import (
     TARGETS,
@@ -122,24 +122,26 @@ class Targets:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
 
-    def for_head(self, metrics: tuple[str, ...]) -> dict[str, Any]:
-        """The head's arguments for the loss and the metrics; none if there is neither.
+    def criteria(self, metrics: tuple[str, ...]) -> list[Criterion]:
+        """What the head is asked for: the loss and the metrics, or nothing.
 
         Made before the blocks are launched, so that the number of rows that count is on the host
         when the head wants it.
         """
         if self.labels is None:
-            return self._metrics_alone(metrics) if metrics else {}
-        return {
-            "targets": self.labels,
-            "token_weights": self.weights,
-            "denominator": self.denominator,
-            "reduction": "none" if self.reduction == "none" else "sum",
-            "metrics": metrics,
-            "active": active_rows(self.labels, None if metrics else self.weights),
-        }
+            return [self._metrics_alone(metrics)] if metrics else []
+        return [
+            CrossEntropy(
+                targets=self.labels,
+                weights=self.weights,
+                denominator=self.denominator,
+                reduction="none" if self.reduction == "none" else "sum",
+                metrics=metrics,
+                active=active_rows(self.labels, None if metrics else self.weights),
+            )
+        ]
 
-    def _metrics_alone(self, metrics: tuple[str, ...]) -> dict[str, Any]:
+    def _metrics_alone(self, metrics: tuple[str, ...]) -> CrossEntropy:
         missing = tuple(name for name in metrics if name in OF_TARGETS)
         if missing:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
@@ -147,7 +149,7 @@ class Targets:
         labels = torch.zeros(self.batch.shape, dtype=torch.int64, device=self.batch.device)
         if self.batch.real is not None:
             labels = labels.masked_fill(~self.batch.real, IGNORE_INDEX)
-        return {"targets": self.take(labels), "metrics": metrics, "reduction": "none"}
+        return CrossEntropy(targets=self.take(labels), metrics=metrics, reduction="none")
 
 
 def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:

@@ -1,65 +1,46 @@
 """A training step and a decoded token on the CPU, beside transformers, interleaved in one run.
 
-python bench/cpu.py [MODEL_DIRECTORY] [--repeats 7] [--threads 2]
-
-Prints ours / transformers and writes bench/results/cpu.json. A ratio is the median over the
-repeats of (ours / theirs, one right after the other), so that other load hits both alike.
+A ratio is the median over the repeats of (ours / theirs, one right after the other), so that other
+load hits both alike.
 """
 
-import argparse
 import json
 import platform
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed, and bench/kernels.py does not
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # pass for the package of that name
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import transformers
 from torch import Tensor
 
 import tigon
-from bench._common import RESULTS, ROOT, save, stamp
+from bench import harness
+from bench.harness import ROOT, Bench, Record, Run, figure, heading, markdown
 
 NEW_TOKENS = 64
 NEVER = 49151  # an eos id that greedy decoding of this checkpoint does not produce
 DECODE = [(1, 30), (4, 30), (1, 1000)]  # batch, prompt
 
 
-class Clock:
-    """A streamer that notes when each token arrives."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing to flush."""
-
-
-def decoded_token(model: Any, ids: Tensor, **kwargs: Any) -> float:
+def decoded_token(model: Any, ids: Tensor, **options: Any) -> float:
     """Median seconds between two tokens of one `generate` call, the prompt's forward left out."""
-    clock = Clock()
-    out = model.generate(
-        ids,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=NEVER,
-        streamer=clock,
-        **kwargs,
-    )
+    times: list[float] = []
+    clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+    options |= {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": NEVER}
+    out = model.generate(ids, streamer=clock, **options)
     assert out.shape[1] == ids.shape[1] + NEW_TOKENS
-    first, rest = clock.times[1], clock.times[2:]
-    return median(b - a for a, b in zip([first, *rest], rest, strict=False))
+    return median(b - a for a, b in pairwise(times[1:]))  # the first is the prompt
 
 
 def training_step(model: Any, ids: Tensor) -> float:
@@ -70,7 +51,7 @@ def training_step(model: Any, ids: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def compare(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> dict[str, Any]:
+def compare(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> Record:
     ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(repeats)]
     return {
@@ -81,32 +62,34 @@ def compare(ours: Callable[[], float], theirs: Callable[[], float], repeats: int
     }
 
 
-def measure(directory: Path, dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
-    ours: Any = tigon.from_pretrained(str(directory), dtype=dtype)
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-    name = str(dtype).removeprefix("torch.")
-    vocab = ours.config.vocab_size
-    results = []
+def load(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The same checkpoint as ours and as transformers'."""
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    return tigon.from_pretrained(str(directory), dtype=dtype).eval(), theirs.eval()
 
-    def report(what: dict[str, Any], values: dict[str, Any]) -> None:
-        results.append({**what, "dtype": name, **values})
-        print(json.dumps(results[-1]), flush=True)
 
+def random_ids(model: Any, *shape: int) -> Tensor:
+    seed = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, shape, generator=seed)
+
+
+def decoding(ours: Any, theirs: Any, batch: int, prompt: int, repeats: int) -> Record:
+    ids = random_ids(ours, batch, prompt)
+    extra = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    runs = partial(decoded_token, ours, ids), partial(decoded_token, theirs, ids, **extra)
+    return compare(*runs, repeats)
+
+
+def measure(directory: Path, dtype: torch.dtype, repeats: int) -> Iterator[Record]:
+    models = load(directory, dtype)
     for batch, prompt in DECODE:
-        ids = torch.randint(vocab, (batch, prompt), generator=torch.Generator().manual_seed(0))
-        extra = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        values = compare(
-            partial(decoded_token, ours, ids), partial(decoded_token, theirs, ids, **extra), repeats
+        yield {"what": "decoded token", "batch": batch, "prompt": prompt} | decoding(
+            *models, batch, prompt, repeats
         )
-        report({"what": "decoded token", "batch": batch, "prompt": prompt}, values)
     if dtype == torch.float32:
-        ids = torch.randint(vocab, (1, 512), generator=torch.Generator().manual_seed(0))
-        ours.train(), theirs.train()
-        values = compare(
-            partial(training_step, ours, ids), partial(training_step, theirs, ids), repeats
-        )
-        report({"what": "training step", "batch": 1, "tokens": 512}, values)
-    return results
+        ids = random_ids(models[0], 1, 512)
+        runs = [partial(training_step, model.train(), ids) for model in models]
+        yield {"what": "training step", "batch": 1, "tokens": 512} | compare(*runs, repeats)
 
 
 def processor() -> str:
@@ -116,33 +99,50 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", nargs="?", type=Path, help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    transformers.utils.logging.set_verbosity_error()
-    directory = arguments.model
-    if directory is None:
-        directory = runpy.run_path(str(ROOT / "examples/assets/smollm2.py"))["build"]()
-    results = [
-        result
-        for dtype in (torch.float32, torch.bfloat16)
-        for result in measure(directory, dtype, arguments.repeats)
-    ]
-    record = {
-        "model": directory.name,
-        **stamp("tigon", "bench/cpu.py"),
-        "cpu": processor(),
-        "threads": arguments.threads,
-        "repeats": arguments.repeats,
-        "transformers": transformers.__version__,
-        "results": results,
-    }
-    save(RESULTS / "cpu.json", record)
+def smollm2() -> Path:
+    """The checkpoint that the examples fetch."""
+    return Path(runpy.run_path(str(ROOT / "examples/assets/smollm2.py"))["build"]())
 
+
+def show(record: Record) -> str:
+    head = ["what", "dtype", "batch", "prompt or tokens", "tigon, ms", "transformers, ms", "ratio"]
+    rows = []
+    for row in record["results"]:
+        where = row["what"], row["dtype"], row["batch"], row.get("prompt", row.get("tokens"))
+        cells = (figure(row[key]) for key in ("ours_ms", "transformers_ms", "ratio"))
+        rows.append([*map(str, where), *cells])
+    where = heading(record | {"machine": record["cpu"]}, {"transformers": record["transformers"]})
+    return f"{where}; {record['threads']} threads.\n\n{markdown(head, rows)}"
+
+
+def run(run: Run) -> str:
+    options = run.options
+    torch.set_num_threads(options.threads)
+    transformers.utils.logging.set_verbosity_error()
+    directory = options.model or smollm2()
+    run.record |= {"model": directory.name, "cpu": processor(), "threads": options.threads}
+    run.record |= {"repeats": options.repeats, "transformers": transformers.__version__}
+    run.record["results"] = []
+    for dtype in run.only:
+        for found in measure(directory, getattr(torch, dtype), 1 if run.quick else options.repeats):
+            print(json.dumps(found | {"dtype": dtype}), flush=True)
+            run.add(results=[*run.record["results"], found | {"dtype": dtype}])
+    return show(run.record)
+
+
+BENCH = Bench(
+    kind="cpu",
+    about=__doc__,
+    run=run,
+    show=show,
+    cases=("float32", "bfloat16"),
+    options=(
+        ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
+        ("--repeats", {"type": int, "default": 7}),
+        ("--threads", {"type": int, "default": 2}),
+    ),
+    needs_gpu=False,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(BENCH)

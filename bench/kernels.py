@@ -1,34 +1,167 @@
 """Every operator beside its peers, and beside what the hardware allows, in one run on one GPU.
 
-python bench/kernels.py [--only OPERATOR,...] [--quick] [--out FILE]
-python bench/kernels.py --table | --plot FILE.svg | --write-docs
+docs/kernels.md says how to read the figures; --write-docs puts them there and into README.md.
 
-The first form measures, prints a table per operator and writes the figures as JSON as they come: a
-whole run into bench/results, a part of one into bench/out. The others need no GPU: they show the
-newest whole run, as Markdown, as a plot, or between the markers in README.md and docs/kernels.md.
-docs/kernels.md says how to read the figures.
+# N rows, C model dim, I intermediate size, V vocab, B batch, T tokens, H heads, K kv heads, D head
 """
 
-import argparse
-import gc
-import re
 import sys
-import time
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 if not __package__:  # a script: runs where nothing is installed, and bench/kernels.py does not
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # pass for the package of that name
 
 import torch
+import triton
 
-from bench import peers, report
-from bench._common import RESULTS, ROOT, save, stamp
-from bench.cases import CASES, HOST, OPERATORS, Case
-from bench.measure import BEGIN, STREAMING, floors, host_time, measure, progress
+from bench import harness, kernels_report, operators
+from bench.harness import Bench, Record, Run, installed, progress
+from bench.measure import ONCE, Effort, Problem, host_time, measure
+from bench.timing import MIB
 
+BF16 = 2
+LOGITS_BYTES = 2**30  # what linear_cross_entropy may hold of logits, by its contract
 COPY_BYTES = 2**33  # read and written by the copy that stands for the bandwidth
+STREAMING = Effort(rounds=2, total=50.0, least=5, most=60)
+GEMMS = Effort(rounds=2, total=60.0, least=3, most=10)
+PEERS = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
+HOST, HOST_SHAPE = "host", (2048, 4096)
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    shape: str
+    sizes: tuple[int, ...]
+    targets: dict[str, float]  # at most so many times the bound; "both" is forward + backward
+    bytes: dict[str, int]  # that each mode has to move
+    variant: str = ""
+    against: Literal["floor", "three GEMMs", "dense"] = "floor"
+    memory: Literal["Liger"] | float | None = None  # at most this many MiB, or what Liger takes
+    modes: tuple[str, ...] = ("forward", "both")
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.operator, self.variant, self.shape) if part)
+
+
+# Of each operator, tensors of N rows or of heads that are read and written, forward and backward,
+# and the targets of forward and of both:
+STREAMED = {
+    # x in, y out; x and dy in, dx out
+    "rms_norm": ((2, 3), (1.08, 1.15)),
+    # x and residual in, normed and total out; total and both gradients in, one dx out for both
+    "rms_norm_residual": ((4, 4), (1.08, 1.10)),
+    # as above, but the branch was normed too: x is needed again, and dx is not dresidual
+    "sandwich_norm": ((4, 6), (1.08, 1.10)),
+    # gate and up in, y out; gate, up and dy in, dgate and dup out
+    "gated_act": ((3, 5), (1.03, 1.05)),
+    "rope": ((2, 2), (1.10, 1.15)),
+    "qk_norm_rope": ((2, 3), (1.10, 1.15)),
+}
+
+
+def streamed(operator: str, *sizes: int, variant: str = "") -> Case:
+    (forward, backward), (first, both) = STREAMED[operator]
+    elements, extra = sizes[0] * sizes[-1], 0
+    shape = "x".join(map(str, sizes))
+    if "rope" in operator:
+        b, t, h, k, d = sizes
+        elements, shape = b * t * (h + k) * d, f"B{b} T{t} {h}/{k}x{d}"
+        # v is a view on the way out, but dv has to get into the packed gradient on the way back
+        extra = 2 * b * t * k * d if operator == "qk_norm_rope" else 0
+    moved = {"forward": BF16 * forward * elements}
+    moved["both"] = moved["forward"] + BF16 * (backward * elements + extra)
+    memory: Any = None if "rope" in operator else "Liger"
+    aims = {"forward": first, "both": both}
+    return Case(operator, shape, sizes, aims, moved, variant, memory=memory)
+
+
+def cross_entropy(n: int, v: int) -> Case:
+    gradient = BF16 * n * v
+    return Case(
+        "cross_entropy",
+        f"{n}x{v}",
+        (n, v),
+        {"both": 1.25},
+        {"both": 2 * gradient},  # every logit in once, every gradient out once
+        memory=1.01 * gradient / MIB,  # 1 % for what is kept per row
+    )
+
+
+def linear_cross_entropy(n: int, c: int, v: int, most: float) -> list[Case]:
+    d_hidden, d_weight = BF16 * n * c, (BF16 + 4) * v * c  # the latter in fp32, and then rounded
+    memory = (LOGITS_BYTES + d_hidden + d_weight) / MIB
+    name = ("linear_cross_entropy", f"{n}, {c}, {v}", (n, c, v))
+    return [
+        Case(*name, {"both": most}, {}, "dense", "three GEMMs", memory),
+        Case(*name, {"both": 0.40}, {}, "30 % valid", "dense", memory, ("both",)),
+        Case(*name, {}, {}, "peaked", "three GEMMs", memory, ("both",)),
+    ]
+
+
+CASES: list[Case] = [
+    *(streamed("rms_norm", n, c) for n, c in ((16384, 4096), (16384, 2048), (8192, 1152))),
+    streamed("rms_norm", 131072, 128),
+    streamed("rms_norm_residual", 16384, 4096),
+    *(streamed("sandwich_norm", 16384, c) for c in (4096, 2560)),
+    *(
+        streamed("gated_act", 16384, i, variant=act)
+        for act in ("silu", "gelu_tanh")
+        for i in (14336, 11008, 18944, 6912)
+    ),
+    streamed("rope", 2, 8192, 32, 8, 128),
+    streamed("qk_norm_rope", 2, 8192, 32, 8, 128),
+    *(cross_entropy(n, v) for n, v in ((8192, 128256), (16384, 151936), (8192, 262144))),
+    *linear_cross_entropy(8192, 4096, 128256, 1.05),
+    *linear_cross_entropy(16384, 2048, 151936, 1.05),
+    *linear_cross_entropy(8192, 1152, 262144, 1.10),
+    *linear_cross_entropy(8192, 2560, 262144, 1.10),
+    *linear_cross_entropy(8192, 1024, 151936, 1.10),
+]
+
+
+OPERATORS = (*dict.fromkeys(case.operator for case in CASES), HOST)
+
+
+def build(case: Case, device: str, libraries: dict[str, str | None]) -> Problem:
+    """The case's problem, with the providers that are installed."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        problem = getattr(operators, case.operator)(
+            *case.sizes, *([case.variant] if case.variant else [])
+        )
+    problem.providers = [
+        p for p in problem.providers if libraries.get(p.name.split()[0], "ours") is not None
+    ]
+    return problem
+
+
+def measured(
+    case: Case, libraries: dict[str, str | None], quick: bool, device: str = "cuda"
+) -> Record:
+    """All figures of one case but its floor."""
+    torch._dynamo.reset()  # more than 8 shapes of one function, and it would stop compiling
+    effort = STREAMING if case.against == "floor" else GEMMS
+    if quick or case.variant == "peaked":
+        effort = ONCE
+    found = measure(case.name, build(case, device, libraries), effort, case.modes)
+    parts = found.pop("references")
+    if parts:
+        found["gemms_ms"] = parts.pop("gemms_ms")
+        found["gemm_parts_ms"] = parts
+    return asdict(case) | found
+
+
+def floors(case: Case, bandwidth: float, quick: bool) -> Record:
+    """The time of the case's bytes at `bandwidth`, and of a copy that moves as many."""
+    effort = ONCE if quick else STREAMING
+    return {
+        "floor_ms": {mode: 1e3 * moved / bandwidth for mode, moved in case.bytes.items()},
+        "copy_ms": {mode: effort.copy(moved) for mode, moved in case.bytes.items()},
+    }
 
 
 def chosen(operator: str, quick: bool) -> list[Case]:
@@ -39,85 +172,42 @@ def chosen(operator: str, quick: bool) -> list[Case]:
     return cases
 
 
-def run(only: Sequence[str], quick: bool, out: Path | None, commit: str | None) -> None:
-    import triton
-
-    gpu = torch.cuda.get_device_name()
-    whole = not quick and set(only) == set(OPERATORS)
-    if out is None:
-        slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        out = (RESULTS if whole else ROOT / "bench/out") / f"kernels-{slug}.json"
-    versions = peers.versions()
-    copy = STREAMING.copy(COPY_BYTES)
-    bandwidth = 1e3 * COPY_BYTES / copy[1]  # bytes per second
-    record: dict[str, Any] = {
-        **stamp("tigon", "bench/*.py", described=commit),
-        "gpu": gpu,
+def run(run: Run) -> str:
+    libraries = {name: installed(package) for name, package in PEERS.items()}
+    copy = STREAMING.bandwidth(COPY_BYTES)
+    rate = copy["bytes_per_second"]
+    run.record |= {
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
-        "peers": versions,
-        "copy": {"bytes": COPY_BYTES, "ms": copy, "bytes_per_second": bandwidth},
-        "quick": quick,
-        "complete": False,
+        "peers": libraries,
+        "copy": copy,
+        "quick": run.quick,
         "cases": [],
     }
-    missing = [name for name, version in versions.items() if version is None]
-    progress(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s; not installed: {missing or 'nothing'}")
-    asked = [operator for operator in OPERATORS if operator in only]
-    for operator in asked:
+    missing = [name for name, version in libraries.items() if version is None]
+    progress(f"copy {rate / 1e12:.2f} TB/s; not installed: {missing or 'nothing'}")
+    for operator in run.only:
         if operator == HOST:
-            record[HOST] = host_time(versions)
-        for case in chosen(operator, quick):
-            record["cases"].append(measure(case, versions, quick) | floors(case, bandwidth, quick))
-            save(out, record)  # a run that is cut off loses one case
-            gc.collect()
-            torch.cuda.empty_cache()
-        record["seconds"] = time.perf_counter() - BEGIN
-        record["complete"] = whole and operator == asked[-1]
-        save(out, record)
-        print(report.console(record, operator), flush=True)
-    progress(f"wrote {out}")
+            case = streamed("rms_norm", *HOST_SHAPE)
+            providers = host_time(HOST, build(case, "cuda", libraries))
+            run.add(host={"shape": case.shape, "providers": providers})
+        for case in chosen(operator, run.quick):
+            figures = measured(case, libraries, run.quick) | floors(case, rate, run.quick)
+            run.add(cases=[*run.record["cases"], figures])
+        run.add(kernels_report.console(run.record, operator))
+    return ""
 
 
-def show(options: argparse.Namespace) -> None:
-    record = report.newest(RESULTS)
-    if options.table:
-        print(report.summary(record))
-    if options.write_docs:
-        report.write_docs(record, ROOT)
-    for path in (options.plot, ROOT / report.PLOT if options.write_docs else None):
-        if path is not None:
-            from bench.plot_kernels import plot  # matplotlib is an extra
-
-            plot(record, path)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default=",".join(OPERATORS), help=", ".join(OPERATORS))
-    parser.add_argument("--quick", action="store_true", help="one shape each, few repetitions")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument(
-        "--commit", help="what git describe --always --dirty says, for a copy without git"
-    )
-    parser.add_argument("--table", action="store_true", help="print the newest run as Markdown")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the newest run")
-    parser.add_argument("--write-docs", action="store_true", help="put it into README and docs")
-    options = parser.parse_args(arguments)
-    if options.table or options.plot or options.write_docs:
-        try:
-            show(options)
-        except (FileNotFoundError, ValueError) as error:
-            parser.error(str(error))
-        return
-    only = options.only.split(",")
-    unknown = sorted(set(only) - set(OPERATORS))
-    if unknown:
-        parser.error(f"unknown operators {', '.join(unknown)}; there are {', '.join(OPERATORS)}")
-    if not torch.cuda.is_available():
-        parser.error("measuring needs a CUDA GPU; --table, --plot and --write-docs do not")
-    run(only, options.quick, options.out, options.commit)
-
+BENCH = Bench(
+    kind="kernels",
+    about=__doc__,
+    run=run,
+    show=kernels_report.summary,
+    cases=OPERATORS,
+    blocks=kernels_report.blocks,
+    picture=kernels_report.PICTURE,
+    draw=kernels_report.plot,
+)
 
 if __name__ == "__main__":
-    main()
+    harness.main(BENCH)

@@ -1,38 +1,22 @@
-"""Measures one case of the kernel benchmark: every provider's error, memory and time, in turn."""
+"""Measures what providers do in a case: error, memory and time, in turn on one device."""
 
 import gc
 import math
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import cases, losses, streaming, timing
-from bench.cases import Case
-from bench.peers import PACKAGES
-from bench.problem import Problem, Provider, Tensors, as_tuple
-from bench.timing import Run, quantiles
+from bench import timing
+from bench.harness import Record, progress
+from bench.timing import quantiles
 
-BEGIN = time.perf_counter()
 PATIENCE = 60.0  # seconds in which a provider must have compiled and run once
-BUILD: dict[str, Callable[[Case], Problem]] = {
-    "rms_norm": streaming.rms_norm,
-    "rms_norm_residual": streaming.rms_norm_residual,
-    "sandwich_norm": streaming.sandwich_norm,
-    "gated_act": streaming.gated_act,
-    "rope": streaming.rope,
-    "qk_norm_rope": streaming.qk_norm_rope,
-    "cross_entropy": losses.cross_entropy,
-    "linear_cross_entropy": losses.linear_cross_entropy,
-}
-
-
-def progress(line: str) -> None:
-    print(f"[{time.perf_counter() - BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
+Run = Callable[[], Any]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,56 +37,130 @@ class Effort:
         target = torch.empty_like(source)
         return quantiles(self.times(lambda: target.copy_(source)))
 
+    def bandwidth(self, moved: int) -> Record:
+        """The copy as a record has it."""
+        ms = self.copy(moved)
+        return {"bytes": moved, "ms": ms, "bytes_per_second": 1e3 * moved / ms[1]}
 
-STREAMING = Effort(rounds=2, total=50.0, least=5, most=60)
-GEMMS = Effort(rounds=2, total=60.0, least=3, most=10)
+
 ONCE = Effort(rounds=1, total=20.0, least=3, most=20)
 
 
-def build(case: Case, device: str) -> Problem:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return BUILD[case.operator](case)
-
-
 class Attempt:
-    """A provider, what it takes to run it, and what came out, its failure included."""
+    """What a provider does in a case, and what came out, its failure included."""
 
-    def __init__(self, provider: Provider, problem: Problem) -> None:
-        self.provider, self.problem = provider, problem
-        self.result: dict[str, Any] = {"name": provider.name}
+    def __init__(self, name: str) -> None:
+        self.result: Record = {"name": name}
         self.samples: dict[str, list[float]] = {}
-        self.leaves = provider.leaves or problem.leaves
-        self.upstream = list(provider.upstream or problem.upstream) or None
-        self.forward: Run | None = None
-        self.pristine = [t.detach().clone() for t in provider.overwrites]
+
+    def check(self) -> None:
+        """The first run, which compiles."""
+
+    def weigh(self) -> None:
+        """The memory of a run."""
+
+    def time(self) -> None:
+        """A round's samples, under the names of the record."""
+
+    def restore(self) -> None:
+        """Put back what a run overwrites."""
+
+    def release(self) -> None:
+        """Let go of what a failed provider holds."""
 
     def guarded(self, step: Callable[..., None], *args: Any) -> None:
-        """Do `step(*args)`; a peer that raises ends its own attempt and nobody else's."""
+        """Do `step(*args)`; a provider that raises ends its own attempt and nobody else's."""
         if "error" in self.result:
             return
         try:
             step(*args)
         except Exception as error:
             self.result["error"] = f"{type(error).__name__}: {error}"[:500]
-            self.forward = None
-            progress(f"  {self.provider.name}: {self.result['error'][:200]}")
+            progress(f"  {self.result['name']}: {self.result['error'][:200]}")
+        if "error" in self.result:  # the exception no longer refers to tensors
+            self.release()
+            gc.collect()
+            torch.cuda.empty_cache()
         self.restore()  # raises if the device is broken, and then nothing can go on
+
+    def sample(self, key: str, times: Sequence[float]) -> None:
+        self.samples.setdefault(key, []).extend(times)
+
+    def finish(self) -> Record:
+        return self.result | {key: quantiles(times) for key, times in self.samples.items()}
+
+
+def in_turn(case: str, attempts: Sequence[Attempt], rounds: int) -> list[Record]:
+    """Every attempt's figures. They take turns, so that a change of the clock hits all alike."""
+    for attempt in attempts:
+        progress(f"{case}: {attempt.result['name']}")
+        attempt.guarded(attempt.check)
+    gc.collect()
+    for attempt in attempts:
+        attempt.guarded(attempt.weigh)
+    for number in range(rounds):
+        progress(f"{case}: round {number + 1} of {rounds}")
+        for attempt in attempts:
+            attempt.guarded(attempt.time)
+    return [attempt.finish() for attempt in attempts]
+
+
+@dataclass
+class Provider:
+    """One implementation. What a run of it overwrites is restored, untimed, before the next."""
+
+    name: str
+    make: Callable[[], Run]  # imports and compiles; the Run is the forward pass
+    leaves: Tensors | None = None  # the problem's, if it has no layout of its own
+    upstream: tuple[Tensor, ...] | None = None
+    overwrites: tuple[Tensor, ...] = ()
+    split: Callable[[Tensors], Tensors] = dict  # its results under the truth's names
+
+
+@dataclass
+class Problem:
+    """An operator's inputs, the gradients of its outputs, its providers and the truth."""
+
+    leaves: Tensors
+    outputs: tuple[str, ...]
+    upstream: tuple[Tensor, ...]  # gradients of the outputs; empty for a loss
+    truth: Callable[[], Tensors]
+    providers: list[Provider]
+    references: dict[str, Run] = field(default_factory=dict)  # timed with them, by name
+    notes: dict[str, float] = field(default_factory=dict)
+    patience: float = PATIENCE
+
+
+class Operation(Attempt):
+    """Forward and backward of one operator by one provider."""
+
+    def __init__(self, provider: Provider, problem: Problem, effort: Effort, modes: Any) -> None:
+        super().__init__(provider.name)
+        self.provider, self.problem, self.effort, self.modes = provider, problem, effort, modes
+        self.leaves = provider.leaves or problem.leaves
+        self.upstream = list(provider.upstream or problem.upstream) or None
+        self.forward: Run | None = None
+        self.pristine = [t.detach().clone() for t in provider.overwrites]
+        self.exact: Tensors = {}
 
     def both(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         assert self.forward is not None
         out = as_tuple(self.forward())
         return out, torch.autograd.grad(out, list(self.leaves.values()), self.upstream)
 
+    def release(self) -> None:
+        self.forward = None
+
     @torch.no_grad()
     def restore(self) -> None:
         for tensor, fresh in zip(self.provider.overwrites, self.pristine, strict=True):
             tensor.copy_(fresh)
 
-    def check(self, truth: Tensors) -> None:
+    def check(self) -> None:
         """The first run, which compiles: its error against the truth."""
+        exact, self.exact = self.exact, {}
         start = time.perf_counter()
-        with timing.deadline(PATIENCE):
+        with timing.deadline(self.problem.patience):
             self.forward = self.provider.make()
             out, grads = self.both()
             timing.wait()
@@ -110,7 +168,7 @@ class Attempt:
         results = dict(zip(self.problem.outputs, out, strict=False))  # ours returns v too
         results |= {"d" + name: g for name, g in zip(self.leaves, grads, strict=True)}
         results = self.provider.split(results)
-        errors = {name: timing.relative_l2(results[name], exact) for name, exact in truth.items()}
+        errors = {name: timing.relative_l2(results[name], value) for name, value in exact.items()}
         self.result["errors"] = {
             name: e if math.isfinite(e) else str(e) for name, e in errors.items()
         }
@@ -118,10 +176,11 @@ class Attempt:
     def weigh(self) -> None:
         self.result["peak_mib"] = timing.peak_mib(self.both, self.restore)
 
-    def time(self, mode: str, effort: Effort) -> None:
-        run = self.forward if mode == "forward" else self.both
-        assert run is not None
-        self.samples.setdefault(mode, []).extend(effort.times(run, self.restore))
+    def time(self) -> None:
+        for mode in self.modes:
+            run = self.forward if mode == "forward" else self.both
+            assert run is not None
+            self.sample(f"{mode}_ms", self.effort.times(run, self.restore))
 
     def count_host(self) -> None:
         self.forward = self.provider.make()
@@ -129,68 +188,136 @@ class Attempt:
             run()
             self.result[f"{mode}_us"] = quantiles(timing.host_microseconds(run))
 
-    def finish(self) -> dict[str, Any]:
-        return self.result | {f"{mode}_ms": quantiles(s) for mode, s in self.samples.items() if s}
 
+class Reference(Attempt):
+    """What is timed beside the providers, such as the matrix products alone."""
 
-def installed(provider: Provider, versions: dict[str, str | None]) -> bool:
-    library = provider.name.split()[0]
-    return library not in PACKAGES or versions[library] is not None
+    def __init__(self, runs: dict[str, Run], effort: Effort) -> None:
+        super().__init__("reference")
+        self.runs, self.effort = runs, effort
+
+    def time(self) -> None:
+        for key, run in self.runs.items():
+            self.sample(key, self.effort.times(run))
 
 
 def measure(
-    case: Case, versions: dict[str, str | None], quick: bool, device: str = "cuda"
-) -> dict[str, Any]:
-    """All figures of one case but its floor."""
-    torch._dynamo.reset()  # more than 8 shapes of one function, and it would stop compiling
-    problem = build(case, device)
-    attempts = [Attempt(p, problem) for p in problem.providers if installed(p, versions)]
-    truth = problem.truth()
+    case: str, problem: Problem, effort: Effort, modes: Sequence[str] = ("forward", "both")
+) -> Record:
+    """The figures of all providers of a problem, and of its references."""
+    operations = [Operation(provider, problem, effort, modes) for provider in problem.providers]
+    exact = problem.truth()
+    for operation in operations:
+        operation.exact = exact
+    del exact  # gone when the last has been checked
+    *found, references = in_turn(
+        case, [*operations, Reference(problem.references, effort)], effort.rounds
+    )
+    del references["name"]
+    return {"notes": problem.notes, "references": references, "providers": found}
+
+
+def host_time(case: str, problem: Problem) -> list[Record]:
+    """Microseconds of host time per call, by every provider."""
+    attempts = [Operation(provider, problem, ONCE, ()) for provider in problem.providers]
     for attempt in attempts:
-        progress(f"{case.name}: {attempt.provider.name}")
-        attempt.guarded(attempt.check, truth)
-    del truth
-    gc.collect()
-    for attempt in attempts:
-        attempt.guarded(attempt.weigh)
-
-    effort = STREAMING if case.against == "floor" else GEMMS
-    if quick or case.variant == "peaked":
-        effort = ONCE
-    gemms: list[float] = []
-    for number in range(effort.rounds):
-        progress(f"{case.name}: round {number + 1} of {effort.rounds}")
-        if problem.gemms:
-            gemms += effort.times(lambda: [run() for run in problem.gemms.values()])
-        for attempt in attempts:
-            for mode in case.modes:
-                if mode == "both" or case.against == "floor" or number == 0:
-                    attempt.guarded(attempt.time, mode, effort)
-    result: dict[str, Any] = {**asdict(case), "notes": problem.notes}
-    if gemms:
-        result["gemms_ms"] = quantiles(gemms)
-        result["gemm_parts_ms"] = {
-            name: quantiles(effort.times(run)) for name, run in problem.gemms.items()
-        }
-    result["providers"] = [attempt.finish() for attempt in attempts]
-    return result
-
-
-def floors(case: Case, bandwidth: float, quick: bool) -> dict[str, Any]:
-    """The time of the case's bytes at `bandwidth`, and of a copy that moves as many."""
-    effort = ONCE if quick else STREAMING
-    return {
-        "floor_ms": {mode: 1e3 * moved / bandwidth for mode, moved in case.bytes.items()},
-        "copy_ms": {mode: effort.copy(moved) for mode, moved in case.bytes.items()},
-    }
-
-
-def host_time(versions: dict[str, str | None], device: str = "cuda") -> dict[str, Any]:
-    """Microseconds of host time per call of rms_norm on an input too small to hide them."""
-    case = cases.rms_norm(*cases.HOST_SHAPE)
-    problem = build(case, device)
-    attempts = [Attempt(p, problem) for p in problem.providers if installed(p, versions)]
-    for attempt in attempts:
-        progress(f"{cases.HOST}: {attempt.provider.name}")
+        progress(f"{case}: {attempt.result['name']}")
         attempt.guarded(attempt.count_host)
-    return {"shape": case.shape, "providers": [attempt.result for attempt in attempts]}
+    return [attempt.result for attempt in attempts]
+
+
+def training_step(
+    name: str, make: Callable[[], Any], inputs: Tensors, effort: Effort, optimizer: Any = None
+) -> tuple[Record, Tensor | None]:
+    """Forward and backward, and a step of what `optimizer(parameters)` makes, if it is given.
+
+    Returns the figures, and without an optimizer the gradient of the head's weight.
+    """
+    progress(name)
+    attempt = Attempt(name)
+    gradient: list[Tensor] = []
+
+    def run() -> None:
+        torch.manual_seed(0)
+        model = make().train()
+        updates = optimizer(model.parameters()) if optimizer else None
+
+        def step() -> Tensor:
+            if updates is None:
+                model.zero_grad(set_to_none=True)
+            loss: Tensor = model(**inputs).loss
+            loss.backward()
+            if updates is not None:
+                updates.step()
+                updates.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        step()
+        if updates is None:
+            gradient.append(model.lm_head.weight.grad.clone())
+        attempt.result["loss"] = float(step())
+        attempt.sample("ms", effort.times(step))
+        attempt.result["peak_mib"] = timing.peak_mib(step)
+
+    attempt.guarded(run)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return attempt.finish(), gradient[0] if gradient else None
+
+
+def truth(
+    define: Callable[..., Any],  # (rows' tensors and then the shared ones) -> output or outputs
+    rows: Tensors,
+    shared: Tensors,
+    outputs: tuple[str, ...],
+    upstream: tuple[Tensor, ...],
+    *,
+    step: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensors:
+    """Outputs and gradients of `define` by autograd, computed in `dtype`, `step` rows at a time.
+
+    Tensors of integers, such as targets, have no gradient.
+    """
+    results: Tensors = {}
+    wide = {name: t.detach().to(dtype).requires_grad_() for name, t in shared.items()}
+    first = next(iter(rows.values()))
+    count = first.shape[0]
+    step = step or max(1, 2**25 * count // first.numel())
+
+    def keep(name: str, part: Tensor, at: slice, *, total: bool) -> None:
+        if total:
+            results[name] = results.get(name, 0) + part
+            return
+        if name not in results:
+            results[name] = part.new_empty(count, *part.shape[1:], dtype=torch.float32)
+        results[name][at] = part
+
+    for start in range(0, count, step):
+        at = slice(start, start + step)
+        parts = {name: t.detach()[at] for name, t in rows.items()}
+        parts = {
+            name: t.to(dtype).requires_grad_() if t.is_floating_point() else t
+            for name, t in parts.items()
+        } | wide
+        leaves = {name: t for name, t in parts.items() if t.requires_grad}
+        out = as_tuple(define(*parts.values()))
+        given = [u[at].to(dtype) for u in upstream] or None
+        grads = torch.autograd.grad(out, list(leaves.values()), given)
+        for name, value in zip(outputs, out, strict=True):
+            keep(name, value.detach(), at, total=value.dim() == 0)
+        for name, grad in zip(leaves, grads, strict=True):
+            keep("d" + name, grad, at, total=name in shared)
+    return {name: value.float() for name, value in results.items()}
+
+
+def as_tuple(value: Any) -> tuple[Tensor, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def randn(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16).mul_(scale).add_(shift)
+
+
+def leaf(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    return randn(*shape, scale=scale, shift=shift).requires_grad_()

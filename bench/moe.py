@@ -1,23 +1,19 @@
 """Mixtures of experts beside transformers and Liger, and beside dense products, in one run.
 
-python bench/moe.py [--commit DESCRIBED]
-python bench/moe.py --write-docs        # needs no GPU: the newest figures into docs/kernels.md
-
 Measures `grouped_mlp` with a given random routing at two shapes, forward and backward, against the
 experts of transformers and of Liger; what the products would take if they were dense, as one
 large matrix product each; and a training step of a stack of 4 layers of the shape of
-Qwen3-30B-A3B. Prints a table and writes bench/results/moe-<gpu>.json.
+Qwen3-30B-A3B. --write-docs puts the figures into docs/kernels.md.
 
 Liger tunes its kernels over far more than a hundred configurations, which takes minutes for each
 shape: here only over those that `likely` names, in any number of stages, and at the first shape.
+
+# N tokens, C model dim, I intermediate size, E experts, K experts per token
 """
 
-import argparse
 import importlib
-import json
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,67 +24,43 @@ if not __package__:  # a script: runs where nothing is installed
 import torch
 from torch import Tensor
 
-from bench._common import RESULTS, ROOT, save, stamp
-from bench.measure import progress
-from bench.peers import imported, versions
-from bench.report import insert, markdown
-from bench.timing import milliseconds, peak_mib, quantiles, relative_l2
+import tigon
+from bench import harness, measure
+from bench.compare_side import QWEN3_MOE
+from bench.harness import Bench, Record, Run, failure, heading, markdown, named, provider_table
+from bench.kernels import PEERS
+from bench.measure import ONCE, Effort, Problem, Provider
+from bench.peers import call, imported, random_model
+from tigon.kernels import grouped_mlp_ref
 
-# tokens, model dim, intermediate size, experts, experts per token; and transformers' experts
+# N, C, I, E, K; and transformers' experts
 SHAPES = {"Qwen3-30B-A3B": (8192, 2048, 768, 128, 8), "Mixtral-8x7B": (8192, 4096, 14336, 8, 2)}
 EXPERTS = {
     "Qwen3-30B-A3B": "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
     "Mixtral-8x7B": "transformers.models.mixtral.modeling_mixtral:MixtralExperts",
 }
-STACK = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-STACK_TOKENS = (2, 4096)
-ROUNDS = 3
+STACK, STACK_TOKENS = "stack", (2, 4096)
+LAYER = Effort(rounds=3, total=60.0, least=3, most=20)
+STEP = Effort(rounds=1, total=1500.0, least=5, most=8)
+PATIENCE = 600.0  # seconds; Liger tunes
 
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Args = tuple[Tensor, ...]  # x, gate_up, down, chosen, weights
 
 
-def ours(*_: int) -> Forward:
-    from tigon.kernels import grouped_mlp
-
-    return partial(_ours, grouped_mlp)
-
-
-def _ours(operator: Any, x: Tensor, gate_up: Tensor, down: Tensor, e: Tensor, w: Tensor) -> Tensor:
-    return operator(x, gate_up, down, e, w, "silu")
-
-
-def module(path: str, implementation: str | None, c: int, i: int, e: int, k: int) -> Forward:
+def experts(path: str, implementation: str | None, sizes: Any, args: Args) -> measure.Run:
     """Another library's experts over the same parameters."""
-    from transformers import Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
+    c, i, e, k = sizes
+    config = imported("transformers:Qwen3MoeConfig")(
         hidden_size=c, moe_intermediate_size=i, num_experts=e, num_experts_per_tok=k
     )
     config.num_local_experts, config.intermediate_size = e, i
     if implementation is not None:
         config._experts_implementation = implementation
     with torch.device("meta"):
-        experts = imported(path)(config)
-
-    def forward(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
-        own = {"gate_up_proj": gate_up, "down_proj": down}
-        return torch.func.functional_call(experts, own, (x, chosen, w))
-
-    return forward
+        module = imported(path)(config)
+    x, gate_up, down, chosen, weights = args
+    own = {"gate_up_proj": gate_up, "down_proj": down}
+    return lambda: torch.func.functional_call(module, own, (x, chosen, weights))
 
 
 def likely(num_warps: int, **block: int) -> bool:
@@ -99,79 +71,18 @@ def likely(num_warps: int, **block: int) -> bool:
     return block["BLOCK_N"] == 128 and block["BLOCK_K"] == step and num_warps == 8
 
 
-def liger(c: int, i: int, e: int, k: int) -> Forward:
+def liger(sizes: Any, args: Args) -> measure.Run:
     kernels = importlib.import_module("liger_kernel.ops.fused_moe_kernels")
     for kernel in vars(kernels).values():
         if hasattr(kernel, "configs"):
             kernel.configs = [c for c in kernel.configs if likely(c.num_warps, **c.kwargs)]
-    return module("liger_kernel.transformers.swiglu:LigerExperts", None, c, i, e, k)
+    return experts("liger_kernel.transformers.swiglu:LigerExperts", None, sizes, args)
 
 
-def layer(name: str) -> dict[str, Any]:
-    n, c, i, e, k = SHAPES[name]
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x = torch.randn(n, c, **options).requires_grad_()
-    gate_up = (torch.randn(e, 2 * i, c, **options) * 0.02).requires_grad_()
-    down = (torch.randn(e, c, i, **options) * 0.02).requires_grad_()
-    weights, chosen = torch.randn(n, e, device="cuda").softmax(-1).topk(k)
-    weights = (weights / weights.sum(-1, keepdim=True)).to(torch.bfloat16).requires_grad_()
-    leaves = [x, gate_up, down, weights]
-    upstream = torch.randn(n, c, **options)
-    flops = 6 * n * k * c * i
-
-    providers: dict[str, Callable[[], Forward]] = {
-        "tigon": ours,
-        "transformers grouped_mm": partial(module, EXPERTS[name], "grouped_mm", c, i, e, k),
-        "transformers eager": partial(module, EXPERTS[name], "eager", c, i, e, k),
-    }
-    if name == next(iter(SHAPES)):
-        providers["Liger"] = partial(liger, c, i, e, k)
-    runs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
-    found: dict[str, dict[str, Any]] = {}
-    truth: list[Tensor] | None = None
-    for provider, make in providers.items():
-        progress(f"{name}: {provider}")
-        try:
-            call = make()
-            forward = partial(call, x, gate_up, down, chosen, weights)
-
-            def both(forward: Callable[[], Tensor] = forward) -> Any:
-                return torch.autograd.grad(forward(), leaves, upstream)
-
-            values = [forward().detach(), *both()]
-        except Exception as error:  # a peer that fails ends its own row
-            found[provider] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        truth = exact(leaves, chosen, upstream) if truth is None else truth
-        errors = [relative_l2(a, b) for a, b in zip(values, truth, strict=True)]
-        names = ("y", "dx", "dgate_up", "ddown", "dweights")
-        found[provider] = {"errors": dict(zip(names, errors, strict=True))}
-        del values
-        found[provider]["peak_mib"] = peak_mib(both)
-        runs[provider] = forward, both
-    del truth
-    torch.cuda.empty_cache()
-    runs["dense"] = dense(n * k, c, i)
-    samples: dict[str, tuple[list[float], list[float]]] = {p: ([], []) for p in runs}
-    progress(f"{name}: timing")
-    for _ in range(ROUNDS):  # in turn, so that a change of the clock hits all alike
-        for provider, pair in runs.items():
-            for out, run in zip(samples[provider], pair, strict=True):
-                out += milliseconds(run, total=60.0, least=3, most=20)
-    for provider, (forward_ms, both_ms) in samples.items():
-        f, b = quantiles(forward_ms), quantiles(both_ms)
-        found.setdefault(provider, {}).update(forward_ms=f, both_ms=b)
-        found[provider]["forward_tflops"] = flops / f[1] / 1e9
-        found[provider]["backward_tflops"] = 2 * flops / (b[1] - f[1]) / 1e9
-    return {"shape": SHAPES[name], "flops_forward": flops, "providers": found}
-
-
-def dense(s: int, c: int, i: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def dense(s: int, c: int, i: int) -> dict[str, measure.Run]:
     """The products of all slots with one matrix: forward, and forward and backward together."""
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    x, h, y = (torch.randn(s, d, **options) for d in (c, i, 2 * i))
-    up, down = torch.randn(2 * i, c, **options), torch.randn(c, i, **options)
+    x, h, y = (torch.randn(s, d, dtype=torch.bfloat16) for d in (c, i, 2 * i))
+    up, down = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((2 * i, c), (c, i)))
 
     def forward() -> None:
         x @ up.T
@@ -184,158 +95,155 @@ def dense(s: int, c: int, i: int) -> tuple[Callable[[], Any], Callable[[], Any]]
         y.T @ x
         x.T @ h
 
-    return forward, both
+    return {"forward_ms": forward, "both_ms": both}
 
 
-def exact(leaves: list[Tensor], chosen: Tensor, upstream: Tensor) -> list[Tensor]:
+def exact(leaves: dict[str, Tensor], chosen: Tensor, upstream: Tensor) -> dict[str, Tensor]:
     """Value and gradients of the definition in fp32, without TF32."""
-    from tigon.kernels import grouped_mlp_ref
-
-    x, gate_up, down, weights = (t.detach().float().requires_grad_() for t in leaves)
+    wide = {name: t.detach().float().requires_grad_() for name, t in leaves.items()}
+    x, gate_up, down, weights = wide.values()
     y = grouped_mlp_ref(x, gate_up, down, chosen, weights, "silu")
-    return [y.detach(), *torch.autograd.grad(y, [x, gate_up, down, weights], upstream.float())]
+    grads = torch.autograd.grad(y, list(wide.values()), upstream.float())
+    return {"y": y.detach()} | {f"d{n}": g for n, g in zip(wide, grads, strict=True)}
 
 
-def stack() -> dict[str, Any]:
+def problem(n: int, c: int, i: int, e: int, k: int, path: str, with_liger: bool) -> Problem:
+    bf16 = {"dtype": torch.bfloat16}
+    x = torch.randn(n, c, **bf16).requires_grad_()
+    gate_up = (torch.randn(e, 2 * i, c, **bf16) * 0.02).requires_grad_()
+    down = (torch.randn(e, c, i, **bf16) * 0.02).requires_grad_()
+    weights, chosen = torch.randn(n, e).softmax(-1).topk(k)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(torch.bfloat16).requires_grad_()
+    leaves = {"x": x, "gate_up": gate_up, "down": down, "weights": weights}
+    upstream = torch.randn(n, c, **bf16)
+    args, sizes = (x, gate_up, down, chosen, weights), (c, i, e, k)
+    providers = [Provider("tigon", call("tigon.kernels:grouped_mlp", *args, "silu"))]
+    for kind in ("grouped_mm", "eager"):
+        make = partial(experts, path, kind, sizes, args)
+        providers.append(Provider(f"transformers {kind}", make))
+    if with_liger:
+        providers.append(Provider("Liger", partial(liger, sizes, args)))
+    truth = partial(exact, leaves, chosen, upstream)
+    products = dense(n * k, c, i)
+    return Problem(leaves, ("y",), (upstream,), truth, providers, products, patience=PATIENCE)
+
+
+def layer(name: str, quick: bool, device: str = "cuda") -> Record:
+    n, c, i, _, k = SHAPES[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        what = problem(*SHAPES[name], EXPERTS[name], name == next(iter(SHAPES)))
+    found = measure.measure(name, what, ONCE if quick else LAYER)
+    providers = {row.pop("name"): row for row in found["providers"]}
+    providers["dense"] = found["references"]
+    flops = 6 * n * k * c * i
+    for row in providers.values():
+        if "error" not in row:
+            row["forward_tflops"] = flops / row["forward_ms"][1] / 1e9
+            row["backward_tflops"] = 2 * flops / backward_ms(row) / 1e9
+    return {"shape": SHAPES[name], "flops_forward": flops, "providers": providers}
+
+
+def our_stack(config: Record, device: str) -> Any:
+    return tigon.Qwen3Moe.from_config(config, dtype=torch.bfloat16, device=device)
+
+
+def their_stack(config: Record, device: str, *, with_liger: bool) -> Any:
+    if with_liger:
+        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
+    return random_model("Qwen3Moe", config, device)
+
+
+def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
     """Tokens per second of a training step: forward, backward and AdamW, all in bf16."""
     b, t = STACK_TOKENS
-    ids = torch.randint(0, STACK["vocab_size"], (b, t), device="cuda")
+    ids = torch.randint(0, config["vocab_size"], (b, t), device=device)
+    adam = partial(torch.optim.AdamW, lr=1e-5, fused=True)
     found: dict[str, Any] = {}
     for provider, make in {
         "tigon": our_stack,
-        "transformers": partial(their_stack, liger=False),
-        "transformers + Liger": partial(their_stack, liger=True),
+        "transformers": partial(their_stack, with_liger=False),
+        "transformers + Liger": partial(their_stack, with_liger=True),
     }.items():
-        progress(f"stack: {provider}")
-        try:
-            torch.manual_seed(0)
-            model = make()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-            def step(model: Any = model, optimizer: Any = optimizer) -> Tensor:
-                loss = model(ids, labels=ids).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                return loss
-
-            for _ in range(2):
-                loss = float(step().detach())
-            ms = quantiles(milliseconds(step, total=1500.0, least=5, most=8))
-            found[provider] = {
-                "ms": ms,
-                "tokens_per_second": 1e3 * b * t / ms[1],
-                "peak_mib": peak_mib(step),
-                "loss": loss,
-            }
-        except Exception as error:
-            found[provider] = {"error": f"{type(error).__name__}: {error}"[:300]}
-        model = optimizer = step = None  # type: ignore[assignment]
-        torch.cuda.empty_cache()
-    return {"tokens": STACK_TOKENS, "config": STACK, "providers": found}
+        load, inputs = partial(make, config, device), {"input_ids": ids, "labels": ids}
+        effort = ONCE if quick else STEP
+        row, _ = measure.training_step(provider, load, inputs, effort, adam)
+        if "ms" in row:
+            row["tokens_per_second"] = 1e3 * b * t / row["ms"][1]
+        found[row.pop("name")] = row
+    return {"tokens": STACK_TOKENS, "config": config, "providers": found}
 
 
-def our_stack() -> Any:
-    from tigon import Qwen3Moe
-
-    model = Qwen3Moe.from_config(
-        {**STACK, "model_type": "qwen3_moe"}, dtype=torch.bfloat16, device="cuda"
-    )
-    return model.train()
-
-
-def their_stack(*, liger: bool) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    if liger:
-        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
-    config = Qwen3MoeConfig(**STACK, dtype=torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
-    return model.to(torch.bfloat16).train()
-
-
-def tables(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
-    peers = ", ".join(f"{name} {v}" for name, v in record["peers"].items() if v)
-    changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
-    lines = [
-        f"{record['gpu']}, torch {record['torch']}, {peers}; commit {record['commit']}{changes}, "
-        f"{record['date'][:10]}.",
-        "",
-    ]
-    head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
-    head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
-    rows = []
-    for name, case in record["layers"].items():
-        dense = case["providers"]["dense"]
-        for provider, row in case["providers"].items():
-            if "error" in row:
-                rows.append([name, provider, row["error"].partition(":")[0], *[""] * 7])
-                continue
-            cells = [name, provider]
-            for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
-                rate = row[f"{mode}_tflops"]
-                cells += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
-            errors = row.get("errors")
-            cells.append(f"{max(errors.values()):.1e}" if errors else "")
-            cells.append(f"{row['peak_mib']:.0f}" if errors else "")
-            rows.append(cells)
-    lines += [markdown(head, rows), ""]
-    stack = record["stack"]
-    b, t = stack["tokens"]
-    lines.append(f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:")
-    rows = []
-    for provider, row in stack["providers"].items():
-        if "error" in row:
-            rows.append([provider, row["error"].partition(":")[0], "", ""])
-            continue
-        memory = f"{row['peak_mib'] / 1024:.1f}"
-        rows.append([provider, f"{row['ms'][1]:.4g}", f"{row['tokens_per_second']:.0f}", memory])
-    head = "provider", "ms", "tokens/s", "extra GiB"
-    return "\n".join([*lines, "", markdown(head, rows)])
-
-
-def backward_ms(row: dict[str, Any]) -> float:
+def backward_ms(row: Record) -> float:
     return row["both_ms"][1] - row["forward_ms"][1]
 
 
-def write_docs() -> None:
-    """The newest record, between its markers."""
-    records = [json.loads(path.read_text()) for path in RESULTS.glob("moe-*.json")]
-    newest = max(records, key=lambda record: record["date"])
-    insert(tables(newest), ROOT / "docs/kernels.md", "moe")
+def layer_table(layers: Record) -> str:
+    head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
+    head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
+    rows = []
+    for name, provider, row, dense in (
+        (name, provider, row, case["providers"]["dense"])
+        for name, case in layers.items()
+        for provider, row in case["providers"].items()
+    ):
+        rows.append([name, provider])
+        if "error" in row:
+            rows[-1].append(failure(row))
+            continue
+        for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
+            rate = row[f"{mode}_tflops"]
+            rows[-1] += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
+        if "errors" in row:
+            error = harness.worst(row["errors"].values())
+            rows[-1].append(error if isinstance(error, str) else f"{error:.1e}")
+            rows[-1].append(f"{row['peak_mib']:.0f}")
+    return markdown(head, rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", help="of a copy without git: git describe --always --dirty")
-    parser.add_argument("--write-docs", action="store_true", help="put the newest into docs")
-    args = parser.parse_args()
-    if args.write_docs:
-        write_docs()
-        return 0
-    if not torch.cuda.is_available():
-        print("bench/moe.py needs a CUDA GPU")
-        return 1
-    gpu = torch.cuda.get_device_name()
-    import transformers
+def stack_table(stack: Record) -> str:
+    (b, t), rows = stack["tokens"], named(stack["providers"])
 
-    record: dict[str, Any] = {
-        **stamp("tigon", "bench/*.py", described=args.commit),
-        "gpu": gpu,
-        "peers": {**versions(), "transformers": transformers.__version__},
-        "layers": {},
-    }
-    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    def cells(row: Record) -> Iterator[str]:
+        yield f"{row['ms'][1]:.4g}"
+        yield f"{row['tokens_per_second']:.0f}"
+        yield f"{row['peak_mib'] / 1024:.1f}"
+
+    table = provider_table(("provider", "ms", "tokens/s", "extra GiB"), rows, cells)
+    title = f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:"
+    return f"{title}\n\n{table}"
+
+
+def show(record: Record) -> str:
+    """The record as Markdown."""
+    parts = [f"{heading(record, record['peers'])}."]
+    if record.get("layers"):
+        parts.append(layer_table(record["layers"]))
+    if "stack" in record:
+        parts.append(stack_table(record["stack"]))
+    return "\n\n".join(parts)
+
+
+def run(run: Run) -> str:
+    peers = {**PEERS, "transformers": "transformers"}
+    run.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
+    run.record["layers"] = {}
     for name in SHAPES:
-        record["layers"][name] = layer(name)
-        save(RESULTS / f"moe-{slug}.json", record)
-    record["stack"] = stack()
-    save(RESULTS / f"moe-{slug}.json", record)
-    print(tables(record))
-    return 0
+        if name in run.only:
+            run.add(layers={**run.record["layers"], name: layer(name, run.quick)})
+    if STACK in run.only:
+        run.add(stack=stack(QWEN3_MOE, run.quick))
+    return show(run.record)
 
+
+BENCH = Bench(
+    kind="moe",
+    about=__doc__,
+    run=run,
+    show=show,
+    cases=(*SHAPES, STACK),
+    blocks=lambda records: {"docs/kernels.md": show(harness.newest(records))},
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    harness.main(BENCH)

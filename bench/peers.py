@@ -1,31 +1,21 @@
 """What Tigon's operators are compared with: the usual plain-torch formulas, and other libraries.
 
-The formulas are those of transformers' modelling files. `up` is the dtype that they compute in
-where those files upcast: fp32 as there, fp64 for the truth that errors are measured against.
+The formulas are those of transformers' modelling files. Where those upcast to fp32, fp64 stays:
+the truth that errors are measured against is the same formula in fp64.
 """
 
 import importlib
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.measure import Provider, Run
+
 PACKAGES = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
-
-
-def versions() -> dict[str, str | None]:
-    """Of every peer library; None where it is not installed."""
-    found: dict[str, str | None] = {}
-    for name, package in PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def imported(path: str) -> Callable[..., Any]:
@@ -34,16 +24,44 @@ def imported(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def ours(name: str) -> Callable[..., Any]:
-    return imported(f"tigon.kernels.{name}:{name}")
+def call(path: str, *args: Any, **kwargs: Any) -> Callable[[], Run]:
+    """What makes a run of the function `module:name` with these arguments."""
+    return lambda: partial(imported(path), *args, **kwargs)
 
 
-def liger(name: str) -> Callable[..., Any]:
-    return imported(f"liger_kernel.transformers.functional:{name}")
+def tigon(name: str, *args: Any, **kwargs: Any) -> Provider:
+    return Provider("tigon", call(f"tigon.kernels:{name}", *args, **kwargs))
+
+
+def liger(name: str, *args: Any, overwrites: tuple[Tensor, ...] = (), **kwargs: Any) -> Provider:
+    make = call(f"liger_kernel.transformers.functional:{name}", *args, **kwargs)
+    return Provider("Liger", make, overwrites=overwrites)
+
+
+def quack(path: str, *args: Any, **kwargs: Any) -> Provider:
+    return Provider("QuACK", call(f"quack.{path}", *args, **kwargs))
+
+
+def plain(formula: Callable[..., Any], *args: Any) -> list[Provider]:
+    """The formula as it stands, and compiled."""
+    return [
+        Provider("eager", lambda: partial(formula, *args)),
+        Provider("torch.compile", lambda: partial(compiled(formula), *args)),
+    ]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
+
+
+def random_model(name: str, config: dict[str, Any], device: str) -> Any:
+    """A model of transformers with random weights in bf16, by the name of its classes."""
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    own = imported(f"transformers:{name}Config")(**given, dtype=torch.bfloat16)
+    make: Any = imported(f"transformers:{name}ForCausalLM")
+    with torch.device(device):
+        model = make._from_config(own, attn_implementation="sdpa")
+    return model.to(torch.bfloat16)
 
 
 def cce(*, exact: bool) -> Callable[..., Any]:
@@ -53,40 +71,37 @@ def cce(*, exact: bool) -> Callable[..., Any]:
         return function
     kinds = imported("cut_cross_entropy.linear_cross_entropy:LinearCrossEntropyImpl").__members__
     # 25.1.1, the newest on PyPI, has no such name: there the filter is an argument
-    return partial(function, **({"impl": "cce_exact"} if "CCE_EXACT" in kinds else NO_FILTER))
+    without = {"impl": "cce_exact"} if "CCE_EXACT" in kinds else {"filter_eps": None}
+    return partial(function, **without)
 
 
-NO_FILTER = {"filter_eps": None}
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def llama_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
-    h = x.to(up)
-    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+def normed(x: Tensor, eps: float) -> Tensor:
+    h = wide(x)
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def gemma_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
-    h = x.to(up)
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return (h * (1.0 + weight.to(up))).to(x.dtype)
+def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * normed(x, eps).to(x.dtype)
 
 
-def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (normed(x, eps) * (1.0 + wide(weight))).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return llama_norm(total, weight, eps, up), total
+    return llama_norm(total, weight, eps), total
 
 
 def sandwich(
-    x: Tensor,
-    residual: Tensor,
-    post_weight: Tensor,
-    weight: Tensor,
-    eps: float,
-    up: torch.dtype = torch.float32,
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    total = residual + gemma_norm(x, post_weight, eps, up)
-    return gemma_norm(total, weight, eps, up), total
+    total = residual + gemma_norm(x, post_weight, eps)
+    return gemma_norm(total, weight, eps), total
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -106,25 +121,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 def norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    up: torch.dtype = torch.float32,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return rope(llama_norm(q, q_weight, eps, up), llama_norm(k, k_weight, eps, up), cos, sin)
+    return rope(llama_norm(q, q_weight, eps), llama_norm(k, k_weight, eps), cos, sin)
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
-) -> Tensor:
-    return F.cross_entropy(logits.to(up), targets, reduction=reduction)
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(wide(logits), targets, reduction=reduction)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
-) -> Tensor:
-    return cross_entropy(hidden @ weight.T, targets, reduction, up)
+def linear_cross_entropy(hidden: Tensor, targets: Tensor, weight: Tensor, reduction: str) -> Tensor:
+    return cross_entropy(hidden @ weight.T, targets, reduction)

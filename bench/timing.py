@@ -1,4 +1,4 @@
-"""How the kernel benchmark measures: device time, memory, host time, error."""
+"""How the benchmarks measure: device time, memory, host time, error."""
 
 import gc
 import time

@@ -3,20 +3,34 @@
 import gc
 import json
 import time
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import cases, kernels, losses, measure, peers, report, streaming, timing
-from bench._common import RESULTS, ROOT
-from bench.cases import CASES, Case
-from bench.moe import tables
-from bench.plot_kernels import plot
-from bench.problem import Problem, Provider, truth
+from bench import (
+    attention,
+    compare,
+    cpu,
+    generate,
+    harness,
+    kernels,
+    measure,
+    moe,
+    padding,
+    peers,
+    timing,
+)
+from bench import kernels_report as report
+from bench.compare_side import LLAMA_1B, QWEN3_MOE
+from bench.harness import RESULTS, ROOT, Record
+from bench.kernels import CASES, Case, streamed
+from bench.kernels_report import plot
+from bench.measure import Problem, Provider, truth
 
-Record = dict[str, Any]
 BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 
 
@@ -42,7 +56,7 @@ def test_bytes_are_those_counted_by_hand() -> None:
 
 
 def test_every_shape_of_the_target_table_is_measured() -> None:
-    shapes = {name: [] for name in cases.OPERATORS}
+    shapes = {name: [] for name in kernels.OPERATORS}
     for case in CASES:
         shapes[case.operator].append((case.variant, case.shape))
     assert {name: len(found) for name, found in shapes.items()} == {
@@ -77,34 +91,45 @@ def test_quick_takes_the_first_shape_of_each_variant() -> None:
 
 
 SMALL = [
-    cases.rms_norm(24, 64),
-    cases.rms_norm_residual(24, 64),
-    cases.sandwich_norm(24, 64),
-    cases.gated_act(24, 32, "silu"),
-    cases.gated_act(24, 32, "gelu_tanh"),
-    cases.rope(2, 7, 4, 2, 16),
-    cases.qk_norm_rope(2, 7, 4, 2, 16),
-    cases.cross_entropy(24, 97),
-    *cases.linear_cross_entropy(48, 32, 97, 1.05),
+    streamed("rms_norm", 24, 64),
+    streamed("rms_norm_residual", 24, 64),
+    streamed("sandwich_norm", 24, 64),
+    streamed("gated_act", 24, 32, variant="silu"),
+    streamed("gated_act", 24, 32, variant="gelu_tanh"),
+    streamed("rope", 2, 7, 4, 2, 16),
+    streamed("qk_norm_rope", 2, 7, 4, 2, 16),
+    kernels.cross_entropy(24, 97),
+    *kernels.linear_cross_entropy(48, 32, 97, 1.05),
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_ours_and_eager_agree_with_the_truth(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names, layouts and halves of every case are wired right; nothing is left overwritten."""
-    made = measure.build(case, "cpu")
-    before = [[t.detach().clone() for t in p.overwrites] for p in made.providers]
-    made.providers = [p for p in made.providers if p.name in ("tigon", "tigon overwrite", "eager")]
-    monkeypatch.setattr(measure, "build", lambda *_: made)
+def built(case: Case) -> Problem:
+    return kernels.build(case, "cpu", {})
 
-    def times(run: timing.Run, before: timing.Run, **_: Any) -> list[float]:
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's clock and memory are played: everything takes 2 ms and 2 MiB."""
+
+    def times(run: timing.Run, before: timing.Run = timing.nothing, **_: Any) -> list[float]:
         before(), run()
         return [3.0, 1.0, 2.0]
 
     monkeypatch.setattr(gc, "collect", int)  # 0.2 s in a process this large
     monkeypatch.setattr(timing, "milliseconds", times)
-    monkeypatch.setattr(timing, "peak_mib", lambda run, before: times(run, before)[1])
-    result = measure.measure(case, {}, quick=True, device="cpu")
+    monkeypatch.setattr(timing, "peak_mib", lambda *given: times(*given)[2])
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_ours_and_eager_agree_with_the_truth(
+    case: Case, monkeypatch: pytest.MonkeyPatch, clock: None
+) -> None:
+    """Names, layouts and halves of every case are wired right; nothing is left overwritten."""
+    made = built(case)
+    before = [[t.detach().clone() for t in p.overwrites] for p in made.providers]
+    made.providers = [p for p in made.providers if p.name in ("tigon", "tigon overwrite", "eager")]
+    monkeypatch.setattr(kernels, "build", lambda *_: made)
+    result = kernels.measured(case, {}, quick=True, device="cpu")
     names = [p["name"] for p in result["providers"]]
     assert names[0] == "tigon" and names[-1] == "eager"
     for provider, fresh in zip(made.providers, before, strict=False):
@@ -123,8 +148,8 @@ def test_a_run_writes_what_the_report_reads(
 ) -> None:
     """A whole run, with the GPU's clock and memory played."""
 
-    def on_cpu(case: Case, _: str, build: Any = measure.build) -> Problem:
-        return build(case, "cpu")
+    def on_cpu(case: Case, _: str, libraries: Any, build: Any = kernels.build) -> Problem:
+        return build(case, "cpu", libraries)
 
     def times(run: timing.Run, *_: Any, **__: Any) -> list[float]:
         run()
@@ -132,12 +157,11 @@ def test_a_run_writes_what_the_report_reads(
 
     out = tmp_path / "part" / "kernels.json"
     monkeypatch.setattr(gc, "collect", int)
-    monkeypatch.setattr(measure, "build", on_cpu)
-    monkeypatch.setattr(streaming, "compiled", lambda f: f)
-    monkeypatch.setattr(losses, "compiled", lambda f: f)
+    monkeypatch.setattr(kernels, "build", on_cpu)
+    monkeypatch.setattr(peers, "compiled", lambda f: f)
     monkeypatch.setattr(kernels, "CASES", [SMALL[0], *SMALL[-3:]])
-    monkeypatch.setattr(cases, "HOST_SHAPE", (4, 8))
-    monkeypatch.setattr(peers, "versions", lambda: dict.fromkeys(peers.PACKAGES))
+    monkeypatch.setattr(kernels, "HOST_SHAPE", (4, 8))
+    monkeypatch.setattr(kernels, "installed", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(timing, "wait", timing.nothing)
@@ -146,7 +170,8 @@ def test_a_run_writes_what_the_report_reads(
     monkeypatch.setattr(timing, "host_microseconds", times)
     monkeypatch.setattr(measure.Effort, "copy", lambda *_: [1.0, 2.0, 3.0])
     asked = "host,linear_cross_entropy,rms_norm"
-    kernels.main(["--only", asked, "--out", str(out), "--commit", "abc1234-dirty"])
+    arguments = ["--only", asked, "--out", str(out), "--commit", "abc1234-dirty"]
+    harness.main(kernels.BENCH, arguments)
     printed = capsys.readouterr().out
     record = json.loads(out.read_text())
     assert (record["commit"], record["uncommitted_changes"]) == ("abc1234", True)
@@ -164,14 +189,18 @@ def test_a_run_writes_what_the_report_reads(
     assert "error" not in json.dumps([case["providers"] for case in record["cases"]]).replace(
         '"errors"', ""
     )
-    assert "48, 32, 97: tigon, forward + backward: met, 1 for 1.05" in printed
+    assert "met: linear_cross_entropy dense 48, 32, 97: tigon, forward + backward: 1.000 for" in (
+        printed
+    )
     assert "| F.rms_norm | 2.00 | 2.00 |" in printed and "commit abc1234 with unc" in (
         report.details(record)
     )
 
 
-def test_a_provider_that_raises_is_recorded_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = measure.build(SMALL[0], "cpu")
+def test_a_provider_that_raises_is_recorded_and_restored(
+    monkeypatch: pytest.MonkeyPatch, clock: None
+) -> None:
+    made = built(SMALL[0])
     (dy,) = made.upstream
 
     def broken() -> None:
@@ -180,23 +209,21 @@ def test_a_provider_that_raises_is_recorded_and_restored(monkeypatch: pytest.Mon
 
     made.providers = [Provider("Liger", lambda: broken, overwrites=(dy,)), made.providers[1]]
     fresh = dy.clone()
-    monkeypatch.setattr(measure, "build", lambda *_: made)
-    monkeypatch.setattr(timing, "milliseconds", lambda *_, **__: [1.0])
-    monkeypatch.setattr(timing, "peak_mib", lambda *_: 1.0)
-    broken_one, eager = measure.measure(SMALL[0], {"Liger": "1"}, True, "cpu")["providers"]
+    found = measure.measure("", made, measure.ONCE)
+    broken_one, eager = found["providers"]
     assert broken_one == {"name": "Liger", "error": "RuntimeError: no kernel for this"}
-    assert eager["both_ms"] == [1.0, 1.0, 1.0] and torch.equal(dy, fresh)
+    assert eager["both_ms"] == [1.0, 2.0, 3.0] and torch.equal(dy, fresh)
     # and one that is not installed is not tried
-    (only,) = measure.measure(SMALL[0], {"Liger": None}, True, "cpu")["providers"]
-    assert only["name"] == "eager"
+    names = [p.name for p in kernels.build(SMALL[0], "cpu", {"Liger": None}).providers]
+    assert "Liger" not in names and "QuACK" in names
 
 
 def test_the_truth_does_not_depend_on_the_chunk() -> None:
     x, w, dy = torch.randn(7, 5), torch.randn(5), torch.randn(7, 5)
 
     def whole(step: int) -> dict[str, torch.Tensor]:
-        names = {"x": x}, {"w": w}, ("y",), (dy,)
-        return truth(lambda t, at: torch.sin(t["x"]) * t["w"], *names, step=step)
+        names = {"x": x, "row": torch.arange(7)}, {"w": w}, ("y",), (dy,)
+        return truth(lambda x, row, w: torch.sin(x) * w * (row[:, None] >= 0), *names, step=step)
 
     expected = {"y": x.sin() * w, "dx": dy * w * x.cos(), "dw": (dy * x.sin()).sum(0)}
     for step in (3, 7, 100):
@@ -226,15 +253,15 @@ def result(name: str, forward: float | None, both: float, **more: Any) -> Record
 def record() -> Record:
     """A made run of three cases, at a bandwidth of 4 TB/s."""
     norm, (dense, sparse, _) = (
-        cases.rms_norm(16384, 4096),
-        cases.linear_cross_entropy(8192, 4096, 128256, 1.05),
+        streamed("rms_norm", 16384, 4096),
+        kernels.linear_cross_entropy(8192, 4096, 128256, 1.05),
     )
 
     def measured(case: Case, providers: list[Record], **more: Any) -> Record:
         floor = {mode: moved / 4e9 for mode, moved in case.bytes.items()}
         copies = {mode: [1.02 * ms] * 3 for mode, ms in floor.items()}
         both = {"floor_ms": floor, "copy_ms": copies, "notes": {}, "providers": providers}
-        return measure.asdict(case) | both | more
+        return asdict(case) | both | more
 
     errors = {"dhidden": 0.002, "dweight": 0.003, report.NOT_TARGET: 1.0}
     lost = result("CCE", 20.0, 60.0, errors=errors)
@@ -301,8 +328,9 @@ def test_the_details_show_memory_errors_and_every_target(record: Record) -> None
     assert "| tigon | 10.0 | 60.0 |" in details
     console = report.console(record, "linear_cross_entropy")
     assert (
-        "30 % valid 8192, 4096, 128256: tigon, forward + backward: MISSED, 0.5 for 0.4" in console
-    )
+        "MISSED: linear_cross_entropy 30 % valid 8192, 4096, 128256: tigon, forward + backward: "
+        "0.500 for 0.40"
+    ) in console
     assert "three GEMMs 40.000 ms (alone x @ W.T 13.500)" in console
     floor = "forward + backward floor 0.1678 ms, copy 0.1711 ms, tigon 1.052 x copy"
     assert f"rms_norm 16384x4096: {floor}" in report.console(record, "rms_norm")
@@ -314,31 +342,37 @@ def test_a_nan_is_worse_than_any_error() -> None:
     assert report.figure(float("1344.4")) == "1344" and report.figure(0.31) == "0.310"
 
 
-def test_docs_are_written_between_the_markers_or_not_at_all(record: Record, tmp_path: Path) -> None:
+def test_docs_are_written_between_the_markers_or_not_at_all(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
     readme, docs = tmp_path / "README.md", tmp_path / "docs/kernels.md"
     readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     docs.write_text("no markers\n")
     with pytest.raises(ValueError, match=r"docs/kernels\.md does not hold"):
-        report.write_docs(record, tmp_path)
+        harness.write_docs(report.blocks([record]), "kernels")
     assert "stale" in readme.read_text()
     docs.write_text(f"{BEGIN}\n{END}\n")
     for _ in range(2):
-        report.write_docs(record, tmp_path)
+        harness.write_docs(report.blocks([record]), "kernels")
     text = readme.read_text()
     assert text.startswith(f"before\n{BEGIN}\n![") and text.endswith(f"{END}\nafter\n")
     assert "stale" not in text and report.summary(record, short=True) in text
     assert report.details(record) in docs.read_text()
 
 
-def test_the_newest_whole_run_is_shown(record: Record, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="on a GPU"):
-        report.newest(tmp_path)
+def test_the_newest_whole_run_is_shown(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no kernels\*\.json in .*: run bench/kernels\.py"):
+        harness.records("kernels")
     later = {"date": "2026-11-22T00:00:00Z"}
     runs = [record, record | later | {"commit": "new"}, record | later | {"complete": False}]
     for number, run in enumerate(runs):
         (tmp_path / f"kernels-{number}.json").write_text(json.dumps(run))
-    assert report.newest(tmp_path)["commit"] == "new"
+    assert harness.newest(harness.records("kernels"))["commit"] == "new"
 
 
 def test_the_plot_is_the_same_for_the_same_figures(record: Record, tmp_path: Path) -> None:
@@ -348,25 +382,106 @@ def test_the_plot_is_the_same_for_the_same_figures(record: Record, tmp_path: Pat
     assert "Liger 0.8.5" in text and ">1.07<" in text and "QuACK" not in text
 
 
-def test_the_docs_show_the_newest_run() -> None:
-    try:
-        record = report.newest(RESULTS)
-    except FileNotFoundError:
-        pytest.skip("bench/kernels.py has not run yet")
-    for name, block in report.blocks(record).items():
+BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
+
+
+@pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)
+def test_the_docs_show_the_newest_runs(bench: harness.Bench) -> None:
+    if not list(RESULTS.glob(f"{bench.kind}*.json")):
+        pytest.skip(f"bench/{bench.kind}.py has not run yet")
+    found = harness.records(bench.kind)
+    for name, block in bench.blocks(found).items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        assert text == report.between(text, block, name), "run bench/kernels.py --write-docs"
+        command = f"run bench/{bench.kind}.py --write-docs"
+        assert text == harness.between(text, block, name, bench.kind), command
+    assert all(record["commit"] in bench.show(record) for record in found)
 
 
-def test_unknown_operators_and_missing_gpus_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        kernels.main(["--only", "rms_norm,rmsnorm"])
-    assert "unknown operators rmsnorm; there are rms_norm, rms_norm_residual" in (
-        capsys.readouterr().err
-    )
+def test_each_script_has_a_command_line() -> None:
+    """It starts where the package is not installed, from any folder."""
+    for bench in BENCHES:
+        assert bench.__file__ is not None
+        text = Path(bench.__file__).read_text(encoding="utf-8")
+        assert text.endswith('if __name__ == "__main__":\n    harness.main(BENCH)\n')
+        assert "--only" in harness.parser_of(bench.BENCH).format_help()
 
 
-def test_the_docs_show_the_newest_run_of_experts() -> None:
-    records = [json.loads(path.read_text()) for path in RESULTS.glob("moe-*.json")]
-    newest = max(records, key=lambda record: record["date"])
-    assert tables(newest) in (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
+def test_bad_cases_and_missing_gpus_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in {
+        ("--only", "rms_norm,rmsnorm"): "no case rmsnorm; there are rms_norm, rms_norm_residual",
+        ("--only", "rms_norm"): "measuring needs a CUDA GPU; --table and --write-docs need none",
+    }.items():
+        with pytest.raises(SystemExit):
+            harness.main(kernels.BENCH, arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_cases_are_chosen_by_name_or_by_a_part_of_it() -> None:
+    names = ("rope", "qk_norm_rope", "rms_norm", "host")
+    assert harness.chosen(["rope"], names) == ["rope"]
+    assert harness.chosen(["host", "norm"], names) == ["qk_norm_rope", "rms_norm", "host"]
+
+
+def test_experts_agree_with_the_definition(clock: None) -> None:
+    """A tiny layer by ours and by transformers, and the dense products beside them."""
+    path = moe.EXPERTS["Qwen3-30B-A3B"]
+    what = moe.problem(24, 16, 8, 4, 2, path, True)
+    what.providers = [p for p in what.providers if p.name != "transformers grouped_mm"]
+    found = measure.measure("tiny", what, measure.ONCE)
+    ours, theirs, liger = found["providers"]
+    assert liger["error"].startswith("ModuleNotFoundError")
+    for row in (ours, theirs):
+        assert set(row["errors"]) == {"y", "dx", "dgate_up", "ddown", "dweights"}
+        assert 0 < max(row["errors"].values()) < 0.02
+    assert found["references"] == {"forward_ms": [1.0, 2.0, 3.0], "both_ms": [1.0, 2.0, 3.0]}
+
+
+def test_a_layer_of_experts_is_shown(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward takes 1, 3, 5, 7 ms by one provider after the other, forward and backward 2, 4..."""
+    name, ticks = "Qwen3-30B-A3B", count(1)
+    monkeypatch.setattr(moe, "SHAPES", {name: (24, 16, 8, 4, 2)})
+    monkeypatch.setattr(timing, "milliseconds", lambda *_, **__: [float(next(ticks))])
+    layer = json.loads(json.dumps(moe.layer(name, True, "cpu")))
+    flops = layer["flops_forward"]
+    assert flops == 6 * 24 * 2 * 16 * 8
+    ours = layer["providers"]["tigon"]
+    assert ours["forward_tflops"] == flops / 1e9 and ours["backward_tflops"] == 2 * flops / 1e9
+    shown = moe.layer_table({name: layer})
+    assert f"| {name} | tigon | 1 | 0 | 7.00 | 1 | 0 | 1.00 | " in shown
+    assert f"| {name} | dense | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
+    assert f"| {name} | Liger | ModuleNotFoundError |  |" in shown
+
+
+TINY_MODEL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+TINY_MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_padded_rows_are_measured_and_shown(clock: None) -> None:
+    """Ours with and without padding, and transformers: the same loss, the same gradient."""
+    inputs = padding.batch(97, 3, 7)
+    record = padding.measured(LLAMA_1B | TINY_MODEL, inputs, measure.ONCE)
+    rows = record["providers"]
+    assert list(rows) == [padding.WITH, padding.WITHOUT, padding.THEIRS]
+    assert record["real"] == int((inputs["labels"] != -100).sum()) < inputs["labels"].numel()
+    for row in rows.values():
+        assert row["ms"] == [1.0, 2.0, 3.0] and row["gradient_off"] < 0.01
+        assert row["loss"] == pytest.approx(rows[padding.WITH]["loss"], rel=1e-3)
+    stamp = {"gpu": "G", "torch": "2", "transformers": "5", "commit": "c", "date": "2026-11-21"}
+    shown = padding.show(record | stamp | {"uncommitted_changes": False})
+    rate = f"{record['real'] / 2e-3:,.0f}"
+    assert f"| tigon | 2 | {rate} | 1.00 | 0.0 | {rows['tigon']['loss']:.4f} |" in shown
+
+
+def test_a_stack_of_experts_is_measured(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an optimizer, so that the loss is that of the second step."""
+    monkeypatch.setattr(moe, "STACK_TOKENS", (1, 12))
+    more = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    stack = moe.stack(QWEN3_MOE | TINY_MODEL | more, True, "cpu")
+    ours, theirs, liger = stack["providers"].values()
+    assert ours["tokens_per_second"] == 12e3 / 2.0 == theirs["tokens_per_second"]
+    assert 3.0 < ours["loss"] < 6.0 and liger["error"].startswith("ModuleNotFoundError")
+    assert "| tigon | 2 | 6000 | 0.0 |" in moe.stack_table(stack)
+    assert "| transformers + Liger | ModuleNotFoundError |  |  |" in moe.stack_table(stack)

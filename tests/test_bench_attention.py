@@ -1,7 +1,6 @@
 """The attention benchmark without a GPU: its lengths, its operations, its truth, its verdicts."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from bench import attention as bench
 from bench import timing
 from bench.attention_cases import CASES, FA4, OURS, TORCH_ONLY, VARLEN, Case, lognormal, problem
-from bench.measure import Attempt, Effort
+from bench.measure import ONCE, Effort, Operation
 from tigon.kernels import AttentionMask, attention_ref
 
 CASE = Case("tiny", (5, 3, 1, 7), 8, (4, 2), 16, window=3)
@@ -46,8 +45,9 @@ def test_the_truth_is_the_definition(softcap: float | None) -> None:
     for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
         torch.testing.assert_close(exact[name].double(), value, rtol=1e-5, atol=1e-6)
     for provider in what.providers[:2]:
-        attempt = Attempt(provider, what)
-        attempt.check(exact)
+        attempt = Operation(provider, what, ONCE, ())
+        attempt.exact = exact
+        attempt.check()
         assert max(attempt.result["errors"].values()) < 1e-2
     assert {name: c.name for name, c in chosen.items()} == dict.fromkeys(
         (OURS, TORCH_ONLY), "reference" if softcap else "sdpa"
@@ -57,7 +57,7 @@ def test_the_truth_is_the_definition(softcap: float | None) -> None:
 def test_a_case_is_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "peak_mib", lambda run, before: 7.0)
     monkeypatch.setattr(timing, "milliseconds", lambda run, before, **_: [2.0])
-    case = bench.measure(CASE, Effort(1, 1.0, 1, 1), "cpu")
+    case = bench.measured(CASE, Effort(1, 1.0, 1, 1), "cpu")
     results = {p["name"]: p for p in case["providers"]}
     assert results[OURS]["both_ms"] == [2.0, 2.0, 2.0] and "error" in results[FA4]
     assert results["transformers, SDPA with a mask"]["errors"]["dk"] < 1e-2
@@ -91,11 +91,3 @@ def test_verdicts() -> None:
     gemma = "Gemma 3, full over window 512, flash-attn-4"
     assert f"MISSED: {gemma}, forward: 1.000 for 4.00" in found
     assert sum(line.startswith(("met: Gemma", "MISSED: Gemma")) for line in found) == 4
-
-
-def test_the_newest_run_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit):
-        bench.main(["--table"])
-    with pytest.raises(SystemExit):
-        bench.main(["--only", "nothing"])

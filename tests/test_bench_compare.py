@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import compare
-from bench._common import ROOT
+from bench import compare, harness
+from bench.harness import ROOT
 
 STEP, DECODE, HOST = "Llama-3.2-1B 2 x 8192", "decode 1 x 1024", "host time 1 x 512"
 
@@ -21,7 +21,8 @@ def test_two_trees_are_measured(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the kernels' own tests run them
     out = tmp_path / "compare.json"
     cases = ["Llama", "decode 1 ", "host"]
-    compare.main(["--base", str(ROOT), "--tiny", "--rounds", "1", "--out", str(out), *cases])
+    options = ["--base", str(ROOT), "--tiny", "--rounds", "1", "--out", str(out)]
+    harness.main(compare.BENCH, [*options, *cases])
     record = json.loads(out.read_text())
     assert [case["name"] for case in record["cases"]] == [STEP, DECODE, HOST]
     for case in record["cases"]:
@@ -70,7 +71,7 @@ def test_medians_ratios_and_results_are_shown() -> None:
     assert "| compile blocks | new | 12 | 2 | 3 | 4 | 2.5 | 2.5 |  |" in lines
     assert list(compare.verdicts(record())) == [
         f"MISSED: {STEP}, base / new: 0.800 for 0.99",
-        f"not measured: {DECODE}",
+        f"not measured: {DECODE}, base / new",
     ]
 
 
@@ -79,10 +80,10 @@ def test_bad_arguments_are_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, message in {
-        ("--base", str(tmp_path)): f"--base {tmp_path} holds no tigon/",
-        ("--base", str(ROOT), "decoding"): "decoding; there are Llama-3.2-1B 2 x 8192",
+        ("--base", str(tmp_path)): f"{tmp_path} holds no tigon/",
+        ("--base", str(ROOT), "decoding"): "no case decoding; there are Llama-3.2-1B 2 x 8192",
         ("--base", str(ROOT)): "measuring needs a CUDA GPU, or --tiny",
     }.items():
         with pytest.raises(SystemExit):
-            compare.main(arguments)
+            harness.main(compare.BENCH, arguments)
         assert message in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 import tigon
 from bench import generate as bench
 from bench import generate_cases as cases
-from bench import padding, timing
+from bench import harness, timing
 from bench.generate_cases import (
     CASES,
     DYNAMIC,
@@ -136,7 +136,7 @@ def test_a_run_writes_what_the_table_reads(
     tiny = (Decode(ONE.name, 1, 5, (2, 4), (2, 4), 2), Decode(MANY.name, 3, 5, (2, 4), (2, 4), 1))
     monkeypatch.setattr(bench, "LLAMA_8B", TINY)
     monkeypatch.setattr(bench, "CASES", (*tiny, Prefill(PREFILL.name, 16)))
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(cases, "ours", model(cases.ours, 1.0))
     monkeypatch.setattr(cases, "theirs", model(cases.theirs, 3.0))
     monkeypatch.setattr(cases, "caches", lambda: (OURS,))
@@ -149,7 +149,7 @@ def test_a_run_writes_what_the_table_reads(
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    bench.main(["--commit", "abc1234"])
+    harness.main(bench.BENCH, ["--commit", "abc1234"])
     printed = capsys.readouterr().out
     path = tmp_path / "generate-nvidia-h200.json"
     record = json.loads(path.read_text())
@@ -169,29 +169,16 @@ def test_a_run_writes_what_the_table_reads(
     assert prefill["providers"][0]["first_token_ms"][1] == pytest.approx(8.0)
     assert "MISSED: decode 1 x 1024, times as fast as transformers: 3.000 for 11.00" in printed
     assert "met: prefill 8192, share of the bound: " in printed
-    bench.main(["--table"])
+    harness.main(bench.BENCH, ["--table"])
     shown = capsys.readouterr().out
     assert "commit abc1234, " in shown and "| transformers | 3.00 | 1,000 | " in shown
     for name in ("README.md", "docs/generation.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("a\n<!-- generate:begin -->old<!-- generate:end -->\nb\n")
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    bench.main(["--write-docs"])
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    harness.main(bench.BENCH, ["--write-docs"])
     assert "| decode 1 x 1024 | 1,000 | " in (tmp_path / "README.md").read_text()
     assert shown.strip() in (tmp_path / "docs/generation.md").read_text()
-
-
-@pytest.mark.parametrize("kind", ["generate", "padding"])
-def test_the_docs_show_the_newest_runs(kind: str) -> None:
-    files = sorted(bench.RESULTS.glob(f"{kind}-*.json"))
-    records = [json.loads(path.read_text()) for path in files]
-    if kind == "padding":
-        assert padding.table(records[-1]) in (bench.ROOT / "docs/attention.md").read_text("utf-8")
-        return
-    shown = "\n\n".join(map(bench.show, records))
-    assert shown in (bench.ROOT / "docs/generation.md").read_text("utf-8")
-    on_gpu = [record for record in records if "cases" in record]
-    assert bench.summary(on_gpu[-1]) in (bench.ROOT / "README.md").read_text("utf-8")
 
 
 def test_who_raises_ends_his_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +208,7 @@ def test_who_raises_ends_his_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cpu_record_is_shown() -> None:
     times = {"ratio": 0.8, "ours_ms": 8.0, "transformers_ms": 10.0}
     row = {"threads": 1, "batch": 4, "prompt": 30, **times}
-    record = bench.begun("a CPU", "abc1234") | {"model": "m", "results": [row]}
+    record = harness.stamp("abc1234") | {"machine": "a CPU", "packages": {}, "results": [row]}
     shown = bench.show(record)
     assert "| 1 | 4 | 30 | 8.00 | 10.0 | 0.800 |" in shown
     assert "met: 1 threads, batch 4, prompt 30, times as fast as transformers: 1.250 for" in shown
@@ -230,13 +217,13 @@ def test_the_cpu_record_is_shown() -> None:
 def test_bad_arguments_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     for arguments, message in {
-        ("--table",): f"no generate-*.json in {tmp_path}",
-        ("--only", "nothing"): "--only nothing; there are decode 1 x 1024, decode 64",
+        ("--table",): f"no generate*.json in {tmp_path}",
+        ("--only", "nothing"): "no case nothing; there are decode 1 x 1024, decode 64",
         ("--only", "prefill"): "measuring needs a CUDA GPU, or --cpu",
     }.items():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit):
-            bench.main(arguments)
+            harness.main(bench.BENCH, arguments)
         assert message in capsys.readouterr().err

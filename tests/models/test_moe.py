@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.contract import tiny_llama
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, EXPERTS, exact, load_reference, reference
+from tests.models.tiny import CASES, EXPERTS, exact, load_reference, reference, windows
 from tests.numbers import assert_as_near, float64
 from tigon.kernels import use
+from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models._config import ConfigError
 from tigon.models._moe import MoEConfig
@@ -93,7 +94,7 @@ def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: P
         everywhere = theirs(inputs["input_ids"], labels=inputs["labels"]).aux_loss
         assert abs(everywhere - peer.aux_loss) > 1e-3
     routers = [name for name, _ in theirs.named_parameters() if name.endswith("mlp.gate.weight")]
-    assert len(routers) == sum(ours.config.sparse(i) for i in range(3))  # type: ignore[attr-defined]
+    assert len(routers) == sum(isinstance(m, SparseMoE) for m in ours.modules())
 
     for which in ("aux_loss", "loss"):
         losses = [getattr(x, which) for x in (out, peer, truth)]
@@ -438,5 +439,5 @@ def test_windows_by_rule(model_type: str, used: bool) -> None:
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 6
     expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in types]
     ours = MODELS[model_type].config_class.from_dict(raw)
-    assert [ours.window(i) for i in range(6)] == expected
+    assert windows(ours) == expected
     assert (7 in expected) == (used or model_type == "mixtral")

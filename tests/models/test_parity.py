@@ -130,32 +130,35 @@ def test_bf16_is_rounded_where_transformers_rounds(
 def test_given_embeddings(model_type: str, case: str, tmp_path: Path) -> None:
     """Gemma scales those of its own tokens alone, Granite all."""
     theirs = reference(model_type, CASES[model_type][case], tmp_path)
+    ours, twin = from_pretrained(tmp_path), exact(theirs)
     x = torch.randn(B, T, theirs.config.hidden_size)
     with torch.no_grad():
-        expected = theirs(inputs_embeds=x).logits
-        logits = from_pretrained(tmp_path)(inputs_embeds=x).logits
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        logits, peer = (model(inputs_embeds=x).logits for model in (ours, theirs))
+        with float64():
+            truth = twin(inputs_embeds=x.double()).logits
+    assert_as_near(logits, peer, truth)
 
 
 @pytest.mark.parametrize(("model_type", "case"), [*FIRST, ("gemma3_text", "both sides")])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(model_type: str, case: str, side: str, tmp_path: Path) -> None:
     theirs: Any = reference(model_type, CASES[model_type][case], tmp_path)
-    ours = from_pretrained(tmp_path)
+    ours, twin = from_pretrained(tmp_path), exact(theirs)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[0, slice(11) if side == "left" else slice(T - 11, T)] = 0
     labels = ids.masked_fill(mask == 0, -100)
     if side == "left":
         labels[0, 11] = -100  # transformers lets the last pad predict it
+    real, first = mask.bool(), mask[0].bool()
     with torch.no_grad():
-        expected = theirs(ids, attention_mask=mask, labels=labels)
+        peer = theirs(ids, attention_mask=mask, labels=labels)
+        with float64():
+            truth = twin(ids, attention_mask=mask, labels=labels)
         logits = ours(ids, attention_mask=mask).logits
         loss = ours(ids, attention_mask=mask, labels=labels).loss
-        at = torch.arange(T)[mask[0].bool()] if model_type in ABSOLUTE else None
-        unpadded = ours(ids[:1, mask[0].bool()], position_ids=at).logits
-    real = mask.bool()
-    scale = expected.logits[real].abs().max()
-    assert (logits - expected.logits)[real].abs().max() <= 1e-5 * scale
-    assert (logits[:1][:, mask[0].bool()] - unpadded).abs().max() <= 1e-5 * scale
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        at = torch.arange(T)[first] if model_type in ABSOLUTE else None
+        unpadded = ours(ids[:1, first], position_ids=at).logits
+    assert_as_near(logits[real], peer.logits[real], truth.logits[real])
+    assert_as_near(unpadded, peer.logits[:1, first], truth.logits[:1, first])
+    assert_as_near(loss, peer.loss, truth.loss)

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.numbers import float64
+from tigon.models import MODELS, CausalLM
+from tigon.models._config import Config
 
 Overrides = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -307,6 +309,16 @@ def reference(
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
+
+
+def on_meta(config: Config) -> CausalLM:
+    """The model of a config, without weights."""
+    return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
+
+
+def windows(config: Config) -> list[int | None]:
+    """Of the attention of each layer."""
+    return [layer.self_attn.window for layer in on_meta(config).model.layers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 
 from tigon import strict
 from tigon.kernels.gated_act import Activation
-from tigon.kernels.rms_norm import Cast
 from tigon.models._rope import FULL, SLIDING, read_rope, read_two_ropes, write_rope, write_two_ropes
 from tigon.strict import ConfigError
 
@@ -92,14 +91,8 @@ class Config:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     default_theta: ClassVar[float] = 10000.0
-    # Norms multiply by offset + weight; the cast says when they round
-    norm_offset: ClassVar[float] = 0.0
-    norm_cast: ClassVar[Cast] = "before_weight"
     partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
-    interleaved: ClassVar[bool] = False  # rotates neighbours, not the two halves of a head
-    rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, not in fp32
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
-    flat_qk_norm: ClassVar[bool] = False  # qk_norm is over all heads together
     # Keys that may have any value here: they change nothing, or a family reads them itself
     ignored: ClassVar[frozenset[str]] = frozenset()
     # This family's own additions to NEUTRAL
@@ -189,91 +182,6 @@ class Config:
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
 
-    # What blocks are built from, where a family's own keys do not say it
-
-    @property
-    def act(self) -> Activation:
-        return activation(self.hidden_act)
-
-    @property
-    def qkv_bias(self) -> bool:
-        return False
-
-    @property
-    def out_bias(self) -> bool:
-        return False
-
-    @property
-    def mlp_bias(self) -> bool:
-        return False
-
-    @property
-    def qk_norm(self) -> bool:
-        return False
-
-    @property
-    def attention_scale(self) -> float | None:
-        """Of the scores; None is 1 / sqrt(head_dim)."""
-        return None
-
-    @property
-    def attention_softcap(self) -> float | None:
-        return None
-
-    @property
-    def logits_softcap(self) -> float | None:
-        return None
-
-    @property
-    def logits_scale(self) -> float:
-        return 1.0
-
-    @property
-    def embedding_scale(self) -> float:
-        """Of the embeddings of token ids, rounded to the model's dtype."""
-        return 1.0
-
-    @property
-    def input_scale(self) -> float:
-        """Of what enters the first block, `inputs_embeds` too; not rounded."""
-        return 1.0
-
-    @property
-    def branch_scale(self) -> float:
-        """Of what attention and the MLP add to the stream, in blocks with a norm before each."""
-        return 1.0
-
-    @property
-    def causal(self) -> bool:
-        return True
-
-    @property
-    def balanced(self) -> bool:
-        """Whether a loss that balances the load of experts joins the loss."""
-        return False
-
-    def window(self, layer: int) -> int | None:
-        """How many tokens a query of this layer sees, its own among them; None: all before."""
-        return None
-
-    @property
-    def cache_restart(self) -> int | None:
-        """Tokens from whose number on all keys are rotated otherwise, so that a cache is stale."""
-        return None
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
-
-    @property
-    def ropes(self) -> dict[str, dict[str, Any]]:
-        """The rotary embeddings of the model, by name; {} does not rotate."""
-        return {"": self.rope_parameters}
-
-    def rope(self, layer: int) -> str:
-        """The name of the one that this layer uses."""
-        return ""
-
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not kv_heads:
@@ -342,9 +250,6 @@ class WindowedConfig(Config):
             return self.layer_types[layer]
         return SLIDING if self.slides(layer) else FULL
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_type(layer) == SLIDING else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRopesConfig(WindowedConfig):
@@ -364,13 +269,6 @@ class TwoRopesConfig(WindowedConfig):
 
     def _rope_keys(self) -> dict[str, Any]:
         return write_two_ropes(self.rope_parameters)
-
-    @property
-    def ropes(self) -> dict[str, dict[str, Any]]:
-        return self.rope_parameters
-
-    def rope(self, layer: int) -> str:
-        return self.layer_type(layer)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.train import checkpoint, resume
 from tigon.train.build import Run
-from tigon.train.objectives import Inputs
+from tigon.train.objectives import Inputs, Part
 from tigon.train.optim import clip_gradients, learning_rate
 from tigon.train.parallel import World, reshard, sync_gradients
 from tigon.train.record import Record
@@ -38,7 +38,8 @@ def train(run: Run) -> int:
         for step in range(start, steps):
             began, done = time.perf_counter(), step + 1
             lr = learning_rate(config, step, steps)
-            loss, grad_norm, stop, more = backward(run, step, stop=bool(received))
+            values = backward(run, step, stop=bool(received))
+            stop, loss, grad_norm = values.pop("stop") > 0, values["loss"], values["grad_norm"]
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise FloatingPointError(diagnosis(run, step, loss, grad_norm))
             for group in run.optimizer.param_groups:
@@ -52,15 +53,13 @@ def train(run: Run) -> int:
                 {
                     "step": done,
                     "epoch": done / run.data.steps_per_epoch,
-                    "loss": loss,
                     "lr": lr,
-                    "grad_norm": grad_norm,
+                    **values,
                     "tokens": tokens,
                     "supervised_tokens": targets,
                     "step_seconds": seconds,
                     "tokens_per_second": tokens / seconds,
                     "memory_gib": peak_memory(world.device) / 2**30,
-                    **more,
                 }
             )
             last = stop or done == steps
@@ -87,30 +86,23 @@ def train(run: Run) -> int:
     return 0
 
 
-def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, dict[str, float]]:
-    """The step's loss, its gradients' norm before clipping, whether any rank wants to stop, and
-    what else its objective logs."""
+def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
+    """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
+    stop, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
     batches = [
         objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
     ]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
-    sums = total(world, (objective.sums(model, batch) for batch in batches))
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    metrics: dict[str, Tensor] = {}
+    sums = total(world, [objective.sums(model, batch) for batch in batches])
+    parts = []
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
         part = objective.loss(model, batch, sums)
         part.loss.backward()
-        totals[0] += part.loss.detach()
-        add(metrics, part.metrics)
-    totals[1] = float(stop)
+        parts.append(part)
     norm = clip_gradients(model, run.config.max_grad_norm)
-    more = objective.logged(over_ranks(world, metrics))
-    # The step's only wait for the device
-    values = torch.stack([*world.sum(totals), norm.double(), *(v.double() for v in more.values())])
-    loss_sum, stops, grad_norm, *rest = values.tolist()
-    return loss_sum, grad_norm, stops > 0, dict(zip(more, rest, strict=True))
+    return numbers({"grad_norm": norm} | summed(run, parts, stop=stop))
 
 
 @torch.no_grad()
@@ -130,38 +122,35 @@ def evaluate(run: Run, step: int, record: Record) -> None:
                 yield objective.resolve(model, rows.to(world.device))
 
     model.eval()
-    sums = total(world, (objective.sums(model, batch) for batch in batches()))
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    metrics: dict[str, Tensor] = {}
-    for batch in batches():
-        part = objective.evaluate(model, batch, sums)
-        loss += part.loss
-        add(metrics, part.metrics)
+    sums = total(world, [objective.sums(model, batch) for batch in batches()])
+    parts = [objective.evaluate(model, batch, sums) for batch in batches()]
     model.train()
     reshard(model)
-    more = objective.logged(over_ranks(world, metrics))
-    row = {"step": step, "eval_loss": world.sum(loss).item()}
-    row |= {f"eval_{name}": value.item() for name, value in more.items()}
-    row |= {"eval_tokens": int(data.row_targets.sum()), "seconds": time.perf_counter() - began}
-    record.evaluation(row)
+    values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
+    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
 
 
-def add(totals: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        totals[name] = totals[name] + value if name in totals else value
+def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:
+    """The loss and what else is logged, and how many ranks raise each flag."""
+    loss = torch.stack([part.loss.detach().double() for part in parts]).sum()
+    flagged = {name: torch.full_like(loss, float(flag)) for name, flag in flags.items()}
+    first = {"loss": loss, **flagged}
+    both = run.world.sum(torch.stack(list(first.values())))
+    metrics = total(run.world, [part.metrics for part in parts])
+    return dict(zip(first, both, strict=True)) | run.objective.logged(metrics)
 
 
-def over_ranks(world: World, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sums over all ranks; a copy, since the collective works in place."""
-    return {name: world.sum(value.clone()) for name, value in values.items()}
+def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each sum over all micro-batches and ranks."""
+    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    return {name: world.sum(values.sum(0)) for name, values in stacked.items()}
 
 
-def total(world: World, parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of all parts over micro-batches and ranks."""
-    totals: dict[str, Tensor] = {}
-    for part in parts:
-        add(totals, part)
-    return over_ranks(world, totals)
+def numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """The values on the host, after one wait for the device: the step's only one."""
+    host = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, host, strict=True))
 
 
 def export(run: Run, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from tigon.models import CausalLM
+from tigon.models import CausalLM, aux_loss_coef
 from tigon.train.model import has_experts
 from tigon.train.objectives.base import Inputs, Objective, Part
 
@@ -10,10 +10,10 @@ ROUTING = ("aux_loss", "expert_load")
 
 
 class CrossEntropyObjective(Objective):
-    """Next-token cross-entropy; with experts, and their part of the loss as the model adds it.
+    """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
-    It logs the means over the step's targets of what `model.defaults.metrics` names, and of a
-    model with experts their balance.
+    Logged are the means, over the step's targets, of the metrics in `model.defaults.metrics`, and
+    how evenly a mixture of experts spread its tokens.
     """
 
     def begin(self, model: CausalLM) -> None:
@@ -47,9 +47,9 @@ class CrossEntropyObjective(Objective):
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone, whatever the balance of experts adds in training."""
         part = self.loss(model, inputs, sums)
-        if not model.config.balanced:
+        coef = aux_loss_coef(model.config)
+        if coef is None:
             return part
-        coef = model.config.router_aux_loss_coef
         return Part(part.loss - coef * part.metrics["aux_loss"], part.metrics)
 
     def _targets(self, model: CausalLM, inputs: Inputs) -> Tensor:

@@ -1,0 +1,279 @@
+"""What every benchmark in bench/ shares: the command line, the record of a run, the report.
+
+A script measures, prints tables and verdicts, and writes the figures as JSON as they come: a whole
+run into bench/results, a part of one into bench/out. With --table and --write-docs it needs no GPU
+and shows the newest whole runs, as Markdown or in documents, between <!-- kind:begin --> and :end.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tigon
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench/results"  # whole runs; parts of one go to bench/out
+BEGIN = time.perf_counter()
+Record = dict[str, Any]
+
+
+def progress(line: str) -> None:
+    print(f"[{time.perf_counter() - BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def git(*arguments: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def stamp(described: str | None) -> Record:
+    """When, of which commit, and with which versions; only changes of code count.
+
+    A copy without its git directory does not know: there, what `git describe --always --dirty`
+    said where it was made.
+    """
+    changes = bool(git("status", "--porcelain", "--", "tigon", "bench/*.py"))
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    if described is not None:
+        commit, changes = described.removesuffix("-dirty"), described.endswith("-dirty")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit,
+        "uncommitted_changes": changes,
+        "python": platform.python_version(),
+        "tigon": tigon.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def installed(package: str) -> str | None:
+    """Its version."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def save(path: Path, record: Mapping[str, Any]) -> None:
+    """Whole or not at all: a run that is cut off while it writes loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(path.name + ".part")
+    half.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    half.replace(path)
+
+
+def newest(records: Iterable[Record]) -> Record:
+    """The newest whole run; if there is none, the newest part of one."""
+    return max(records, key=lambda record: (record.get("complete", True), record["date"]))
+
+
+def worst(errors: Iterable[float | str]) -> float | str | None:
+    """The largest; a NaN is text, and worse than any number."""
+    found = list(errors)
+    broken = [error for error in found if isinstance(error, str)]
+    return broken[0] if broken else max(found, default=None)
+
+
+def figure(value: float | str | None, digits: int = 3) -> str:
+    """Rounded for the eye only: the JSON keeps every digit."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+
+
+def markdown(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; rows that end early are filled up."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([*row, *[""] * (len(head) - len(row))] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def failure(row: Record, most: int = 90) -> str:
+    """The first line of a provider's error, as a cell."""
+    return row["error"].splitlines()[0].replace("|", "\\|")[:most]
+
+
+def provider_table(
+    head: Iterable[str], rows: Iterable[Record], cells: Callable[[Record], Iterable[str]]
+) -> str:
+    """A row for every provider: its name and its cells, or the error of one that failed."""
+    found = [(row["name"], *([failure(row)] if "error" in row else cells(row))) for row in rows]
+    return markdown(head, found)
+
+
+def named(providers: Record) -> list[Record]:
+    """The rows of a record that holds them by name."""
+    return [row | {"name": name} for name, row in providers.items()]
+
+
+def host_table(title: str, rows: Iterable[Record]) -> str:
+    def cells(row: Record) -> Iterable[str]:
+        return (figure(row[key][1] if key in row else None) for key in ("forward_us", "both_us"))
+
+    return provider_table((title, "forward, µs", "forward + backward, µs"), rows, cells)
+
+
+def heading(record: Record, libraries: Mapping[str, str | None]) -> str:
+    """Where, with what, of which commit and when, without the full stop."""
+    where = record.get("machine") or record["gpu"]
+    parts = [where, f"torch {record['torch']}", *(f"{k} {v}" for k, v in libraries.items() if v)]
+    changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
+    return f"{', '.join(parts)}; commit {record['commit']}{changes}, {record['date'][:10]}"
+
+
+def verdict(what: str, reached: float | None, aim: float, *, most: bool = False) -> str:
+    """Whether a target is met: to reach at least `aim`, or at most."""
+    if reached is None:
+        return f"not measured: {what}"
+    met = reached <= aim if most else reached >= aim
+    return f"{'met' if met else 'MISSED'}: {what}: {reached:.3f} for {aim:.2f}"
+
+
+def between(text: str, block: str, name: str, kind: str) -> str:
+    """`text` with `block` between its markers of that kind."""
+    begin, end = f"<!-- {kind}:begin -->", f"<!-- {kind}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{name} does not hold {begin} and {end} once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{block}\n{end}{rest.split(end)[1]}"
+
+
+def write_docs(blocks: Mapping[str, str], kind: str) -> None:
+    """All files or none: the markers of every one are looked for first."""
+    texts = {
+        ROOT / name: between((ROOT / name).read_text(encoding="utf-8"), block, name, kind)
+        for name, block in blocks.items()
+    }
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+
+
+class Run:
+    """A run of a benchmark: what was asked for, and the record, saved whenever it grows."""
+
+    def __init__(self, kind: str, machine: str, options: argparse.Namespace, whole: bool) -> None:
+        slug = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
+        folder = RESULTS if whole else ROOT / "bench/out"
+        name = kind if slug == kind else f"{kind}-{slug}"
+        self.out: Path = options.out or folder / f"{name}.json"
+        self.options, self.whole = options, whole
+        self.only: list[str] = options.only
+        self.quick: bool = options.quick
+        self.record: Record = {**stamp(options.commit), "complete": False}
+
+    def add(self, shown: str = "", **found: Any) -> None:
+        """Put figures into the record and on the screen; a run that is cut off keeps them."""
+        self.record |= found
+        save(self.out, self.record)
+        if shown:
+            print(f"\n{shown}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def finish(self, shown: str) -> None:
+        self.add(shown, seconds=time.perf_counter() - BEGIN, complete=self.whole)
+        progress(f"wrote {self.out}")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark: what it measures, and how its records are shown."""
+
+    kind: str  # names its records, bench/results/<kind>-<machine>.json, and its markers
+    about: str | None  # the script's docstring
+    run: Callable[[Run], str]  # returns what is printed at the end
+    show: Callable[[Record], str]  # a record as Markdown
+    cases: tuple[str, ...]
+    unasked: tuple[str, ...] = ()  # cases that are measured only if --only names them
+    # Of each document, what stands between the markers; records are of one machine each
+    blocks: Callable[[list[Record]], dict[str, str]] = lambda _: {}
+    picture: str = ""  # the document that `draw` makes
+    draw: Callable[[Record, Path], None] | None = None
+    options: tuple[tuple[str, dict[str, Any]], ...] = ()  # more of them
+    needs_gpu: bool = True
+    unless: str = ""  # an option with which it does not
+
+
+def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
+    """The cases of these names; a name that is none stands for those that contain it."""
+    found: set[str] = set()
+    for part in wanted:
+        some = {part} if part in cases else {case for case in cases if part in case}
+        if not some:
+            raise ValueError(f"no case {part}; there are {', '.join(cases)}")
+        found |= some
+    return [case for case in cases if case in found]
+
+
+def parser_of(bench: Bench) -> argparse.ArgumentParser:
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=bench.about, formatter_class=keep_lines)
+    add = parser.add_argument
+    add("--only", help=f"cases or parts of their names, with commas: {', '.join(bench.cases)}")
+    add("--quick", action="store_true", help="few repetitions")
+    add("--out", type=Path, help="where the JSON goes")
+    add("--commit", help="what git describe --always --dirty says, for a copy without git")
+    add("--table", action="store_true", help="print the runs in bench/results as Markdown")
+    add("--write-docs", action="store_true", help="put the newest into README.md and docs/")
+    if bench.draw is not None:
+        add("--plot", type=Path, metavar="FILE", help="draw the newest run")
+    for flag, more in bench.options:
+        add(flag, **more)
+    return parser
+
+
+def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of(bench)
+    options = parser.parse_args(arguments)
+    try:
+        if options.table or options.write_docs or getattr(options, "plot", None):
+            report(bench, options)
+            return
+        usual = [case for case in bench.cases if case not in bench.unasked]
+        wanted = options.only.split(",") if options.only else getattr(options, "cases", None)
+        options.only = chosen(wanted, bench.cases) if wanted else usual
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
+    on_cpu = not bench.needs_gpu or getattr(options, bench.unless, False)
+    if not (on_cpu or torch.cuda.is_available()):
+        other = f", or --{bench.unless}" if bench.unless else ""
+        parser.error(f"measuring needs a CUDA GPU{other}; --table and --write-docs need none")
+    machine = "cpu" if on_cpu else torch.cuda.get_device_name()
+    part = options.quick or getattr(options, "tiny", False)
+    whole = not part and set(usual) <= set(options.only)
+    run = Run(bench.kind, machine, options, whole)
+    if not on_cpu:
+        run.record["gpu"] = machine
+    run.finish(bench.run(run))
+
+
+def records(kind: str) -> list[Record]:
+    files = sorted(RESULTS.glob(f"{kind}*.json"))
+    if not files:
+        raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run bench/{kind}.py first")
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def report(bench: Bench, options: argparse.Namespace) -> None:
+    found = records(bench.kind)
+    if options.write_docs:
+        write_docs(bench.blocks(found), bench.kind)
+    if options.table:
+        print("\n\n".join(map(bench.show, found)))
+    if bench.draw is not None:
+        for path in (options.plot, ROOT / bench.picture if options.write_docs else None):
+            if path is not None:
+                bench.draw(newest(found), path)

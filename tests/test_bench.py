@@ -28,8 +28,8 @@ from bench import kernels_report as report
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.harness import RESULTS, ROOT, Record
 from bench.kernels import CASES, Case, streamed
+from bench.kernels_report import plot
 from bench.measure import Problem, Provider, truth
-from bench.plot_kernels import plot
 
 BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 

@@ -280,7 +280,7 @@ def test_defaults_of_every_family(model_type: str) -> None:
     null = {"model_type": model_type, "rope_parameters": None}
     assert MODELS[model_type].config_class.from_dict(null) == ours
     if hasattr(theirs, "hidden_activation"):
-        assert on_meta(ours).model.layers[0].mlp.act == "gelu_tanh"
+        assert on_meta(ours).model.layers[0].mlp.gate_up_proj.act == "gelu_tanh"
     else:
         assert ours.hidden_act == theirs.hidden_act
 

@@ -332,7 +332,7 @@ def test_layers_slide_where_those_of_transformers_do(name: str) -> None:
 def test_gemma_says_gelu_and_means_its_approximation() -> None:
     raw = {"model_type": "gemma", "hidden_act": "gelu"}
     assert GemmaMLP(theirs(raw)).act_fn(torch.ones(1)) == ACT2FN["gelu_pytorch_tanh"](torch.ones(1))
-    assert on_meta(ours(raw)).model.layers[0].mlp.act == "gelu_tanh"
+    assert on_meta(ours(raw)).model.layers[0].mlp.gate_up_proj.act == "gelu_tanh"
 
 
 def test_a_window_to_both_sides() -> None:

@@ -203,7 +203,7 @@ def test_only_layers_with_a_window_are_rings(tmp_path: Path) -> None:
     assert {buffers.values.dtype for buffers in cache.states} == {torch.bfloat16}
 
 
-def test_rows_leave_and_multiply() -> None:
+def test_rows_are_removed_and_repeated() -> None:
     model, ids = tiny_llama(), text(3) % 97
     reader = Reader(model, ids, model.static_cache(3, TOTAL))
     reader.prompts([5, 16, 1])

@@ -69,7 +69,7 @@ def log_likelihoods(
 
     def far(tokens: int) -> bool:
         """A forward pass rotates all that it reads alike: these and others go apart."""
-        return rope is not None and rope.turn is not None and tokens > rope.turn
+        return rope is not None and tokens > rope.turn
 
     shared: list[Group] = []
     alone: list[int] = []

@@ -48,14 +48,14 @@ class Streamer(Protocol):
 
 
 class Steps(Protocol):
-    """The work on the device, a step at a time; it never asks what the tokens are."""
+    """The work on the device, a step at a time; it never waits for the values of tokens."""
 
-    leaves: bool  # whether rows can leave the batch
+    can_remove_rows: bool
 
-    def __call__(self, left: int) -> Tensor:
-        """The next tokens [b, n], ABSENT where a row has fewer; `left` more calls at most."""
+    def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, n], ABSENT where a row has fewer; `remaining` calls at most."""
         ...
 
     def select(self, index: Tensor) -> None:
-        """Go on with these rows of the b alone."""
+        """Keep these of the b rows."""
         ...

@@ -129,7 +129,7 @@ def settle(
     read = strict.read(Settings, settings)
     if "" in read["stop_strings"]:
         raise ValueError(f"stop_strings has an empty string: {list(read['stop_strings'])}")
-    # Ids that files have beyond the vocabulary do no harm: nobody says them
+    # Ids that files have beyond the vocabulary do no harm: they are never generated
     vocab = model.config.vocab_size
     for name in TOKENS:
         ids = read[name] if isinstance(read[name], tuple) else (read[name],)
@@ -197,7 +197,7 @@ def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, ca
             warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
 
 
-def most_new(prompt: int, settings: Settings) -> int:
+def max_new(prompt: int, settings: Settings) -> int:
     """Most tokens that a row may get after a prompt of so many."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
-        kind = {"dtype": dtype, "device": device, "quantize": quantize}
+        kind: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
     def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         q, k, v = self._project(x, rotation)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
-        how = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         if state is None:
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -88,8 +89,8 @@ class KVCache(Cache):
     def open(self, makers: Sequence[MakeState], x: Tensor, mask: AttentionMask) -> list[State]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            rows, options = self._rows, {"chunk": 1, "dtype": dtype, "device": x.device}
-            self._hold([make(rows, None, **options) for make in makers])
+            options: dict[str, Any] = {"chunk": 1, "dtype": dtype, "device": x.device}
+            self._hold([make(self._rows, None, **options) for make in makers])
         return self.states
 
     def end(self, mask: AttentionMask) -> None:

@@ -82,8 +82,8 @@ class RotaryEmbedding(nn.Module):
 
     inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
     # Frequencies of these types depend on the largest position of the batch, padding's too: a text
-    # of more tokens than `turn` has all its positions rotated otherwise. None: they never change
-    turn: int | None = None
+    # of more tokens than `turn` has all its positions rotated otherwise
+    turn: float = math.inf
 
     def __init__(self, dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int):
         super().__init__()
@@ -129,7 +129,7 @@ class RotaryEmbedding(nn.Module):
 
     def _at(self, position_ids: Tensor) -> Tensor:
         """Frequencies for these positions; decided on the device, without a host sync."""
-        if self.turn is None:
+        if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
         if self.rope_type == "longrope":

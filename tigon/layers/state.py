@@ -160,12 +160,14 @@ class StaticKV(KVState):
         quantize: Quantize = None,
     ):
         self.kv_heads, self.head_dim, self.history = kv_heads, head_dim, slots
-        shape, scales = (2, rows, kv_heads, slots, head_dim), None
+        shape = 2, rows, kv_heads, slots, head_dim
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
         if quantize is not None:
             dtype = torch.int8
             scales = torch.empty(shape[:4], dtype=torch.float32, device=device)
+            self.key_scales, self.value_scales = scales
         self.keys, self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.key_scales, self.value_scales = (None, None) if scales is None else scales
 
     @property
     def buffers(self) -> KVBuffers:

@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -54,7 +54,8 @@ class StaticCache(Cache):
         if quantize not in (None, "int8"):
             raise ValueError(f"quantize={quantize!r} is not None or 'int8'")
         self.capacity, self.chunk = capacity, chunk
-        options = {"chunk": chunk, "dtype": dtype, "device": device, "quantize": quantize}
+        options: dict[str, Any] = {"chunk": chunk, "dtype": dtype, "device": device}
+        options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
             super().__init__(make(rows, capacity, **options) for make in makers)
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)

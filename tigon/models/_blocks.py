@@ -6,7 +6,6 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from tigon.kernels.gated_act import Activation
@@ -16,7 +15,6 @@ from tigon.layers import (
     Attention,
     Context,
     GatedMLP,
-    Quantize,
     RMSNorm,
     Rotation,
     Routed,
@@ -42,6 +40,7 @@ class Block(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # when they round
+    mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints; make_mixer may give its own
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
@@ -84,19 +83,9 @@ class Block(nn.Module):
         real = None if ctx.real is None else ctx.real.flatten()
         return y.x, tally(y, real) if ctx.routing else None
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        chunk: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> State:
-        """The mixer's."""
-        mixer, kind = getattr(self, self.mixer_name), {"dtype": dtype, "device": device}
-        return mixer.make_state(rows, capacity, chunk=chunk, quantize=quantize, **kind)
+    def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
+        """The mixer's; see MakeState."""
+        return getattr(self, self.mixer_name).make_state(rows, capacity, **options)
 
 
 def gated_mlp(c: Config, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:

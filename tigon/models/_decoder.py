@@ -3,12 +3,25 @@
 # B batch, T tokens, C model dim
 """
 
+import math
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
-from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding
+from tigon.layers import (
+    AddRMSNorm,
+    Cache,
+    Context,
+    Embedding,
+    MakeState,
+    NoRotary,
+    RotaryEmbedding,
+    State,
+)
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 
@@ -57,8 +70,14 @@ class Decoder(nn.Module):
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """The one whose table turns with the shortest text; None: no table ever does."""
-        ropes = [r for r in self.rotary_embs if isinstance(r, RotaryEmbedding) and r.turn]
-        return min(ropes, key=lambda rope: rope.turn or 0, default=None)
+        ropes = [r for r in self.rotary_embs if isinstance(r, RotaryEmbedding)]
+        first = min(ropes, key=lambda rope: rope.turn, default=None)
+        return None if first is None or first.turn == math.inf else first
+
+    @property
+    def makers(self) -> list[MakeState]:
+        """What makes the state of each layer."""
+        return [cast(Block, layer).make_state for layer in self.layers]
 
     def forward(
         self,
@@ -77,9 +96,9 @@ class Decoder(nn.Module):
         real = None if mask.key_mask is None else mask.key_mask[:, mask.past :]
         ctx = Context(position_ids, mask, real, routing, None if cache is None else cache.append)
         layers = self.layers
-        states = [None] * len(layers)
+        states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:
-            states = cache.open([layer.make_state for layer in layers], x, mask)
+            states = cache.open(self.makers, x, mask)
         # A recomputed block would append to the cache again
         recompute = recompute and cache is None and torch.is_grad_enabled()
         residual, tallies = None, []

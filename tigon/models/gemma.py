@@ -4,10 +4,10 @@ Paper: arXiv 2403.08295; checked against transformers' modeling_gemma.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP
-from tigon.models._blocks import PreNormBlock, gated_mlp
+from tigon.models._blocks import Block, PreNormBlock, gated_mlp
 from tigon.models._config import Config
 from tigon.models._decoder import Decoder
 from tigon.models.causal_lm import CausalLM
@@ -49,7 +49,7 @@ class GemmaBlock(PreNormBlock):
 
 class Gemma(CausalLM):
     config_class = GemmaConfig
-    block_class = GemmaBlock
+    block_class: ClassVar[type[Block]] = GemmaBlock
 
     def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
         return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)

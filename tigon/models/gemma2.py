@@ -37,8 +37,8 @@ class Gemma2Block(SandwichBlock):
 
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-        options = {"scale": scale, "softcap": softcap, "window": window_of(c, layer)}
-        return self.make_attention(c, bias=c.attention_bias, **options)
+        bias, window = c.attention_bias, window_of(c, layer)
+        return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
 
     def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
         return gated_mlp(c, activation(c.hidden_activation))

@@ -55,8 +55,8 @@ class Gemma3Block(SandwichBlock):
         window = window_of(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
-        options = {"scale": c.query_pre_attn_scalar**-0.5, "qk_norm_eps": c.rms_norm_eps}
-        return self.make_attention(c, bias=c.attention_bias, window=window, **options)
+        bias, scale, eps = c.attention_bias, c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
     def make_mlp(self, c: Gemma3Config, layer: int) -> GatedMLP:
         return gated_mlp(c, activation(c.hidden_activation))

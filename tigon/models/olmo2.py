@@ -33,8 +33,8 @@ class Olmo2Block(PostNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
-        options = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True, "window": window}
-        return self.make_attention(c, bias=c.attention_bias, **options)
+        norms = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True}
+        return self.make_attention(c, bias=c.attention_bias, window=window, **norms)
 
 
 class Olmo2(CausalLM):

@@ -24,7 +24,7 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
 
 
 class Olmo3Block(Olmo2Block):
-    def make_mixer(self, c: Olmo3Config, layer: int, window: int | None = None) -> Attention:
+    def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
         return super().make_mixer(c, layer, window_of(c, layer))
 
     def rope_of(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:

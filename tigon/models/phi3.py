@@ -54,4 +54,4 @@ class Phi3(CausalLM):
     @property
     def cache_restart(self) -> int | None:
         rope = self.model.turning_rope
-        return rope.turn + 1 if rope is not None and rope.rope_type == "longrope" else None
+        return None if rope is None or rope.rope_type != "longrope" else int(rope.turn) + 1

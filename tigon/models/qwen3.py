@@ -23,8 +23,8 @@ class Qwen3Config(Qwen2Config):
 class Qwen3Block(PreNormBlock):
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
         window = window_of(c, layer) if c.use_sliding_window else None
-        options = {"bias": c.attention_bias, "qk_norm_eps": c.rms_norm_eps}
-        return self.make_attention(c, window=window, **options)
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 
 
 class Qwen3(CausalLM):

@@ -41,8 +41,8 @@ class Qwen3MoeConfig(QwenMoEConfig):
 class Qwen3MoeBlock(PreNormBlock):
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
         window = c.sliding_window if c.use_sliding_window else None
-        options = {"bias": c.attention_bias, "qk_norm_eps": c.rms_norm_eps}
-        return self.make_attention(c, window=window, **options)
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)

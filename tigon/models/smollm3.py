@@ -6,11 +6,10 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention
-from tigon.models._blocks import window_of
+from tigon.layers import Attention, GatedMLP
+from tigon.models._blocks import PreNormBlock, gated_mlp, window_of
 from tigon.models._config import ConfigError, WindowedConfig
 from tigon.models.causal_lm import CausalLM
-from tigon.models.llama import LlamaBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +54,13 @@ class SmolLM3Config(WindowedConfig):
         return not self.rotates(layer)
 
 
-class SmolLM3Block(LlamaBlock):
+class SmolLM3Block(PreNormBlock):
     def make_mixer(self, c: SmolLM3Config, layer: int) -> Attention:
         window = window_of(c, layer) if c.use_sliding_window else None
         return self.make_attention(c, bias=c.attention_bias, window=window)
+
+    def make_mlp(self, c: SmolLM3Config, layer: int) -> GatedMLP:
+        return gated_mlp(c, bias=c.mlp_bias)
 
     def rope_of(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}

@@ -45,7 +45,7 @@ def batch(vocab: int, rows: int, mean: int) -> dict[str, Tensor]:
 def ours(directory: str, device: str, *, leave_out: bool) -> Any:
     model: Any = tigon.from_pretrained(directory, dtype=torch.bfloat16, device=device)
     if not leave_out:
-        model._may_unpad = lambda _: False
+        model.drop_padding = False
     return model
 
 

@@ -1,4 +1,7 @@
-"""What every test starts from: no network but loopback, one thread, one seed, a tiny Llama."""
+"""What every test starts from: no network but loopback, one thread, one seed, a tiny Llama.
+
+TIGON_TEST_THREADS=4 runs the suite with four threads: no result may depend on their number.
+"""
 
 import os
 
@@ -17,7 +20,8 @@ from tests.models.contract import tiny_llama
 
 __all__ = ["alpaca", "smollm2"]
 
-torch.set_num_threads(1)  # models this small lose by sharing, and badly on a busy machine
+# One: models this small lose by sharing, and badly on a busy machine
+torch.set_num_threads(int(os.environ.get("TIGON_TEST_THREADS", "1")))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

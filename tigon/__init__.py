@@ -4,58 +4,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tigon.models import (
-        CausalLM,
-        CausalLMOutput,
-        Gemma,
-        Gemma2,
-        Gemma3,
-        Glm4,
-        Granite,
-        Llama,
-        Ministral,
-        Ministral3,
-        Mistral,
-        Mixtral,
-        Olmo2,
-        Olmo3,
-        Phi3,
-        Qwen2,
-        Qwen2Moe,
-        Qwen3,
-        Qwen3Moe,
-        SeedOss,
-        SmolLM3,
-        from_pretrained,
-    )
-    from tigon.tokenizer import Tokenizer
+    from tigon.models import Batch as Batch
+    from tigon.models import CausalLM as CausalLM
+    from tigon.models import CausalLMOutput as CausalLMOutput
+    from tigon.models import Targets as Targets
+    from tigon.models import from_pretrained as from_pretrained
+    from tigon.models.families import *  # noqa: F403
+    from tigon.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
-__all__ = [
-    "CausalLM",
-    "CausalLMOutput",
-    "Gemma",
-    "Gemma2",
-    "Gemma3",
-    "Glm4",
-    "Granite",
-    "Llama",
-    "Ministral",
-    "Ministral3",
-    "Mistral",
-    "Mixtral",
-    "Olmo2",
-    "Olmo3",
-    "Phi3",
-    "Qwen2",
-    "Qwen2Moe",
-    "Qwen3",
-    "Qwen3Moe",
-    "SeedOss",
-    "SmolLM3",
-    "Tokenizer",
-    "from_pretrained",
-]
+# Beside the families, and where they are
+EXPORTS = {
+    "Batch": "models",
+    "CausalLM": "models",
+    "CausalLMOutput": "models",
+    "Targets": "models",
+    "Tokenizer": "tokenizer",
+    "from_pretrained": "models",
+}
 PACKAGES = (
     "data",
     "eval",
@@ -71,13 +37,18 @@ PACKAGES = (
 
 def __getattr__(name: str) -> Any:
     """Imports what is first asked for: torch takes seconds, and `tigon --help` needs none of it."""
-    if name in __all__:
-        module = "tigon.tokenizer" if name == "Tokenizer" else "tigon.models"
-        return getattr(import_module(module), name)
     if name in PACKAGES:
         return import_module(f"tigon.{name}")
+    if name in EXPORTS:
+        return getattr(import_module(f"tigon.{EXPORTS[name]}"), name)
+    if name == "__all__" or not name.startswith("_"):
+        families = {f.__name__: f for f in import_module("tigon.models").MODELS.values()}
+        if name == "__all__":
+            return sorted([*EXPORTS, *families])
+        if name in families:
+            return families[name]
     raise AttributeError(f"module 'tigon' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__, *PACKAGES]
+    return [*globals(), *__getattr__("__all__"), *PACKAGES]

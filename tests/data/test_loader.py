@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from tests.data.test_packing import make
-from tigon.data import Loader, split, whole
+from tigon.data import Loader, MicroBatch, split, whole
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
 EXAMPLES = make(LENGTHS, np.random.default_rng(1).random(LENGTHS.sum()) < 0.7)
@@ -12,15 +12,23 @@ SHAPE = {"batch_size": 8, "micro_batch_size": 2}
 
 def loader(rank: int = 0, world: int = 1, packing: bool = True, **kwargs) -> Loader:
     rows = whole(EXAMPLES, 32, packing=packing)
-    return Loader(
-        EXAMPLES, rows, packing=packing, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs}
-    )
+    return Loader(EXAMPLES, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
 
 
-def sequences(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:
+    named = vars(batch) | {f"per token: {k}": v for k, v in batch.per_token.items()}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def assert_equal(a: MicroBatch, b: MicroBatch) -> None:
+    assert tensors(a).keys() == tensors(b).keys()
+    assert all(torch.equal(value, tensors(b)[name]) for name, value in tensors(a).items())
+
+
+def sequences(batch: MicroBatch) -> list[list[int]]:
     """The sequences of a batch, told apart as the model tells them: where positions restart."""
     found: list[list[int]] = []
-    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+    for ids, positions in zip(batch.input_ids, batch.position_ids, strict=True):
         for token, position in zip(ids.tolist(), positions.tolist(), strict=True):
             if position == 0:
                 found.append([])
@@ -47,7 +55,7 @@ def test_the_stream_depends_on_seed_and_step_alone():
         used.micro_batches(step)
     for step in (5, 40):
         for a, b in zip(used.micro_batches(step), loader().micro_batches(step), strict=True):
-            assert all(torch.equal(a[name], b[name]) for name in a)
+            assert_equal(a, b)
     assert not np.array_equal(loader(seed=4).row_indices(5), used.row_indices(5))
     assert loader(seed=None).row_indices(1).tolist() == list(range(8, 16))
 
@@ -86,52 +94,83 @@ def test_ranks_share_the_micro_batches_of_one_rank(packing):
         two = [batch for pair in zip(first, second, strict=True) for batch in pair]
         assert len(two) - len(one) in (0, 1)
         for a, b in zip(one, two, strict=False):
-            assert all(torch.equal(a[name], b[name]) for name in a)
+            assert_equal(a, b)
         fillers += two[len(one) :]
-    for filler in fillers:  # a rank without rows runs along on a row without labels
-        assert (filler["labels"] == -100).all()
-        assert filler.get("attention_mask", torch.ones(1)).any()
+    for filler in fillers:  # a rank without rows runs along on padding
+        assert not filler.attention_mask.any()
+        assert not filler.per_token["supervised"].any() and len(filler.spans) == 0
     assert len(fillers) == -(-len(alone.rows) // 2) % 2
 
 
-def test_labels_and_counts():
-    for packing in (True, False):
-        data = loader(packing=packing)
-        for step in range(data.steps_per_epoch):
-            tokens = targets = 0
-            for batch in data.micro_batches(step):
-                ids, labels = batch["input_ids"], batch["labels"]
-                supervised = torch.from_numpy(EXAMPLES.supervised)[ids - 1]
-                inside = labels != -100
-                assert torch.equal(labels[inside], ids[inside])
-                real = ids != 0
-                if packing:
-                    first = batch["position_ids"] == 0
-                else:
-                    first = torch.arange(ids.shape[1]).expand_as(ids) == 0
-                    assert torch.equal(batch["attention_mask"].bool(), real)
-                assert torch.equal(inside, supervised & real)
-                tokens += int(real.sum())
-                targets += int((inside & ~first).sum())
-            assert (tokens, targets) == data.counts(step)
+@pytest.mark.parametrize("packing", [True, False])
+def test_columns_and_counts(packing):
+    data = loader(packing=packing)
+    for step in range(data.steps_per_epoch):
+        tokens = targets = 0
+        for batch in data.micro_batches(step):
+            ids, supervised = batch.input_ids, batch.per_token["supervised"]
+            real = ids != 0
+            if batch.attention_mask is None:
+                assert real.all()
+            else:
+                assert torch.equal(batch.attention_mask, real)
+            expected = torch.from_numpy(EXAMPLES.supervised)[ids - 1]
+            assert torch.equal(supervised, expected & real)
+            tokens += int(real.sum())
+            targets += int((supervised & (batch.position_ids != 0)).sum())
+        assert (tokens, targets) == data.counts(step)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_bounds_of_sequences(packing):
     data = loader(packing=packing)
     for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
-        shape = batch["input_ids"].shape
-        if packing:
-            first = batch["position_ids"] == 0
-        else:
-            first = torch.zeros(shape, dtype=torch.bool)
-            first[:, 1:] = batch["attention_mask"].diff() != 0
-            first[:, 0] = True
+        first = batch.position_ids == 0
         bounds = [*first.flatten().nonzero().flatten().tolist(), first.numel()]
-        assert batch["cu_seq_lens"].dtype == torch.int32
-        assert batch["cu_seq_lens"].tolist() == bounds
+        assert batch.cu_seq_lens.dtype == torch.int32
+        assert batch.cu_seq_lens.tolist() == bounds
+        assert batch.longest == max(np.diff(bounds))
+        flat = batch.input_ids.flatten()
+        assert {end for span in batch.spans.tolist() for end in span} <= set(bounds)
+        found = [flat[a:b].tolist() for a, b in batch.spans.tolist()]
+        assert found == sequences(batch)
     filler = data._collate(np.array([], dtype=np.int64))
-    assert filler["cu_seq_lens"].tolist() == [0, filler["input_ids"].shape[1]]
+    assert filler.cu_seq_lens.tolist() == [0, filler.input_ids.shape[1]]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
+    """Floats, vectors per token, a value per example, and groups of three in one micro-batch."""
+    lengths = LENGTHS[:99]
+    count, groups = lengths.sum(), np.arange(0, 100, 3)
+    weights = np.random.default_rng(4).random(count).astype(np.float32)
+    teacher = np.stack([np.arange(1, count + 1), -np.arange(1, count + 1)], axis=1)
+    rewards = np.arange(99, dtype=np.float32)
+    columns = {"weights": weights, "teacher": teacher}
+    examples = make(lengths, groups=groups, per_example={"reward": rewards}, **columns)
+    rows = whole(examples, 96, packing=packing)
+    data = Loader(examples, rows, batch_size=4, micro_batch_size=2, seed=5)
+    seen = []
+    for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
+        ids, real = batch.input_ids, batch.input_ids != 0
+        assert batch.per_token["weights"].dtype == torch.float32
+        expected = torch.from_numpy(weights)[ids - 1] * real
+        assert torch.equal(batch.per_token["weights"], expected)
+        assert torch.equal(batch.per_token["teacher"], torch.stack([ids, -ids], dim=-1))
+        rewards_of_batch = batch.per_example["reward"].int().reshape(-1, 3)
+        first = rewards_of_batch[:, :1]
+        assert (first % 3 == 0).all() and torch.equal(rewards_of_batch, first + torch.arange(3))
+        begins = ids.flatten()[batch.spans[:, 0]] - 1  # tokens are numbered from 1
+        assert torch.equal(
+            torch.from_numpy(examples.index(begins.numpy())), rewards_of_batch.flatten().long()
+        )
+        seen += rewards_of_batch.flatten().tolist()
+        if not packing:
+            assert len(ids) == len(batch.spans)
+    assert sorted(seen) == sorted(examples.index(rows.spans[:, 0]).tolist())
+    filler = data._collate(np.array([], dtype=np.int64))
+    assert filler.per_example["reward"].shape == (0,)
+    assert filler.per_token["teacher"].shape == (*filler.input_ids.shape, 2)
 
 
 def test_where_names_the_examples_of_a_step():

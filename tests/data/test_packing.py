@@ -5,17 +5,19 @@ from tigon.data import Examples, split, whole
 from tigon.data.packing import best_fit
 
 
-def make(lengths, supervised=None) -> Examples:
+def make(lengths, supervised=None, *, per_example=None, groups=None, **per_token) -> Examples:
     """Examples whose token ids are their places, from 1."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     mask = np.ones(offsets[-1], dtype=bool) if supervised is None else np.array(supervised)
     origin = np.stack([np.zeros(len(lengths)), np.arange(1, len(lengths) + 1)], axis=1)
     return Examples(
         np.arange(1, offsets[-1] + 1, dtype=np.int32),
-        mask,
         offsets,
         origin.astype(np.int32),
         ("f",),
+        {"supervised": mask, **per_token},
+        {} if per_example is None else per_example,
+        groups,
     )
 
 
@@ -90,3 +92,34 @@ def test_text_is_joined_and_cut_without_loss():
         [[16, 17]],
         [[17, 18]],
     ]
+
+
+def test_groups_share_a_row_and_keep_their_order():
+    lengths = np.random.default_rng(2).integers(2, 40, size=200)
+    examples = make(lengths, groups=np.arange(0, 201, 2))
+    rows = whole(examples, 100)
+    assert len(rows) < 100 and (rows.truncated, rows.dropped) == (0, 0)
+    seen = []
+    for i in range(len(rows)):
+        starts = examples.index(rows[i][:, 0])
+        assert (starts[::2] % 2 == 0).all() and (starts[1::2] == starts[::2] + 1).all()
+        assert np.diff(rows[i]).sum() <= 100
+        seen += starts.tolist()
+    assert sorted(seen) == list(range(200))
+    apart = whole(examples, 100, packing=False)
+    assert len(apart) == 100 and apart[3].tolist() == apart.spans[6:8].tolist()
+
+
+def test_groups_are_cut_to_equal_shares_or_left_out_together():
+    lengths, groups = [3, 9, 2, 4, 1, 5], np.array([0, 2, 4, 6])
+    examples = make(lengths, groups=groups)
+    cut = whole(examples, 8)
+    by_start = sorted(cut.spans.tolist())
+    assert by_start == [[0, 3], [3, 7], [12, 14], [14, 18]]  # one of one token has no target
+    assert (cut.truncated, cut.dropped) == (1, 2)
+    left_out = whole(examples, 8, truncate=False)
+    assert (len(left_out.spans), left_out.truncated, left_out.dropped) == (2, 0, 4)
+    apart = whole(examples, 8, packing=False)  # each has a line of its own
+    assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18]]
+    with pytest.raises(ValueError, match="groups of examples cannot be split"):
+        split(examples, 8)

@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.small import write_tokenizer
-from tigon.data import chat_examples, find_files, text_examples
+from tigon.data import Example, chat_examples, collect, find_files, text_examples
 from tigon.data.sources import read_chats, read_texts
 from tigon.tokenizer import Tokenizer
 
@@ -113,3 +115,57 @@ def test_missing_and_empty_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"blank\.jsonl has no rows"):
         chat_examples([blank], tokenizer)
     assert list(read_chats(blank)) == []
+
+
+def pairs(count: int = 2):
+    """Two lines with two examples each."""
+    for line in range(count):
+        columns = {"supervised": [False, True], "logprobs": [-1.5, -line]}
+        pair = [
+            Example([1, 2], columns, {"reward": 0.5}),
+            Example([3, 4], columns, {"reward": line}),
+        ]
+        yield 0, line + 1, pair
+
+
+COLUMNS = {
+    "per_token": {"supervised": bool, "logprobs": np.float32},
+    "per_example": {"reward": np.float32},
+}
+
+
+def test_named_columns_and_groups(tmp_path):
+    examples = collect([tmp_path], pairs(), **COLUMNS)
+    assert len(examples) == 4 and examples.groups.tolist() == [0, 2, 4]
+    assert examples.supervised.tolist() == [False, True] * 4
+    assert examples.per_token["logprobs"].tolist() == [-1.5, 0, -1.5, 0, -1.5, -1, -1.5, -1]
+    assert examples.per_example["reward"].tolist() == [0.5, 0, 0.5, 1]
+    assert examples.where(5) == f"{tmp_path}:2"
+    # Whatever changes, a checkpoint made with other data is not resumed
+    prints = {examples.fingerprint()}
+    changed = examples.per_example["reward"].copy()
+    changed[3] = 2
+    prints.add(replace(examples, per_example={"reward": changed}).fingerprint())
+    prints.add(replace(examples, groups=None).fingerprint())
+    prints.add(replace(examples, per_token={}).fingerprint())
+    assert len(prints) == 4
+    assert replace(examples, per_token={}).supervised.all()
+
+
+def test_columns_that_do_not_fit_are_named(tmp_path):
+    def single(ids, **columns):
+        return [(0, 7, [Example(ids, columns)])]
+
+    for group, message in (
+        (single([1, 2], supervised=[True]), r":7: supervised has 1 values for 2 tokens"),
+        (
+            single([1], supervised=[True], x=[1.0]),
+            r":7: has the columns supervised, x, and not supervised",
+        ),
+        (single([1]), r":7: has the columns none, and not supervised"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            collect([tmp_path], group)
+    ragged = [*single([1], x=[[1.0, 2.0]]), *single([1], x=[[1.0]])]
+    with pytest.raises(ValueError, match=r"a value of x has shape \(1,\), not \(2,\) as before"):
+        collect([tmp_path], ragged, per_token={"x": np.float32})

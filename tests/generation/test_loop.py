@@ -1,4 +1,4 @@
-"""The host may hear of tokens late: that changes nothing but how many steps are made in vain."""
+"""The host may get tokens late: that changes only how many steps are computed for nothing."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
-from tigon.generation.loop import LAG, Arrivals, drive
+from tigon.generation.loop import LAG, HostCopies, run_steps
 from tigon.generation.sampling import Draws, draw
 from tigon.generation.stopping import ABSENT, Continuations
 
@@ -24,7 +24,7 @@ class Letters:
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is there when the host looks, or by chance."""
     chance, share = random.Random(4), 0.3 if request.param == "at random" else 0.0
-    monkeypatch.setattr(Arrivals, "here", lambda *_: chance.random() < share)
+    monkeypatch.setattr(HostCopies, "finished", lambda *_: chance.random() < share)
     yield
 
 
@@ -63,7 +63,7 @@ def test_a_late_host_changes_nothing(model: tigon.Llama, late: None, way: str) -
         assert all(column.device.type == "cpu" for column in seen)
 
 
-def test_so_many_steps_are_made_in_vain(
+def test_how_many_steps_are_computed_for_nothing(
     model: tigon.Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, _ = padded((11,), 97)
@@ -72,7 +72,7 @@ def test_so_many_steps_are_made_in_vain(
     needed = free[0, 11:].tolist().index(end) + 1
     for lag in (0, LAG):
         if lag:
-            monkeypatch.setattr(Arrivals, "here", lambda *_: False)
+            monkeypatch.setattr(HostCopies, "finished", lambda *_: False)
         counted = Counted(model)
         tokens = model.generate(
             ids, eos_token_id=end, max_new_tokens=40, cache_implementation="static"
@@ -85,15 +85,15 @@ def test_so_many_steps_are_made_in_vain(
 
 
 class Script:
-    """Steps that say what is written, in which rows can leave."""
+    """Steps with given tokens, from which rows can be removed."""
 
-    leaves = True
+    can_remove_rows = True
 
     def __init__(self, steps: list[list[list[int]]]):
         self.steps, self.rows = steps, list(range(len(steps[0])))
         self.sizes: list[int] = []  # of the batch at each step
 
-    def __call__(self, left: int) -> Tensor:
+    def __call__(self, remaining: int) -> Tensor:
         step = self.steps[len(self.sizes)]
         self.sizes.append(len(self.rows))
         return torch.tensor([step[row] for row in self.rows])
@@ -113,35 +113,35 @@ def test_rows_at_paces_of_their_own() -> None:
         ]
     )
     seen: list[list[int]] = []
-    said = Continuations(
+    output = Continuations(
         torch.zeros(2, 1), 6, [8], 0, None, lambda column: seen.append(column.tolist())
     )
-    drive(script, said)
-    assert said.tensor().tolist() == [[1, 3, 4, 6, 10, 11], [2, 5, 7, 8, 0, 0]]
+    run_steps(script, output)
+    assert output.tensor().tolist() == [[1, 3, 4, 6, 10, 11], [2, 5, 7, 8, 0, 0]]
     assert seen == [[1, 2], [3, 5], [4, 7], [6, 8], [10, 0], [11, 0]]
     assert len(script.sizes) == 4
 
 
-def test_rows_leave_when_half_of_them_have_ended() -> None:
+def test_rows_are_removed_when_half_of_them_have_ended() -> None:
     def step(n: int) -> list[list[int]]:
         return [[9 if n >= ending else 1] for ending in (0, 2, 30, 1)]
 
     script = Script([step(n) for n in range(40)])
-    said = Continuations(torch.zeros(4, 1), 40, [9], 0, None, None)
-    drive(script, said)
+    output = Continuations(torch.zeros(4, 1), 40, [9], 0, None, None)
+    run_steps(script, output)
     # Rows 0 and 3 are gone after two steps, row 1 after three
     assert script.sizes == [4, 4, 2] + [1] * 28
-    assert [len(row) for row in said.said] == [1, 3, 31, 2]
+    assert [len(row) for row in output.tokens] == [1, 3, 31, 2]
 
 
-@pytest.mark.parametrize(("most", "leaves"), [(12, False), (18, True)])
-def test_for_few_tokens_nobody_leaves(most: int, leaves: bool) -> None:
+@pytest.mark.parametrize(("max_tokens", "removed"), [(12, False), (18, True)])
+def test_for_few_tokens_no_row_is_removed(max_tokens: int, removed: bool) -> None:
     """Row 1 ends when row 0 lacks 4 or 6 tokens, before whose last step it lacked 8 or 10."""
     script = Script([[[1, 1, 1, 1, ABSENT, ABSENT], [2] * 6]] * 9)
-    said = Continuations(torch.zeros(2, 1), most, [], 0, None, None)
-    drive(script, said)
-    assert script.sizes[-1] == (1 if leaves else 2)
-    assert [len(row) for row in said.said] == [most, most]
+    output = Continuations(torch.zeros(2, 1), max_tokens, [], 0, None, None)
+    run_steps(script, output)
+    assert script.sizes[-1] == (1 if removed else 2)
+    assert [len(row) for row in output.tokens] == [max_tokens, max_tokens]
 
 
 def test_draws_of_a_row_do_not_depend_on_the_others() -> None:

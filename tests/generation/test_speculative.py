@@ -12,7 +12,7 @@ from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.contract import tiny_llama
 from tigon.generation import Sampling, caches, loop, static
 from tigon.generation.sampling import Draws
-from tigon.generation.speculative import judge, leading
+from tigon.generation.speculative import accept_proposals, count_leading
 
 LENGTHS = (3, 11, 1, 7, 11)
 
@@ -137,14 +137,14 @@ def test_samples_are_distributed_as_those_of_the_model(
         assert chi2 < freedom + 4 * (2 * freedom) ** 0.5, (first, float(chi2), freedom)
 
 
-def test_judge_is_rejection_sampling() -> None:
+def test_accepting_proposals_is_rejection_sampling() -> None:
     """One proposal: what is said first is distributed as p, whatever q is."""
     p, q = torch.tensor([0.5, 0.2, 0.3, 0.0]), torch.tensor([0.1, 0.6, 0.05, 0.25])
     n = 40_000
     draws = Draws(n, p.device, torch.Generator().manual_seed(0))
     proposed = torch.multinomial(q.expand(n, -1), 1, generator=draws.generator)
     after = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    kept, token = judge(
+    kept, token = accept_proposals(
         torch.stack((p, after)).expand(n, -1, -1), q.expand(n, 1, -1), proposed, draws
     )
     assert (token[kept == 1] == 3).all()
@@ -169,9 +169,9 @@ def test_a_draft_with_another_number_of_rows(drafted: int, monkeypatch: pytest.M
         assert tokens.tolist() == expected.tolist()
 
 
-def test_leading() -> None:
+def test_count_leading() -> None:
     fits = torch.tensor(list(itertools.product((False, True), repeat=3)))
-    assert leading(fits).tolist() == [0, 0, 0, 0, 1, 1, 2, 3]
+    assert count_leading(fits).tolist() == [0, 0, 0, 0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("noise", [0.0, 3.0])  # all is kept, nothing is
@@ -203,7 +203,7 @@ def test_a_seed_decides(model: tigon.Llama) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_sampled_rows_leave_and_nobody_notices(
+def test_removing_finished_rows_changes_no_sample(
     model: tigon.Llama, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, mask = padded(LENGTHS, 97)

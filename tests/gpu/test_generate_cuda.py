@@ -288,7 +288,7 @@ def test_the_host_runs_ahead(model: tigon.CausalLM, monkeypatch: pytest.MonkeyPa
     for late in (True, False):
         with monkeypatch.context() as patch:
             if late:
-                patch.setattr(loop.Arrivals, "here", lambda *_: False)
+                patch.setattr(loop.HostCopies, "finished", lambda *_: False)
             seen: list[int] = []
             tokens = model.generate(
                 ids,

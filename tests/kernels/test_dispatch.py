@@ -23,6 +23,7 @@ class OnDevice:
 def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "_mode", "auto")
     monkeypatch.setattr(_triton, "_served", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
 
 

@@ -146,14 +146,14 @@ class Gradients:
         self.y = gated_act(self.gate_up, act, overwrite=overwrite)
         self.upstream = torch.randn_like(self.y)
 
-    def run(self) -> Tensor:
-        (grad,) = torch.autograd.grad(self.y, self.leaf, self.upstream, retain_graph=True)
+    def run(self, retain_graph: bool = False) -> Tensor:
+        (grad,) = torch.autograd.grad(self.y, self.leaf, self.upstream, retain_graph=retain_graph)
         return grad
 
     @property
     def reused(self) -> bool:
         there = self.gate_up.untyped_storage().data_ptr()
-        return self.arrived[0].untyped_storage().data_ptr() == there
+        return self.arrived[-1].untyped_storage().data_ptr() == there
 
 
 @acts
@@ -162,13 +162,23 @@ def test_overwrite_reuses_the_memory_once(act: str, path: str) -> None:
         return leaf * 1.5
 
     plain, own = Gradients(project, act, False), Gradients(project, act, True)
-    assert torch.equal(plain.run(), own.run())
+    expected = plain.run()
+    assert torch.equal(own.run(), expected)
     assert not plain.reused and own.reused == (path == "triton")
     assert torch.equal(plain.gate_up, plain.before) and plain.gate_up._version == 0
-    assert torch.equal(plain.run(), plain.run())
     if path == "triton":
-        with pytest.raises(RuntimeError, match=r"second backward pass through gated_act"):
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             own.run()
+
+
+@acts
+def test_a_retained_graph_can_be_run_again(act: str, path: str) -> None:
+    own = Gradients(lambda leaf: leaf * 1.5, act, True)
+    expected = own.run(retain_graph=True)
+    assert torch.equal(own.gate_up, own.before) and not own.reused
+    assert torch.equal(own.run(retain_graph=True), expected)
+    assert torch.equal(own.run(), expected)
+    assert own.reused == (path == "triton")
 
 
 NOT_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -185,10 +195,8 @@ NOT_ALONE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("case", NOT_ALONE)
 def test_memory_of_others_is_not_overwritten(case: str) -> None:
     plain, own = (Gradients(NOT_ALONE[case], "silu", o) for o in (False, True))
-    first = own.run()
-    assert torch.equal(plain.run(), first)
+    assert torch.equal(own.run(), plain.run())
     assert torch.equal(own.gate_up, own.before) and own.gate_up._version == 0
-    assert torch.equal(own.run(), first)
 
 
 def test_another_saved_use_raises(path: str) -> None:
@@ -201,14 +209,15 @@ def test_another_saved_use_raises(path: str) -> None:
         torch.autograd.grad(other.sum(), own.leaf)
 
 
-def test_a_second_backward_raises_through_hooks_on_saved_tensors(path: str) -> None:
+def test_hooks_on_saved_tensors(path: str) -> None:
     # Autograd compares no versions of what a hook packed
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         own = Gradients(lambda leaf: leaf * 1.5, "silu", True)
-    first = own.run()
+    first = own.run(retain_graph=True)
     assert torch.equal(first, Gradients(lambda leaf: leaf * 1.5, "silu", False).run())
+    assert torch.equal(first, own.run())
     if path == "triton":
-        with pytest.raises(RuntimeError, match="second backward pass"):
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             own.run()
     with torch.autograd.graph.save_on_cpu():
         assert torch.equal(first, Gradients(lambda leaf: leaf * 1.5, "silu", True).run())

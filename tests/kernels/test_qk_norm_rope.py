@@ -440,5 +440,9 @@ def test_bad_input() -> None:
         call(qkv, angles(16), ())
     with pytest.raises(ValueError, match=r"not \[B or 1, T, R/2\]"):
         call(qkv, angles(D, 1, T + 1), ())
+    with pytest.raises(ValueError, match=r"cast='never' is not one of \('before_weight'"):
+        call(qkv, theta, weights(), cast="never")
+    with pytest.raises(ValueError, match=r"eps=-1.0 and offset=0.0 must not be negative"):
+        call(qkv, theta, weights(), eps=-1.0)
     with pytest.raises(ValueError, match="q_weight is on meta"):
         call(qkv, theta, tuple(w.to("meta") for w in weights()))

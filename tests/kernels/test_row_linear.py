@@ -148,6 +148,27 @@ def test_bad_shapes_are_refused() -> None:
         row_linear(torch.cat((x, x)), weight)
     with pytest.raises(ValueError, match=r"x has 32 columns, the weight \(8, 64\)"):
         row_linear(x[..., :32], weight)
+    with pytest.raises(ValueError, match=r"bias \(7,\) does not fit the weight \(8, 64\)"):
+        row_linear(x, weight, torch.zeros(7))
+    with pytest.raises(ValueError, match="act='relu' is not one of"):
+        row_linear(x, weight, act="relu")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"weight \(7, 64\) has no two halves"):
+        row_linear(x, weight[:7], act="silu")
+
+
+@pytest.mark.parametrize("act", [None, "silu"])
+@torch.no_grad()
+def test_strided_weights_and_biases(act: Activation | None) -> None:
+    x, weight, bias = problem(8, 64, act, True, torch.float32)
+    assert bias is not None
+    transposed = nn.Parameter(weight.T.contiguous().T)
+    strided = nn.Parameter(torch.stack((bias, bias + 1), 1)[:, 0])
+    assert not transposed.is_contiguous() and not strided.is_contiguous()
+    want = exact(x, weight, bias, act)
+    for w, b in ((transposed, bias), (weight, strided), (transposed, strided)):
+        torch.testing.assert_close(row_linear(x, w, b, act).double(), want, rtol=1e-5, atol=1e-5)
+    y = linear(x, weight, strided)
+    torch.testing.assert_close(y.double(), exact(x, weight, bias, None), rtol=1e-5, atol=1e-5)
 
 
 def test_a_tile_covers_whole_rows() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tigon.kernels
 from tigon.kernels import AttentionMask, attention, rms_norm_ref, rope_ref
-from tigon.layers import Attention, KVCache, Rotation
+from tigon.layers import Attention, Context, KVCache, Rotation
 
 CUDA = torch.cuda.is_available()
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
@@ -36,10 +36,14 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def make(norm: dict[str, Any]) -> Attention:
-    layer = Attention(C, H, K, D, layer=0, bias=True, **norm)
+    layer = Attention(C, H, K, D, bias=True, **norm)
     for p in layer.parameters():
         torch.nn.init.normal_(p, std=0.5)
     return layer
+
+
+def whole_row() -> Context:
+    return Context(torch.arange(T)[None], AttentionMask(T))
 
 
 def exact(
@@ -88,7 +92,7 @@ def test_forward_and_gradients(norm: dict[str, Any], scaled: bool) -> None:
     scale = torch.rand(1, T, 1, 1) * 9 if scaled else None
     rotation = Rotation(theta.cos().float()[None], theta.sin().float()[None], scale)
     wanted = (x, *layer.parameters())
-    y = layer(x, rotation, AttentionMask(T))
+    y = layer(x, rotation, None, whole_row())
     expected = exact(layer, x, theta, query_scale=scale, **norm)
     torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-5)
     upstream = torch.randn_like(y)
@@ -101,13 +105,16 @@ def test_forward_and_gradients(norm: dict[str, Any], scaled: bool) -> None:
 def test_decoding_equals_one_pass(norm: dict[str, Any]) -> None:
     layer, x = make(norm), torch.randn(B, T, C)
     theta = torch.rand(1, T, D // 2) * 6
-    whole = layer(x, Rotation(theta.cos(), theta.sin()), AttentionMask(T))
+    whole = layer(x, Rotation(theta.cos(), theta.sin()), None, whole_row())
     cache, steps = KVCache(), []
     with torch.no_grad():
         for i in range(T):
             now = theta[:, i : i + 1]
-            mask = AttentionMask(1, past=i)
-            steps.append(layer(x[:, i : i + 1], Rotation(now.cos(), now.sin()), mask, cache))
+            mask = AttentionMask(1, past=cache.begin(B, 1))
+            (state,) = cache.open([layer.make_state], x, mask)
+            ctx = Context(torch.tensor([[i]]), mask, append=cache.append)
+            steps.append(layer(x[:, i : i + 1], Rotation(now.cos(), now.sin()), state, ctx))
+            cache.end(mask)
     torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
 
 
@@ -123,18 +130,18 @@ def test_cast(cast: Any, path: str) -> None:
     q, k = rope_ref(q, k, theta.cos(), theta.sin())
     out = attention(q, k, v, mask=AttentionMask(T))
     expected = layer.o_proj(out.reshape(B, T, -1))
-    assert torch.equal(layer(x, Rotation(theta.cos(), theta.sin()), AttentionMask(T)), expected)
+    assert torch.equal(layer(x, Rotation(theta.cos(), theta.sin()), None, whole_row()), expected)
 
 
 def test_names_and_first_values() -> None:
     assert not any("norm" in name for name in make({}).state_dict())
     for name, first in (("qwen3", 1.0), ("gemma3", 0.0)):
-        layer = Attention(C, H, K, D, layer=0, **NORMS[name])
+        layer = Attention(C, H, K, D, **NORMS[name])
         for norm in (layer.q_norm, layer.k_norm):
             norm.init_weights()
         state = layer.state_dict()
         for part in ("q_norm.weight", "k_norm.weight"):
             assert torch.equal(state[part], torch.full((D,), first))
-    flat = Attention(C, H, K, D, layer=0, **NORMS["olmo2"]).state_dict()
+    flat = Attention(C, H, K, D, **NORMS["olmo2"]).state_dict()
     assert flat["q_norm.weight"].shape == (H * D,)
     assert flat["k_norm.weight"].shape == (K * D,)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask, attention
-from tigon.layers import StaticCache
+from tigon.layers import Attention, Context, StaticCache
 
 B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4
 SHAPES = [(K, D, None), (1, 8, W)]
@@ -13,7 +13,20 @@ SHAPES = [(K, D, None), (1, 8, W)]
 
 def make(rows: int = B, capacity: int = 40, **options: Any) -> StaticCache:
     options = {"chunk": CHUNK, "dtype": torch.float32, "device": "cpu", **options}
-    return StaticCache(options.pop("shapes", SHAPES), rows, capacity, **options)
+    layers = [Attention(8, 2 * k, k, d, window=w) for k, d, w in options.pop("shapes", SHAPES)]
+    return StaticCache([layer.make_state for layer in layers], rows, capacity, **options)
+
+
+def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]:
+    """What all layers answer to their q, k and v, which are then held."""
+    states = cache.open([], parts[0][0], mask)
+    ctx = Context(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
+    outs = [
+        state.attend(*part, ctx, window=shape[2])
+        for state, part, shape in zip(states, parts, SHAPES, strict=False)
+    ]
+    cache.end(mask)
+    return outs
 
 
 def heads(rows: int, tokens: int, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,8 +59,8 @@ class Text:
         mask = AttentionMask(tokens, past=held if isinstance(held, int) else 0)
         at = torch.tensor(starts)[:, None] + torch.arange(tokens)
         index = torch.tensor(rows)[:, None], at
-        for layer, (part, answer) in enumerate(zip(self.parts, self.answers, strict=True)):
-            out = cache.attend(layer, *(x[index] for x in part), mask, window=SHAPES[layer][2])
+        outs = attend(cache, mask, *([x[index] for x in part] for part in self.parts))
+        for out, answer in zip(outs, self.answers, strict=True):
             torch.testing.assert_close(out, answer[index], rtol=tolerance, atol=tolerance)
 
 
@@ -63,13 +76,13 @@ def filled(lengths: tuple[int, ...] = (7, 7, 7), **options: Any) -> tuple[Static
 def test_memory(quantize: Any) -> None:
     cache = make(dtype=torch.bfloat16, quantize=quantize)
     full, ring = B * K * 40, B * 1 * (W + CHUNK - 1)  # token slots of all heads
-    for buffers, size, dim in zip(cache.layers, (full, ring), (D, 8), strict=True):
+    for buffers, size, dim in zip(cache.states, (full, ring), (D, 8), strict=True):
         assert buffers.keys.numel() == buffers.values.numel() == size * dim
     if quantize:
         assert cache.nbytes == 2 * (full * (D + 4) + ring * (8 + 4))
     else:
         assert cache.nbytes == 2 * 2 * (full * D + ring * 8)
-    assert make(capacity=6).layers[1].keys.shape[2] == 6  # smaller than the ring
+    assert make(capacity=6).states[1].keys.shape[2] == 6  # smaller than the ring
 
 
 @pytest.mark.parametrize("steps", [(1,) * 12, (4,) * 6, (2, 9, 1, 12, 3, 3)], ids=str)
@@ -181,7 +194,7 @@ def test_int8_is_as_exact_as_its_scales() -> None:
     text = Text()
     for row, n in enumerate((5, 12, 1)):
         text.feed(cache.rows(row, row + 1), [0], n, [row])  # prompts see exact keys
-    buffers = cache.layers[0]
+    buffers = cache.states[0]
     assert buffers.key_scales is not None and buffers.value_scales is not None
     for i, (stored, scales) in enumerate(
         ((buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)), 1
@@ -208,8 +221,7 @@ def test_int8_does_not_depend_on_the_size_of_steps() -> None:
         for n in steps:
             cache.begin(B, n)
             new = [[x[:, start : start + n] for x in part] for part in text.parts]
-            first = cache.attend(0, *new[0], AttentionMask(n))
-            second = cache.attend(1, *new[1], AttentionMask(n), window=W)
+            first, second = attend(cache, AttentionMask(n), *new)
             parts.append(torch.cat((first.flatten(2), second.flatten(2)), -1))
             start += n
         outs.append(torch.cat(parts, 1))
@@ -265,5 +277,5 @@ def test_no_gradients() -> None:
         cache.begin(B, 2)
         leaf.requires_grad_()
         with pytest.raises(ValueError, match=r"StaticCache keeps no gradients.*no_grad"):
-            cache.attend(0, q, k, v, AttentionMask(2))
+            attend(cache, AttentionMask(2), (q, k, v))
         leaf.requires_grad_(False)

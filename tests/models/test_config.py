@@ -12,7 +12,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tigon
-from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, reference
+from tests.models.tiny import LLAMA3, LONG, ROPES, SIZES, YARN, on_meta, reference, windows
 from tigon.layers import RotaryEmbedding
 from tigon.models import MODELS, Llama, from_pretrained
 from tigon.models._config import Config, ConfigError
@@ -143,13 +143,16 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "text for a number": ({"hidden_size": "64"}, r"hidden_size='64' is not int"),
-    "fraction": ({"intermediate_size": 11.5}, r"intermediate_size=11.5 is not int"),
-    "bool for a number": ({"vocab_size": True}, r"vocab_size=True is not int"),
-    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=None is not float"),
-    "number for a bool": ({"tie_word_embeddings": 1}, r"tie_word_embeddings=1 is not bool"),
-    "list of texts": ({"eos_token_id": ["a"]}, r"eos_token_id=\['a'\] is not int"),
-    "dtype": ({"torch_dtype": 5}, r"dtype=5 is not str"),
+    "text for a number": ({"hidden_size": "64"}, r"hidden_size='64' is not a whole number"),
+    "fraction": ({"intermediate_size": 11.5}, r"intermediate_size=11.5 is not a whole number"),
+    "bool for a number": ({"vocab_size": True}, r"vocab_size=True is not a whole number"),
+    "null": ({"rms_norm_eps": None}, r"rms_norm_eps=None is not a number"),
+    "number for a bool": (
+        {"tie_word_embeddings": 1},
+        r"tie_word_embeddings=1 is not true or false",
+    ),
+    "list of texts": ({"eos_token_id": ["a"]}, r"eos_token_id=\['a'\] is not a whole number"),
+    "dtype": ({"torch_dtype": 5}, r"dtype=5 is not text"),
     "another type": ({"model_type": "qwen2"}, r"model_type 'qwen2' is not 'llama'"),
     "heads": (
         {"num_attention_heads": 6, "num_key_value_heads": 4},
@@ -190,11 +193,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"rope_type 'llama3' needs high_freq_factor; the config has {.*'factor': 8.0",
     ),
     "rope without factors": ({"rope_scaling": {"type": "longrope"}}, r"short_factor, long_factor"),
-    "rope no object, new": ({"rope_parameters": []}, r"rope_parameters=\[\] is not dict"),
-    "rope no object": ({"rope_scaling": "linear"}, r"rope_scaling='linear' is not dict"),
-    "rope value": ({"rope_scaling": YARN | {"factor": "4"}}, r"factor='4' is not float"),
-    "rope list": ({"rope_scaling": LONG | {"long_factor": 2.0}}, r"long_factor=2.0 is not list"),
-    "theta": ({"rope_theta": None}, r"rope_theta=None is not float"),
+    "rope no object, new": ({"rope_parameters": []}, r"rope_parameters=\[\] is not a dictionary"),
+    "rope no object": ({"rope_scaling": "linear"}, r"rope_scaling='linear' is not a dictionary"),
+    "rope value": ({"rope_scaling": YARN | {"factor": "4"}}, r"factor='4' is not a number"),
+    "rope list": (
+        {"rope_scaling": LONG | {"long_factor": 2.0}},
+        r"long_factor=2.0 is not a list of numbers",
+    ),
+    "theta": ({"rope_theta": None}, r"rope_theta=None is not a number"),
 }
 
 
@@ -223,6 +229,11 @@ def test_unknown_keys_warn_once_together() -> None:
     assert [str(w.message) for w in caught] == [
         "config keys not understood and ignored: {'is_llama_config': True, 'my_note': [1]}"
     ]
+
+
+def test_a_key_that_is_nearly_right() -> None:
+    with pytest.warns(UserWarning, match="ignored: {'rms_norm_epsilon': 1}; did you mean 'rms_no"):
+        OURS.from_dict({"rms_norm_epsilon": 1})
 
 
 def test_dropout_is_announced() -> None:
@@ -258,7 +269,7 @@ def test_defaults_of_every_family(model_type: str) -> None:
         expected = [window for _ in layers]
     else:
         expected = [window if kind == "sliding_attention" else None for kind in types]
-    assert [ours.window(i) for i in layers] == expected
+    assert windows(ours) == expected
     ropes = theirs.rope_parameters
     if "rope_type" in ropes:
         assert {k: ours.rope_parameters[k] for k in ("rope_type", "rope_theta")} == {
@@ -269,7 +280,7 @@ def test_defaults_of_every_family(model_type: str) -> None:
     null = {"model_type": model_type, "rope_parameters": None}
     assert MODELS[model_type].config_class.from_dict(null) == ours
     if hasattr(theirs, "hidden_activation"):
-        assert ours.act == "gelu_tanh"
+        assert on_meta(ours).model.layers[0].mlp.gate_up_proj.act == "gelu_tanh"
     else:
         assert ours.hidden_act == theirs.hidden_act
 
@@ -287,13 +298,13 @@ OLD_GEMMA3 = {
 
 def test_gemma3_of_the_old_generation() -> None:
     ours = tigon.Gemma3.config_class.from_dict(OLD_GEMMA3)
-    assert ours.ropes == {
+    assert ours.rope_parameters == {
         "full_attention": {"rope_type": "linear", "rope_theta": 9e5, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     }
-    assert [ours.window(i) for i in range(4)] == [512, 512, None, 512]
+    assert windows(ours) == [512, 512, None, 512]
     theirs = AutoConfig.for_model(**OLD_GEMMA3)
-    assert ours.ropes == theirs.rope_parameters
+    assert ours.rope_parameters == theirs.rope_parameters
     assert theirs.layer_types == [ours.layer_type(i) for i in range(4)]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
-from tests.models.contract import TINY, V, assert_same_gradients, gradients, tokens
+from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.kernels.cross_entropy import METRICS
 from tigon.models import CausalLM, Gemma3
 
@@ -152,3 +153,15 @@ def test_recomputed_blocks_in_one_graph(model: CausalLM, family: str, way: str) 
         loss = compiled(**batch).loss
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
         assert_same_gradients(gradients(loss, model), expected)
+
+
+def test_blocks_of_one_kind_share_a_graph() -> None:
+    """The first block has no residual yet; all others of a kind are compiled once."""
+    config = {**TINY, "num_hidden_layers": 6, "sliding_window": 3, "sliding_window_pattern": 2}
+    for model, most in ((tiny_llama(num_hidden_layers=6), 2), (Gemma3.from_config(config), 3)):
+        torch.compiler.reset()
+        graphs = CompileCounter()
+        for block in model.model.layers:
+            block.compile(backend=graphs, fullgraph=True)
+        model(IDS, labels=LABELS).loss.backward()
+        assert graphs.frame_count == most

@@ -102,6 +102,18 @@ def test_load_then_export(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source", "target"]
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_go_out_in_the_form_asked_for(stacked: bool, tmp_path: Path) -> None:
+    for directory, original in (("apart", True), ("stacked", False)):
+        case = CASES["mixtral"]["plain"]
+        reference("mixtral", case, tmp_path / directory, save_original_format=original)
+    wanted, other = ("stacked", "apart") if stacked else ("apart", "stacked")
+    ours = from_pretrained(tmp_path / other)
+    ours.save_pretrained(tmp_path / "out", stacked_experts=stacked)
+    assert same(tensors(tmp_path / "out"), tensors(tmp_path / wanted))
+    assert same(from_pretrained(tmp_path / "out").state_dict(), ours.state_dict())
+
+
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", ["auto", torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(source: torch.dtype, target: Any, tmp_path: Path) -> None:

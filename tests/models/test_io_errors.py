@@ -128,7 +128,7 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "value of another type": (
         "single",
         configure(num_hidden_layers="3"),
-        r"single/config.json: num_hidden_layers='3' is not int",
+        r"single/config.json: num_hidden_layers='3' is not a whole number",
     ),
     "activation": (
         "single",

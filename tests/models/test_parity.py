@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_reference, reference
+from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, exact, load_reference, reference
+from tests.numbers import assert_as_near, float64
 from tigon.layers import AddRMSNorm, RMSNorm, RotaryEmbedding
 from tigon.models import MODELS, CausalLM, from_pretrained
 
@@ -28,16 +29,16 @@ def test_every_registered_family_has_cases() -> None:
 
 def gradients(model: CausalLM, *, missing: bool = False) -> dict[str, Tensor]:
     """Gradients under the names that parameters have in transformers."""
-    model.stacked = True
     parameters = dict(model.named_parameters())
     found = {}
-    for name, parts in model.layout().items():
+    for name, parts in model.layout(stacked_experts=True).items():
         for part in parts:
             grad = parameters[name].grad
             if grad is None:
                 assert missing, name
                 continue
-            found[part.name] = grad.narrow(0, part.start, part.shape[0])
+            ((_, start, rows),) = part.slices
+            found[part.name] = grad.narrow(0, start, rows)
     return found
 
 
@@ -51,21 +52,22 @@ def test_logits_loss_and_gradients(model_type: str, case: str, tmp_path: Path) -
     ids = tokens()
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
 
-    expected = theirs(ids, labels=labels)
-    logits = ours(ids).logits
-    scale = expected.logits.abs().max()
-    assert scale > 1
-    assert (logits - expected.logits).abs().max() <= 1e-5 * scale
+    twin = exact(theirs)
+    with float64():
+        truth = twin(ids, labels=labels)
+        truth.loss.backward()
+    peer = theirs(ids, labels=labels)
+    peer.loss.backward()
+    assert truth.logits.abs().max() > 1
+    assert_as_near(ours(ids).logits, peer.logits, truth.logits)
 
     loss = ours(ids, labels=labels).loss
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert_as_near(loss, peer.loss, truth.loss)
     loss.backward()
-    expected.loss.backward()
-    found = gradients(ours)
-    wanted = {name: p.grad for name, p in theirs.named_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        assert (found[name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+    assert_as_near(
+        gradients(ours),
+        *({name: p.grad for name, p in m.named_parameters()} for m in (theirs, twin)),
+    )
 
 
 @pytest.mark.parametrize(("model_type", "case"), EVERY)
@@ -128,32 +130,35 @@ def test_bf16_is_rounded_where_transformers_rounds(
 def test_given_embeddings(model_type: str, case: str, tmp_path: Path) -> None:
     """Gemma scales those of its own tokens alone, Granite all."""
     theirs = reference(model_type, CASES[model_type][case], tmp_path)
+    ours, twin = from_pretrained(tmp_path), exact(theirs)
     x = torch.randn(B, T, theirs.config.hidden_size)
     with torch.no_grad():
-        expected = theirs(inputs_embeds=x).logits
-        logits = from_pretrained(tmp_path)(inputs_embeds=x).logits
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+        logits, peer = (model(inputs_embeds=x).logits for model in (ours, theirs))
+        with float64():
+            truth = twin(inputs_embeds=x.double()).logits
+    assert_as_near(logits, peer, truth)
 
 
 @pytest.mark.parametrize(("model_type", "case"), [*FIRST, ("gemma3_text", "both sides")])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(model_type: str, case: str, side: str, tmp_path: Path) -> None:
     theirs: Any = reference(model_type, CASES[model_type][case], tmp_path)
-    ours = from_pretrained(tmp_path)
+    ours, twin = from_pretrained(tmp_path), exact(theirs)
     ids = tokens()
     mask = torch.ones_like(ids)
     mask[0, slice(11) if side == "left" else slice(T - 11, T)] = 0
     labels = ids.masked_fill(mask == 0, -100)
     if side == "left":
         labels[0, 11] = -100  # transformers lets the last pad predict it
+    real, first = mask.bool(), mask[0].bool()
     with torch.no_grad():
-        expected = theirs(ids, attention_mask=mask, labels=labels)
+        peer = theirs(ids, attention_mask=mask, labels=labels)
+        with float64():
+            truth = twin(ids, attention_mask=mask, labels=labels)
         logits = ours(ids, attention_mask=mask).logits
         loss = ours(ids, attention_mask=mask, labels=labels).loss
-        at = torch.arange(T)[mask[0].bool()] if model_type in ABSOLUTE else None
-        unpadded = ours(ids[:1, mask[0].bool()], position_ids=at).logits
-    real = mask.bool()
-    scale = expected.logits[real].abs().max()
-    assert (logits - expected.logits)[real].abs().max() <= 1e-5 * scale
-    assert (logits[:1][:, mask[0].bool()] - unpadded).abs().max() <= 1e-5 * scale
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+        at = torch.arange(T)[first] if model_type in ABSOLUTE else None
+        unpadded = ours(ids[:1, first], position_ids=at).logits
+    assert_as_near(logits[real], peer.logits[real], truth.logits[real])
+    assert_as_near(unpadded, peer.logits[:1, first], truth.logits[:1, first])
+    assert_as_near(loss, peer.loss, truth.loss)

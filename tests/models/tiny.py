@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.numbers import float64
+from tigon.models import MODELS, CausalLM
+from tigon.models._config import Config
+
 Overrides = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -307,7 +311,33 @@ def reference(
     return model
 
 
+def on_meta(config: Config) -> CausalLM:
+    """The model of a config, without weights."""
+    return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
+
+
+def windows(config: Config) -> list[int | None]:
+    """Of the attention of each layer."""
+    return [layer.self_attn.window for layer in on_meta(config).model.layers]
+
+
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:
     return AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation=attention, dtype=dtype
     ).eval()
+
+
+def exact(model: Any) -> Any:
+    """transformers' model again in float64, RoPE's frequencies too; to be called in `float64()`."""
+    weights = model.state_dict()
+    with float64():
+        twin = AutoModelForCausalLM.from_config(
+            model.config,
+            attn_implementation="eager",
+            experts_implementation="eager",  # the grouped product takes no float64
+            dtype=torch.float64,
+        )
+    twin.load_state_dict(weights)
+    state = (*twin.parameters(), *twin.buffers())
+    assert all(t.dtype == torch.float64 for t in state if t.is_floating_point())
+    return twin.eval()

@@ -10,10 +10,7 @@ import transformers
 
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
-from tigon.train import main
-from tigon.train.build import prepare
-from tigon.train.config import load
-from tigon.train.parallel import start
+from tigon.train import load, main, prepare, start, train
 
 
 def batch_of(tokenizer, path):
@@ -66,7 +63,7 @@ def test_curve_equals_a_plain_loop(workspace, reduction):
         assert workspace.metrics(run, "loss")[step] == pytest.approx(loss.item(), rel=1e-5)
         assert workspace.metrics(run, "grad_norm")[step] == pytest.approx(norm.item(), rel=1e-4)
     held_out = list(batch_of(tokenizer, workspace.held_out))
-    expected = reference_loss(model, held_out).item()
+    expected = reference_loss(model, held_out, reduction).item()
     assert workspace.metrics(run, "eval_loss") == [pytest.approx(expected, rel=1e-5)]
     assert workspace.metrics(run, "eval_tokens") == [
         sum(int((labels[1:] != -100).sum()) for _, labels in held_out)
@@ -165,7 +162,10 @@ def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     settings = workspace.settings("experts", **changes)
     with start("cpu") as world:
         run = prepare(load(None, settings), world)
-    batches = run.data.micro_batches(0)
+    batches = [
+        rows.inputs() | {"labels": rows.input_ids.masked_fill(~rows.per_token["supervised"], -100)}
+        for rows in run.data.micro_batches(0)
+    ]
     shares = torch.stack([run.model.num_items(**batch) for batch in batches]).double()
     shares /= shares.sum()
     assert len(batches) == 4 and len(shares.unique()) > 1
@@ -192,6 +192,62 @@ def test_experts_are_balanced_and_their_load_is_recorded(workspace, tmp_path):
     assert workspace.metrics("experts", "eval_loss")[-1] == pytest.approx(
         evaluated.item(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_default_metrics_are_logged_as_means_over_targets(workspace, reduction):
+    changes = {"steps": 1, "batch_size": 64, "micro_batch_size": 4, "loss_reduction": reduction}
+    name = f"metrics-{reduction}"
+    settings = workspace.settings(name, **changes, eval_data=workspace.held_out)
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+        run.model.defaults.metrics = ("predicted_tokens",)
+        with pytest.raises(ValueError, match="predicted_tokens has no mean"):
+            train(run)
+        run.model.defaults.metrics = ("accuracy", "nll")
+        train(run)
+    trained, tokenizer = run.model, tigon.Tokenizer.from_pretrained(workspace.model)
+    for model, file, prefix in (
+        (tigon.from_pretrained(workspace.model), workspace.data, ""),
+        (trained, workspace.held_out, "eval_"),
+    ):
+        examples = list(batch_of(tokenizer, file))
+        with torch.no_grad():
+            nll = reference_loss(model, examples).item()
+            right = [
+                (model(ids[None]).logits[0, :-1].argmax(-1) == labels[1:])[labels[1:] != -100]
+                for ids, labels in examples
+            ]
+        accuracy = torch.cat(right).double().mean().item()
+        assert workspace.metrics(name, f"{prefix}nll") == [pytest.approx(nll, rel=1e-5)]
+        assert workspace.metrics(name, f"{prefix}accuracy") == [pytest.approx(accuracy, rel=1e-5)]
+
+
+def test_packed_experts_see_the_tokens_that_unpacked_ones_see(workspace, tmp_path):
+    """Padding behind packed rows trains no router: what routers did is that of the tokens alone."""
+    source = write_model(tmp_path / "experts", **EXPERTS)
+    names = ("aux_loss", "expert_load")
+    outs = []
+    with start("cpu") as world:
+        for packing in (True, False):
+            changes = {"model": source, "packing": packing, "batch_size": 64}
+            settings = workspace.settings("x", micro_batch_size=64, **changes)
+            run = prepare(load(None, settings), world)
+            (batch,) = run.data.micro_batches(0)
+            tokens = run.data.counts(0)[0]
+            assert batch.attention_mask.sum() == tokens < batch.input_ids.numel()
+            with torch.no_grad():
+                outs.append(run.model(**batch.inputs(), metrics=names))
+    packed, padded = outs
+    for name in names:  # the same probabilities, up to the order in which they are added
+        torch.testing.assert_close(packed.metrics[name], padded.metrics[name], rtol=1e-6, atol=0)
+    changes |= {"router_aux_loss_coef": 0.5, "steps": 2, "loss_reduction": "sequence"}
+    changes |= {"micro_batch_size": 64, "eval_data": workspace.held_out}
+    for name, packing in (("packed-experts", True), ("padded-experts", False)):
+        main(workspace.settings(name, **{**changes, "packing": packing}))
+    for key in ("loss", "grad_norm", "aux_loss", "expert_imbalance", "eval_loss"):
+        expected = workspace.metrics("padded-experts", key)
+        assert workspace.metrics("packed-experts", key) == pytest.approx(expected, rel=1e-4), key
 
 
 def test_a_model_without_experts_cannot_balance_them(workspace):

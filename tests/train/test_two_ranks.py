@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = {"steps": 11, "save_every": 4, "keep_last": 0, "eval_every": 4, "warmup_steps": 2}
 
 
-def torchrun(settings: list[str]) -> str:
+def torchrun(settings: list[str], module: str = "tigon.train") -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "tigon.train", *settings]
+    command += ["--standalone", "-m", module, *settings]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240

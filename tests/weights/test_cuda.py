@@ -31,7 +31,7 @@ def test_loads_what_the_library_loads(
         name: torch.full(tensor.shape, torch.nan, dtype=target, device="cuda")
         for name, tensor in tensors.items()
     }
-    layout = {name: (Part(name, tuple(t.shape)),) for name, t in tensors.items()}
+    layout = {name: (Part.whole(name, tuple(t.shape)),) for name, t in tensors.items()}
     busy = torch.randn(4096, 4096, device="cuda")
     for _ in range(20):
         busy = busy @ busy  # what the memory's last owner has queued must not come after us

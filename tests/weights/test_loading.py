@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Layout, Part, Repository, load_into, loading
+from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, entries, load_into, loading
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
@@ -23,8 +23,8 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
         f"{prefix}norm": torch.randn(4),
     }
     layout = {
-        "qkv": (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 11)),
-        "norm": (Part("norm", (4,)),),
+        "qkv": (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8), Part.whole("v", (3, 4), 11)),
+        "norm": (Part.whole("norm", (4,)),),
     }
     return tensors, layout
 
@@ -53,17 +53,64 @@ def test_stacked_experts_and_scalars(tmp_path: Path) -> None:
     }
     tensors["scale"] = torch.tensor(1.5)
     parts = [
-        Part(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
+        Part.whole(f"{e}.{name}", (inter, width), (2 * e + i) * inter)
         for e in range(experts)
         for i, name in enumerate(("w1", "w3"))
     ]
     parameters = {"gate_up": torch.empty(experts, 2 * inter, width), "scale": torch.empty(())}
-    layout = {"gate_up": tuple(parts), "scale": (Part("scale", ()),)}
+    layout = {"gate_up": tuple(parts), "scale": (Part.whole("scale", ()),)}
     load_into(parameters, layout, save(tmp_path, tensors))
     for e in range(experts):
         expected = torch.cat([tensors[f"{e}.w1"], tensors[f"{e}.w3"]])
         assert torch.equal(parameters["gate_up"][e], expected)
     assert parameters["scale"].item() == 1.5
+
+
+def halves(rank: int) -> Part:
+    """Rank 0 or 1's part of a stored [gate; up], 6 rows each: a slice of either."""
+    return Part("gate_up", (12, 4), (Rows(3 * rank, 0, 3), Rows(6 + 3 * rank, 3, 3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [16, 64 << 20])
+def test_a_part_of_several_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
+) -> None:
+    monkeypatch.setattr(loading, "CHUNK", chunk)
+    stored = torch.randn(12, 4)
+    checkpoint = save(tmp_path, {"gate_up": stored})
+    parameters = {name: torch.full((6, 4), torch.nan, dtype=dtype) for name in ("a", "b")}
+    layout = {"a": (halves(0),), "b": (halves(1),)}
+    load_into(parameters, layout, checkpoint)
+    gate, up = stored.to(dtype).split(6)
+    assert torch.equal(parameters["a"], torch.cat([gate[:3], up[:3]]))
+    assert torch.equal(parameters["b"], torch.cat([gate[3:], up[3:]]))
+    ((name, shape, _, get),) = entries(parameters, layout, dtype)
+    assert (name, shape) == ("gate_up", (12, 4))
+    assert torch.equal(get(), stored.to(dtype))
+
+    alone = {"a": torch.empty(6, 4)}
+    load_into(alone, {"a": (halves(0),)}, checkpoint)
+    assert torch.equal(alone["a"], torch.cat([stored[:3], stored[6:9]]))
+    with pytest.raises(
+        ValueError, match=r"gate_up \[12, 4\] cannot be written: a have rows \[\(0, 3"
+    ):
+        entries(alone, {"a": (halves(0),)}, dtype)
+
+
+@pytest.mark.parametrize(
+    "slices",
+    [
+        (Rows(0, 0, 3), Rows(6, 2, 3)),  # row 2 twice, row 5 not
+        (Rows(0, 0, 3), Rows(6, 3, 2)),
+        (Rows(0, 0, 3), Rows(10, 3, 3)),  # beyond the tensor
+        (Rows(-1, 0, 3), Rows(6, 3, 3)),
+    ],
+)
+def test_slices_that_do_not_fit(tmp_path: Path, slices: tuple[Rows, ...]) -> None:
+    checkpoint = save(tmp_path, {"gate_up": torch.randn(12, 4)})
+    with pytest.raises(ValueError, match=r"a is \[6, 4\], not filled by"):
+        load_into({"a": torch.empty(6, 4)}, {"a": (Part("gate_up", (12, 4), slices),)}, checkpoint)
 
 
 def test_other_names_in_the_file(tmp_path: Path) -> None:
@@ -101,11 +148,16 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        (Part("q", (8, 4)), Part("k", (3, 4), 8)),
-        (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 8)),
-        (Part("q", (8, 4)), Part("k", (3, 4), 8), Part("v", (3, 4), 11), Part("q", (8, 4), 14)),
-        (Part("norm", (4,)),),
-        (Part("q", (8, 5)), Part("k", (6, 5), 8)),
+        (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8)),
+        (Part.whole("q", (8, 4)), Part.whole("k", (3, 4), 8), Part.whole("v", (3, 4), 8)),
+        (
+            Part.whole("q", (8, 4)),
+            Part.whole("k", (3, 4), 8),
+            Part.whole("v", (3, 4), 11),
+            Part.whole("q", (8, 4), 14),
+        ),
+        (Part.whole("norm", (4,)),),
+        (Part.whole("q", (8, 5)), Part.whole("k", (6, 5), 8)),
     ],
 )
 def test_layout_that_leaves_rows_unfilled(tmp_path: Path, parts: tuple[Part, ...]) -> None:
@@ -147,7 +199,7 @@ torch.ones(1000).to(torch.bfloat16)
 before = high_water()
 checkpoint = Checkpoint.open(Repository(sys.argv[1]))
 parameters = {n: torch.empty(i.shape, dtype=dtype) for n, i in checkpoint.tensors.items()}
-layout = {n: (Part(n, i.shape),) for n, i in checkpoint.tensors.items()}
+layout = {n: (Part.whole(n, i.shape),) for n, i in checkpoint.tensors.items()}
 load_into(parameters, layout, checkpoint, workers=2)
 wanted = sum(p.nbytes for p in parameters.values())
 assert all(p[-1, -1] == p.shape[0] for p in parameters.values())

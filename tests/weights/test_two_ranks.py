@@ -17,16 +17,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tigon.weights import Checkpoint, Part, Repository, load_into, write_checkpoint
+from tigon.weights import Checkpoint, Part, Repository, Rows, load_into, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = {"wide": (1001, 64), "odd": (5, 3), "single": (1, 7), "stack": (3, 4, 5), "bias": (3,)}
+SHAPES = {
+    "wide": (1001, 64),
+    "odd": (5, 3),
+    "single": (1, 7),
+    "stack": (3, 4, 5),
+    "bias": (3,),
+    "swapped": (9, 2),  # its halves, in the file the other way round
+}
 LAYOUT = {
-    "wide": (Part("wide.a", (400, 64)), Part("wide.b", (601, 64), 400)),
-    "odd": (Part("odd", (5, 3)),),
-    "single": (Part("single", (1, 7)),),
-    "stack": tuple(Part(f"stack.{i}", (2, 5), 2 * i) for i in range(6)),
-    "bias": (Part("bias", (3,)),),
+    "wide": (Part.whole("wide.a", (400, 64)), Part.whole("wide.b", (601, 64), 400)),
+    "odd": (Part.whole("odd", (5, 3)),),
+    "single": (Part.whole("single", (1, 7)),),
+    "stack": tuple(Part.whole(f"stack.{i}", (2, 5), 2 * i) for i in range(6)),
+    "bias": (Part.whole("bias", (3,)),),
+    "swapped": (Part("swapped", (9, 2), (Rows(4, 0, 5), Rows(0, 5, 4))),),
 }
 
 
@@ -38,7 +46,7 @@ def whole() -> dict[str, torch.Tensor]:
 def parts() -> dict[str, torch.Tensor]:
     flat = {name: t.view(-1, *LAYOUT[name][0].shape[1:]) for name, t in whole().items()}
     return {
-        part.name: flat[name][part.start : part.start + part.shape[0]].clone()
+        part.name: torch.cat([flat[name][t : t + n] for _, t, n in sorted(part.slices)])
         for name, layout in LAYOUT.items()
         for part in layout
     }
@@ -130,8 +138,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 
 def test_each_rank_reads_its_own_rows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     _, (first, second) = ranks
-    assert first["rows"] == {"wide": 501, "odd": 3, "single": 1, "stack": 2, "bias": 2}
-    assert second["rows"] == {"wide": 500, "odd": 2, "single": 0, "stack": 1, "bias": 1}
+    assert first["rows"] == {
+        "wide": 501,
+        "odd": 3,
+        "single": 1,
+        "stack": 2,
+        "bias": 2,
+        "swapped": 5,
+    }
+    assert second["rows"] == {
+        "wide": 500,
+        "odd": 2,
+        "single": 0,
+        "stack": 1,
+        "bias": 1,
+        "swapped": 4,
+    }
     assert first["same"] == second["same"] == list(SHAPES)
     total = sum(tensor.nbytes for tensor in whole().values())
     assert first["bytes"] + second["bytes"] == total

@@ -1,6 +1,12 @@
-"""Batches as a pure function of the step: no iterator, no state to save but the step itself."""
+"""Batches as a pure function of the step: no iterator, no state to save but the step itself.
 
+# B lines, T tokens of a line, n sequences
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -9,7 +15,40 @@ from torch import Tensor
 from tigon.data.examples import Examples
 from tigon.data.packing import Rows, targets
 
-IGNORE = -100
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows as tensors: what the model reads, where the sequences are, and their columns.
+
+    Padding, behind the sequences of a line, has token 0 and columns of 0.
+    """
+
+    input_ids: Tensor  # int64 [B, T]
+    position_ids: Tensor  # int64 [B, T]; they restart with each sequence, and with the padding
+    attention_mask: Tensor | None  # bool [B, T], False on padding; None: there is none
+    cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
+    longest: int  # tokens of the longest of these; the host has to know it to launch attention
+    spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
+    per_token: Mapping[str, Tensor]  # [B, T, ...] each
+    per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
+
+    def to(self, device: torch.device) -> Self:
+        def move(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: move(column) for name, column in value.items()}
+            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.attention_mask,
+            "cu_seq_lens": self.cu_seq_lens,
+            "max_length_q": self.longest,
+        }
 
 
 class Loader:
@@ -28,23 +67,21 @@ class Loader:
         *,
         batch_size: int,
         micro_batch_size: int,
-        packing: bool = True,
         seed: int | None = None,
         rank: int = 0,
         world: int = 1,
     ):
         """`batch_size` counts rows over all ranks and micro-batches; seed None keeps their order.
 
-        Packed rows are seq_len long and carry position_ids that restart; unpacked ones are padded
-        on the right to the longest of their micro-batch and carry an attention_mask. Both carry
-        cu_seq_lens, in which a row's padding is a sequence of its own.
+        Packed rows are lines of seq_len tokens. Otherwise every sequence is a line, padded on the
+        right to the longest of its micro-batch.
         """
         if batch_size % (micro_batch_size * world):
             raise ValueError(
                 f"batch_size {batch_size} must be a multiple of micro_batch_size "
                 f"{micro_batch_size} x {world} ranks"
             )
-        self.examples, self.rows, self.packing, self.seed = examples, rows, packing, seed
+        self.examples, self.rows, self.seed = examples, rows, seed
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.rank, self.world = rank, world
         self.steps_per_epoch = -(-len(rows) // batch_size)
@@ -58,10 +95,10 @@ class Loader:
         epoch, batch = divmod(step, self.steps_per_epoch)
         return self._order(epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
 
-    def micro_batches(self, step: int) -> list[dict[str, Tensor]]:
-        """This rank's part of the global batch, as keyword arguments of the model.
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This rank's part of the global batch.
 
-        Every rank gets the same number: one that has run out of rows gets a row without labels.
+        Every rank gets the same number: one that has run out of rows gets a line of padding.
         """
         rows, size = self.row_indices(step), self.micro_batch_size
         count = -(-len(rows) // (size * self.world))
@@ -88,34 +125,50 @@ class Loader:
         bits = np.random.PCG64([self.seed, epoch]).random_raw(len(self.rows))
         return np.argsort(bits, kind="stable")
 
-    def _collate(self, rows: np.ndarray) -> dict[str, Tensor]:
-        spans = [self.rows[row] for row in rows] or [np.zeros((1, 2), dtype=np.int64)]
-        length = self.rows.seq_len
-        if not self.packing:
-            length = max(1, max(int(stop - start) for row in spans for start, stop in row))
-        input_ids = np.zeros((len(spans), length), dtype=np.int64)  # padding is 0: nothing sees it
-        labels = np.full_like(input_ids, IGNORE)
-        position_ids = np.zeros_like(input_ids)
-        attention_mask = np.zeros_like(input_ids)
-        bounds = {len(spans) * length}
-        for r, row in enumerate(spans):
-            end = 0
-            bounds.add(r * length)
-            for start, stop in row:
-                begin, end = end, end + stop - start
-                tokens = self.examples.tokens[start:stop]
-                input_ids[r, begin:end] = tokens
-                labels[r, begin:end] = np.where(
-                    self.examples.supervised[start:stop], tokens, IGNORE
-                )
-                position_ids[r, begin:end] = np.arange(stop - start)
-                bounds.add(r * length + begin)
-            position_ids[r, end:] = np.arange(length - end)  # the padding is a sequence of its own
-            attention_mask[r, : max(end, 1)] = 1  # a row must attend to something
-            bounds.add(r * length + end)
-        cu_seq_lens = np.array(sorted(bounds), dtype=np.int32)
-        batch = {"input_ids": input_ids, "labels": labels, "cu_seq_lens": cu_seq_lens}
-        batch |= (
-            {"position_ids": position_ids} if self.packing else {"attention_mask": attention_mask}
-        )
-        return {name: torch.from_numpy(value) for name, value in batch.items()}
+    def _collate(self, rows: np.ndarray) -> MicroBatch:
+        lines = [self.rows[row] for row in rows]
+        if self.rows.packing:
+            return collate(self.examples, lines, self.rows.seq_len)
+        return collate(self.examples, [span[None] for line in lines for span in line])
+
+
+def collate(
+    examples: Examples, lines: Sequence[np.ndarray], length: int | None = None
+) -> MicroBatch:
+    """One line of tensors for the spans [k, 2] of each; without lines, a line of padding.
+
+    They are `length` tokens long, or as long as the longest needs.
+    """
+    lines = lines or [np.zeros((0, 2), dtype=np.int64)]
+    spans = np.concatenate(lines)
+    sizes = np.diff(spans)[:, 0]
+    line = np.repeat(np.arange(len(lines)), [len(some) for some in lines])
+    used = np.bincount(line, weights=sizes, minlength=len(lines)).astype(np.int64)
+    length = max(1, int(used.max())) if length is None else length
+    shape, begins = (len(lines), length), np.arange(len(lines)) * length
+    stops = np.cumsum(sizes) + (begins - np.cumsum(used) + used)[line]
+    cu = np.unique(np.concatenate([begins, stops - sizes, begins + used, [len(lines) * length]]))
+    lengths = np.diff(cu)
+    positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
+    real = np.arange(length) < used[:, None]
+    # Sequences follow each other in both, so that the k-th real token is the k-th of the source
+    source = np.concatenate([np.arange(start, stop) for start, stop in spans] or [line])
+
+    def place(column: np.ndarray) -> np.ndarray:
+        placed = np.zeros((*shape, *column.shape[1:]), column.dtype)
+        placed[real] = column[source]
+        return placed
+
+    of = examples.index(spans[:, 0])
+    per_token = {name: place(column) for name, column in examples.per_token.items()}
+    per_example = {name: column[of] for name, column in examples.per_example.items()}
+    return MicroBatch(
+        torch.from_numpy(place(examples.tokens).astype(np.int64)),
+        torch.from_numpy(positions.reshape(shape)),
+        None if real.all() else torch.from_numpy(real),
+        torch.from_numpy(cu.astype(np.int32)),
+        int(lengths.max()),
+        torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
+        {name: torch.from_numpy(column) for name, column in per_token.items()},
+        {name: torch.from_numpy(column) for name, column in per_example.items()},
+    )

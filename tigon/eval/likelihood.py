@@ -59,17 +59,17 @@ def log_likelihoods(
             f"log_likelihoods of a {type(model).__name__}: give a model of Tigon, as "
             "tigon.from_pretrained reads it from the same checkpoint"
         )
-    if not model.config.causal:
+    if not model.causal:
         raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
     checked = [_checked(model, i, request) for i, request in enumerate(requests)]
     together: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(checked):
         together.setdefault(context, []).append(i)
-    turn = _turn(model)
+    rope = model.turning_rope
 
     def far(tokens: int) -> bool:
         """A forward pass rotates all that it reads alike: these and others go apart."""
-        return turn is not None and tokens > turn
+        return rope is not None and tokens > rope.turn
 
     shared: list[Group] = []
     alone: list[int] = []
@@ -119,12 +119,6 @@ def _checked(model: CausalLM, number: int, given: tuple[Sequence[int], Sequence[
             f"max_position_embeddings={most}: cut {total - 1 - most} tokens from the left"
         )
     return request
-
-
-def _turn(model: CausalLM) -> int | None:
-    """Tokens beyond which LongRoPE rotates all positions of a text otherwise."""
-    ropes = [r for r in model.config.ropes.values() if r.get("rope_type") == "longrope"]
-    return min((int(r["original_max_position_embeddings"]) for r in ropes), default=None)
 
 
 def _batches(

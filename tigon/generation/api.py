@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tigon.generation.caches import Caches, check_assistant, choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
-from tigon.generation.loop import LAG, drive
+from tigon.generation.loop import LAG, run_steps
 from tigon.generation.prompt import check_prompt
 from tigon.generation.protocols import Decodes, Model, Steps, Streamer
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import UNSET, most_new, settle, warn_of_unused
+from tigon.generation.settings import UNSET, max_new, settle, warn_of_unused
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.static import StaticSteps
 from tigon.generation.stopping import Continuations, find_stops
@@ -110,20 +110,20 @@ def generate(
     stop = find_stops(settings.stop_strings, tokenizer)
     rows = prompt.repeat(settings.num_return_sequences)
     b, t = rows.ids.shape
-    most = most_new(t, settings)
+    max_tokens = max_new(t, settings)
     if pad is None:
         if stop is not None and not eos and b > 1:
             raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
         pad = eos[0] if eos else 0
-    asked, total = settings.cache_implementation, t + most
+    asked, total = settings.cache_implementation, t + max_tokens
     if assistant_model is not None:
-        # Rows that have all their tokens go on proposing until the others have theirs
+        # Rows that have all their tokens keep proposing until the others have theirs
         total += settings.num_assistant_tokens
         check_assistant(model, assistant_model, asked, total, settings.use_cache)
         asked = asked or "static"
     cache = choose_cache(model, asked, total, settings.use_cache)
     warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
-    longest, context = max(prompt.lengths()) + most, model.config.max_position_embeddings
+    longest, context = max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings
     if longest > context:
         warnings.warn(
             f"a text of up to {longest} tokens is longer than the {context} of the model's "
@@ -142,21 +142,21 @@ def generate(
         emit(rows.ids.cpu())
     elif streamer is not None:
         emit = streamer
-    said = Continuations(rows.ids, most, eos, pad, stop, emit)
+    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit)
 
     device, sharded = rows.ids.device, is_sharded(model)
     generator = None
     if settings.seed is not None:
         generator = torch.Generator(device).manual_seed(settings.seed)
-    chosen = most, sampling, Draws(b, device, generator)
+    chosen = max_tokens, sampling, Draws(b, device, generator)
     with contextlib.ExitStack() as stack:
         # FSDP keeps what it gathers in, and could not train with memory of inference mode
         stack.enter_context(torch.no_grad() if sharded else torch.inference_mode())
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
-            # A graph must not go while steps of it run that were launched in vain
+            # Steps whose tokens are dropped may still run: their graph must not be freed
             stack.callback(torch.cuda.current_stream(device).synchronize)
-        if most:
+        if max_tokens:
             steps: Steps
             if assistant_model is not None:
                 steps = SpeculativeSteps(
@@ -172,8 +172,8 @@ def generate(
             else:
                 steps = StaticSteps(model, prompt, *chosen, **options)
             # Ranks that share a sharded model must all make the same number of steps
-            drive(steps, said, 0 if cache == "dynamic" else LAG)
+            run_steps(steps, output, 0 if cache == "dynamic" else LAG)
     if isinstance(streamer, Streamer):
         streamer.end()
     # Outside of inference mode, for the caller may train on what comes back
-    return torch.cat((rows.ids, said.tensor().to(device)), 1)
+    return torch.cat((rows.ids, output.tensor().to(device)), 1)

@@ -73,13 +73,8 @@ def _obstacle(model: Model, total: int) -> str | None:
     """Why a static cache would not hold a text of up to `total` tokens exactly, if so."""
     if is_sharded(model):
         return "FSDP gathers parameters step by step"
-    config = model.config
-    for rope in config.ropes.values():
-        kind = rope.get("rope_type")
-        fixed = {
-            "dynamic": config.max_position_embeddings,
-            "longrope": rope.get("original_max_position_embeddings"),
-        }.get(kind, total)
-        if total > fixed:
-            return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {fixed}"
-    return None
+    rope = model.turning_rope
+    if rope is None or total <= rope.turn:
+        return None
+    kind = rope.rope_type
+    return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {rope.turn}"

@@ -13,15 +13,15 @@ from tigon.layers import KVCache
 
 
 class DynamicSteps:
-    """Prompts keep their padding, and all rows stay to the end."""
+    """Prompts keep their padding, and finished rows stay in the batch."""
 
-    leaves = False
+    can_remove_rows = False
 
     def __init__(
         self,
         model: Model,
         prompt: Prompt,
-        most: int,
+        max_tokens: int,
         sampling: Sampling,
         draws: Draws,
         use_cache: bool,
@@ -31,17 +31,17 @@ class DynamicSteps:
         self._model, self._sampling, self._draws = model, sampling, draws
         self._cache = KVCache() if use_cache else None
         self._length = t
-        self._tokens = torch.cat((ids, ids.new_zeros(b, most)), 1)
+        self._tokens = torch.cat((ids, ids.new_zeros(b, max_tokens)), 1)
         self._visible = self._positions = None
         if mask is not None:
-            self._visible = torch.cat((mask, mask.new_ones(b, most)), 1)
+            self._visible = torch.cat((mask, mask.new_ones(b, max_tokens)), 1)
             self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
         self._seen = sampling.seen(ids, mask, model.config.vocab_size)
-        self._said = ids.new_zeros(1)  # tokens after the prompt, of every row
+        self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
-    def __call__(self, left: int) -> Tensor:
+    def __call__(self, remaining: int) -> Tensor:
         n, visible, positions = self._length, self._visible, self._positions
-        if self._cache is not None and n == self._model.config.cache_restart:
+        if self._cache is not None and n == self._model.cache_restart:
             self._cache = KVCache()
         start = 0 if self._cache is None or self._cache.length == 0 else n - 1
         logits = self._model(
@@ -52,12 +52,12 @@ class DynamicSteps:
             use_cache=self._cache is not None,
             logits_to_keep=1,
         ).logits[:, -1]
-        new = self._sampling(logits, self._seen, self._said, self._draws)[:, None]
+        new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
         token = new.clamp(min=0)
         self._tokens[:, n : n + 1] = token
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
-        self._said += 1
+        self._generated += 1
         self._length += 1
         return new
 

@@ -27,10 +27,10 @@ class Replay:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Tensor | None = None
 
-    def __call__(self, step: Callable[[], Tensor], left: int) -> Tensor:
-        """The next of at most `left` steps; its result is overwritten by the one after it."""
+    def __call__(self, step: Callable[[], Tensor], remaining: int) -> Tensor:
+        """The next of at most `remaining` steps; its result is overwritten by the one after it."""
         if self._graph is None:
-            if not self._possible or left <= FEW:
+            if not self._possible or remaining <= FEW:
                 return step()
             if self._warm < WARM_UP:
                 return self._warm_up(step)

@@ -1,4 +1,4 @@
-"""The loop over steps. The device runs ahead of the host, which hears of tokens a little later.
+"""The loop over steps. The device runs ahead: the host reads the tokens of a step some steps later.
 
 # B rows at first, b rows now, n tokens of a step
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 from tigon.generation.protocols import Steps
 from tigon.generation.stopping import Continuations
 
-LAG = 8  # steps that the host may be behind
-FEW = 8  # steps for which it does not pay to change anything
+LAG = 8  # steps that the host may be behind the device
+FEW = 8  # with so few steps left, removing rows or capturing a graph costs more than it saves
 
 
-class Arrivals:
-    """Tokens on their way to the host, in the order of their steps; at most `lag` are waited for.
+class HostCopies:
+    """Copies of tokens to the host, in the order of their steps; at most `lag` are unfinished.
 
-    From a GPU they are copied to pinned memory behind their step, so that sending them and looking
-    whether they are there holds nobody up.
+    From a GPU, tokens are copied to pinned memory on the stream of their step, so that neither
+    starting a copy nor asking whether it has finished waits for the device.
     """
 
     def __init__(self, lag: int = LAG):
@@ -31,7 +31,7 @@ class Arrivals:
         self._count = 0
 
     def send(self, tokens: Tensor) -> None:
-        """Tokens [b, n] of the next step; `receive` must have been exhausted since the last."""
+        """Start to copy tokens [b, n]; `receive` must have been exhausted since the last call."""
         if not tokens.is_cuda:
             self._sent.append((tokens, None))
             return
@@ -46,43 +46,44 @@ class Arrivals:
         self._count += 1
 
     def receive(self, everything: bool = False) -> Iterator[list[list[int]]]:
-        """The tokens that are there; waits for those that are late, or for all."""
+        """Tokens whose copies have finished; waits for those over `lag` steps old, or for all."""
         while self._sent:
             tokens, event = self._sent[0]
             wait = everything or len(self._sent) > self.lag
-            if not wait and not self.here(event):
+            if not wait and not self.finished(event):
                 return
             self._sent.popleft()
             if event is not None:
                 event.synchronize()
             yield tokens.tolist()
 
-    def here(self, event: torch.cuda.Event | None) -> bool:
+    def finished(self, event: torch.cuda.Event | None) -> bool:
         return event is None or event.query()
 
 
-def drive(steps: Steps, said: Continuations, lag: int = LAG) -> None:
+def run_steps(steps: Steps, output: Continuations, lag: int = LAG) -> None:
     """Step until every row has ended.
 
-    The host hears a few steps late that a row has: it has by then launched more of them, whose
-    tokens nobody hears. When half of the rows or more have ended, they leave the batch.
+    The host learns some steps later that a row has ended; the tokens of the steps launched since
+    are dropped. When at least half of the rows have ended, they are removed from the batch.
     """
-    rows = list(range(len(said.said)))
-    arrivals = Arrivals(lag)
-    for done in range(said.most):
-        left = min(said.left, said.most - done)
-        arrivals.send(steps(left))
-        for tokens in arrivals.receive():
-            said.hear(rows, tokens)
-        if steps.leaves and 2 * len(said.alive) <= len(rows) and left > FEW:
-            for tokens in arrivals.receive(everything=True):
-                said.hear(rows, tokens)
-            stay = [i for i, row in enumerate(rows) if row in said.alive]
-            if stay:
-                steps.select(torch.tensor(stay))
-                rows = [rows[i] for i in stay]
-                arrivals = Arrivals(lag)
-        if not said.alive:
+    rows = list(range(len(output.tokens)))
+    copies = HostCopies(lag)
+    for done in range(output.max_tokens):
+        remaining = min(output.remaining, output.max_tokens - done)
+        copies.send(steps(remaining))
+        for tokens in copies.receive():
+            output.append(rows, tokens)
+        half = 2 * len(output.unfinished) <= len(rows)
+        if steps.can_remove_rows and half and remaining > FEW:
+            for tokens in copies.receive(everything=True):
+                output.append(rows, tokens)
+            kept = [i for i, row in enumerate(rows) if row in output.unfinished]
+            if kept:
+                steps.select(torch.tensor(kept))
+                rows = [rows[i] for i in kept]
+                copies = HostCopies(lag)
+        if not output.unfinished:
             return
-    for tokens in arrivals.receive(everything=True):
-        said.hear(rows, tokens)
+    for tokens in copies.receive(everything=True):
+        output.append(rows, tokens)

@@ -14,11 +14,11 @@ from tigon.generation.protocols import Model
 from tigon.layers import StaticCache
 
 
-def packs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows with `most` tokens together, or of one row that has more."""
+def packs(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows with `max_tokens` tokens together, or of one row that has more."""
     start = tokens = 0
     for row, length in enumerate(lengths):
-        if row > start and tokens + length > most:
+        if row > start and tokens + length > max_tokens:
             yield start, row
             start, tokens = row, 0
         tokens += length
@@ -29,7 +29,7 @@ def prefill(
     model: Model,
     cache: StaticCache,  # empty, of B rows
     prompt: Prompt,
-    most: int,  # tokens of a forward pass
+    max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
 ) -> Tensor:
     """The logits [B * copies, V] after each prompt, of which the cache then holds as many rows.
@@ -40,11 +40,11 @@ def prefill(
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
     logits = []
-    for start, stop in packs(lengths, most):
+    for start, stop in packs(lengths, max_tokens):
         ids, rows = flat[bounds[start] : bounds[stop]], cache.rows(start, stop)
         even = len(set(lengths[start:stop])) == 1
         if even:
-            for chunk in ids.view(stop - start, -1).split(max(most, 1), 1):
+            for chunk in ids.view(stop - start, -1).split(max(max_tokens, 1), 1):
                 out = model(chunk, past_key_values=rows, logits_to_keep=1)
             logits.append(out.logits[:, -1])
             continue

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import StaticCache
+from tigon.layers import RotaryEmbedding, StaticCache
 
 
 class Model(Protocol):
@@ -18,6 +18,12 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None: ...
+
+    @property
+    def cache_restart(self) -> int | None: ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -42,14 +48,14 @@ class Streamer(Protocol):
 
 
 class Steps(Protocol):
-    """The work on the device, a step at a time; it never asks what the tokens are."""
+    """The work on the device, a step at a time; it never waits for the values of tokens."""
 
-    leaves: bool  # whether rows can leave the batch
+    can_remove_rows: bool
 
-    def __call__(self, left: int) -> Tensor:
-        """The next tokens [b, n], ABSENT where a row has fewer; `left` more calls at most."""
+    def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, n], ABSENT where a row has fewer; `remaining` calls at most."""
         ...
 
     def select(self, index: Tensor) -> None:
-        """Go on with these rows of the b alone."""
+        """Keep these of the b rows."""
         ...

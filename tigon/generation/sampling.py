@@ -41,29 +41,29 @@ def keep_min_p(scores: Tensor, p: float) -> Tensor:
 
 
 class Draws:
-    """Random numbers for the rows of a batch: a row's are the same whichever others have left."""
+    """Random numbers for the rows of a batch: those of a row do not depend on the others."""
 
     def __init__(self, rows: int, device: torch.device, generator: torch.Generator | None):
         self.generator = generator  # None: the device's own
         self._batch, self._device = rows, device
-        self._rows: Tensor | None = None  # those still here; None: all
+        self._rows: Tensor | None = None  # those kept; None: all
 
     def exponential(self, columns: int) -> Tensor:
         """[b, columns] fp32 of Exp(1)."""
-        return self._here(self._empty(columns).exponential_(generator=self.generator))
+        return self._kept(self._empty(columns).exponential_(generator=self.generator))
 
     def uniform(self, columns: int) -> Tensor:
         """[b, columns] fp32 in [0, 1)."""
-        return self._here(self._empty(columns).uniform_(generator=self.generator))
+        return self._kept(self._empty(columns).uniform_(generator=self.generator))
 
     def select(self, index: Tensor) -> None:
-        """Go on for these rows of the b alone."""
+        """Keep these of the b rows."""
         self._rows = index if self._rows is None else self._rows[index]
 
     def _empty(self, columns: int) -> Tensor:
         return torch.empty(self._batch, columns, device=self._device)
 
-    def _here(self, numbers: Tensor) -> Tensor:
+    def _kept(self, numbers: Tensor) -> Tensor:
         return numbers if self._rows is None else numbers.index_select(0, self._rows)
 
 
@@ -117,16 +117,18 @@ class Sampling:
         values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "ends"}
         return cls(**values, ends=ends)
 
-    def scores(self, logits: Tensor, seen: Tensor | None, said: Tensor | None = None) -> Tensor:
+    def scores(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
+    ) -> Tensor:
         """Logits [b, V] of the next token to the fp32 scores that it is chosen by.
 
-        `said`, [b] or [1], is how many tokens there are after the prompt; None: enough to end.
+        `generated`, [b] or [1], is how many tokens there are after the prompt; None: enough to end.
         """
         scores = logits.float()
         if seen is not None:
             scores = penalize_repetition(scores, seen, self.repetition_penalty)
-        if self.ends is not None and said is not None:
-            early = said[:, None] < self.min_new_tokens
+        if self.ends is not None and generated is not None:
+            early = generated[:, None] < self.min_new_tokens
             scores = scores.masked_fill(early & self.ends, float("-inf"))
         if not self.do_sample:
             return scores
@@ -138,9 +140,11 @@ class Sampling:
             scores = keep_top_p(scores, self.top_p)
         return keep_min_p(scores, self.min_p) if self.min_p else scores
 
-    def __call__(self, logits: Tensor, seen: Tensor | None, said: Tensor, draws: Draws) -> Tensor:
+    def __call__(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
+    ) -> Tensor:
         """The next token of every row: [b]."""
-        scores = self.scores(logits, seen, said)
+        scores = self.scores(logits, seen, generated)
         return draw(scores.softmax(-1), draws) if self.do_sample else scores.argmax(-1)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:

@@ -1,14 +1,15 @@
 """What a call to generate leaves open, and what it gives that cannot be."""
 
-import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any
 
+from tigon import strict
 from tigon.generation.caches import Caches
 from tigon.generation.protocols import Model
+from tigon.strict import setting
 
 
 class _Unset:
@@ -23,26 +24,29 @@ UNSET: Any = _Unset()
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a call can leave open, with transformers' defaults."""
+    """All that a call can leave open, with transformers' defaults.
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int = 0
-    num_return_sequences: int = 1
+    What only sampling goes by is checked where it is used.
+    """
+
+    max_new_tokens: int | None = setting(None, least=0)
+    max_length: int | None = setting(None, least=1)
+    min_new_tokens: int = setting(0, least=0)
+    num_return_sequences: int = setting(1, least=1)
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: Sequence[int] = ()
+    eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
-    stop_strings: Sequence[str] = ()
-    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    seed: int | None = setting(None, least=-(2**63), most=2**64 - 1)
     use_cache: bool = True
     cache_implementation: Caches | None = None
-    prefill_chunk_size: int = 8192
-    num_assistant_tokens: int = 5
+    prefill_chunk_size: int = setting(8192, least=1)
+    num_assistant_tokens: int = setting(5, least=1)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
@@ -53,31 +57,6 @@ TOKENS = ("eos_token_id", "pad_token_id")
 # How a call runs is no matter of the model's files
 OURS = ("seed", "use_cache", "cache_implementation", "prefill_chunk_size", "num_assistant_tokens")
 
-
-class Rule(NamedTuple):
-    kind: type  # bool, Integral or Real
-    least: float = -math.inf
-    most: float = math.inf
-
-
-# The bounds of the numbers that only sampling goes by are checked where they are used
-RULES = {
-    "max_new_tokens": Rule(Integral, 0),
-    "max_length": Rule(Integral, 1),
-    "min_new_tokens": Rule(Integral, 0),
-    "num_return_sequences": Rule(Integral, 1),
-    "do_sample": Rule(bool),
-    "temperature": Rule(Real),
-    "top_k": Rule(Integral),
-    "top_p": Rule(Real),
-    "min_p": Rule(Real),
-    "repetition_penalty": Rule(Real),
-    "seed": Rule(Integral, -(2**63), 2**64 - 1),
-    "use_cache": Rule(bool),
-    "prefill_chunk_size": Rule(Integral, 1),
-    "num_assistant_tokens": Rule(Integral, 1),
-}
-KINDS = {bool: "True or False", Integral: "a whole number", Real: "a number"}
 
 # What transformers' generate takes, changes the output, and is not followed here, with the values
 # besides None at which it changes nothing.
@@ -145,19 +124,24 @@ def settle(
         if layer.get("max_length") is not None:  # it comes before another's max_new_tokens
             settings["max_new_tokens"] = None
         settings |= {k: v for k, v in layer.items() if k in settings}
-    for name, rule in RULES.items():
-        settings[name] = _check(name, settings[name], rule)
-    # Ids that files have beyond the vocabulary do no harm: nobody says them
+    settings["eos_token_id"] = _tokens(settings["eos_token_id"], ())
+    settings["pad_token_id"] = _tokens(settings["pad_token_id"], None)
+    read = strict.read(Settings, settings)
+    if "" in read["stop_strings"]:
+        raise ValueError(f"stop_strings has an empty string: {list(read['stop_strings'])}")
+    # Ids that files have beyond the vocabulary do no harm: they are never generated
+    vocab = model.config.vocab_size
     for name in TOKENS:
-        vocab = model.config.vocab_size if name in passed or name in call else None
-        settings[name] = _tokens(name, settings[name], vocab)
-    settings["stop_strings"] = _strings(settings["stop_strings"])
-    copies = settings["num_return_sequences"]
-    if copies > 1 and not settings["do_sample"]:
+        ids = read[name] if isinstance(read[name], tuple) else (read[name],)
+        outside = [i for i in ids if i is not None and not 0 <= i < vocab]
+        if outside and (name in passed or name in call):
+            raise ValueError(f"{name}={outside[0]} is outside the vocabulary [0, {vocab})")
+    copies = read["num_return_sequences"]
+    if copies > 1 and not read["do_sample"]:
         raise ValueError(
             f"num_return_sequences={copies} need do_sample=True, else all are the same"
         )
-    return Settings(**settings)
+    return Settings(**read)
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,9 +158,11 @@ def _values(name: str, config: Any) -> dict[str, Any]:
 
 def _check_others(configured: Mapping[str, Any], others: Mapping[str, Any]) -> None:
     """What is not followed must not be asked for."""
-    unknown = [repr(name) for name in others if name not in UNSUPPORTED]
+    unknown = [name for name in others if name not in UNSUPPORTED]
     if unknown:
-        raise TypeError(f"generate has no argument {', '.join(unknown)}")
+        hints = (strict.suggest(name, DEFAULTS) for name in unknown)
+        message = f"generate has no argument {', '.join(map(repr, unknown))}"
+        raise TypeError("; ".join([message, *filter(None, hints)]))
     asked = {**configured, **others}
     for key, harmless in UNSUPPORTED.items():
         value = asked.get(key)
@@ -188,43 +174,15 @@ def _check_others(configured: Mapping[str, Any], others: Mapping[str, Any]) -> N
             )
 
 
-def _is(value: object, kind: type) -> bool:
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+def _tokens(value: Any, none: Any) -> Any:
+    """Token ids without None and -1, which old files say for no token."""
 
+    def given(i: Any) -> bool:
+        return i is not None and not (isinstance(i, Integral) and i == -1)
 
-def _check(name: str, value: Any, rule: Rule) -> Any:
-    """The value as a number of Python's, if it is one, or None."""
-    if value is None:
-        return None
-    if not _is(value, rule.kind):
-        raise TypeError(f"{name}={value!r} is not {KINDS[rule.kind]}")
-    if value < rule.least:
-        raise ValueError(f"{name}={value} is below {rule.least}")
-    if value > rule.most:
-        raise ValueError(f"{name}={value} is above {rule.most}")
-    return float(value) if rule.kind is Real else int(value) if rule.kind is Integral else value
-
-
-def _tokens(name: str, value: Any, vocab: int | None) -> Any:
-    """One token id or None; of eos_token_id a list. Old files say -1 for none."""
-    several = name == "eos_token_id"
-    ids = value if several and isinstance(value, list | tuple) else [value]
-    ids = [i for i in ids if i is not None and not (_is(i, Integral) and i == -1)]
-    for i in ids:
-        if not _is(i, Integral):
-            raise TypeError(f"{name}={value!r} is not a token id{' or a list' * several}")
-        if vocab is not None and not 0 <= i < vocab:
-            raise ValueError(f"{name}={value!r} is outside the vocabulary [0, {vocab})")
-    return ids if several else next(iter(ids), None)
-
-
-def _strings(value: Any) -> Sequence[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list | tuple) or not all(isinstance(s, str) for s in strings):
-        raise TypeError(f"stop_strings={value!r} is not a string or a list of strings")
-    if "" in strings:
-        raise ValueError(f"stop_strings has an empty string: {list(strings)}")
-    return strings
+    if isinstance(value, list | tuple):
+        return [i for i in value if given(i)]
+    return value if given(value) else none
 
 
 def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
@@ -239,7 +197,7 @@ def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, ca
             warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
 
 
-def most_new(prompt: int, settings: Settings) -> int:
+def max_new(prompt: int, settings: Settings) -> int:
     """Most tokens that a row may get after a prompt of so many."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens

@@ -1,6 +1,6 @@
-"""Speculative decoding: a draft proposes tokens, and the model reads them all in one pass.
+"""Speculative decoding: a draft proposes tokens, and the model scores them all in one pass.
 
-What comes out is distributed as if the model had said it token by token; greedily, it is that.
+The text is distributed as if the model had generated it token by token; greedily, it is the same.
 Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own.
 
 # B rows, T prompt tokens, k proposed tokens, V vocab
@@ -21,7 +21,7 @@ from tigon.generation.static import make_cache
 from tigon.generation.stopping import ABSENT
 
 
-def judge(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """How many of `proposed` [B, k], drawn from q [B, k, V], are kept: [B]; and the token after.
 
     p [B, k + 1, V] are the probabilities to obey. Each proposal is kept with probability p / q;
@@ -29,13 +29,13 @@ def judge(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor,
     """
     k = proposed.shape[1]
     wanted, had = (x.gather(2, proposed[..., None]).squeeze(2) for x in (p[:, :k], q))
-    kept = leading(draws.uniform(k) * had < wanted)
+    kept = count_leading(draws.uniform(k) * had < wanted)
     rest = p.clone()
     rest[:, :k] -= q
     return kept, draw(_at(rest, kept).clamp(min=0), draws)
 
 
-def leading(fits: Tensor) -> Tensor:
+def count_leading(fits: Tensor) -> Tensor:
     """How many columns of fits [B, k] are True before the first that is not: [B]."""
     return fits.long().cumprod(1).sum(1)
 
@@ -51,14 +51,14 @@ class SpeculativeSteps:
     Rows keep different numbers of them, so each is at a place of its own.
     """
 
-    leaves = True
+    can_remove_rows = True
 
     def __init__(
         self,
         model: Model,
         draft: Model,
         prompt: Prompt,
-        most: int,
+        max_tokens: int,
         sampling: Sampling,
         draws: Draws,
         *,
@@ -67,13 +67,18 @@ class SpeculativeSteps:
         prefill_chunk_size: int,
         quantize: Literal["int8"] | None = None,
     ):
-        self._model, self._draft, self._most, self._k = model, draft, most, proposals
+        self._model, self._draft, self._max_tokens, self._k = model, draft, max_tokens, proposals
         self._sampling, self._draws = sampling, draws
-        # A row that has all its tokens goes on proposing behind them until the others have theirs
-        room, chunk = most + proposals + 1, proposals + 1
+        # A row that has all its tokens keeps proposing more until the other rows have theirs
+        room, chunk = max_tokens + proposals + 1, proposals + 1
         self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
         self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
-        # Either vocabulary may be filled up further: the draft says no token that the model lacks,
+        for who, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
+            try:
+                cache.check_crop()
+            except ValueError as error:
+                raise ValueError(f"{who} cannot drop rejected proposals: {error}") from None
+        # Either vocabulary may have more padding: the draft proposes no token that the model lacks,
         # and reads its own last token in place of one that it lacks
         self._vocab, self._drafted = model.config.vocab_size, draft.config.vocab_size
         known = prompt._replace(ids=prompt.ids.clamp(max=self._drafted - 1))
@@ -86,14 +91,14 @@ class SpeculativeSteps:
         self._seen = sampling.seen(*prompt, self._vocab)
         self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, room)), 1)
         self._prompts = self._cache.lengths.clone()  # [B]
-        self._said = torch.zeros_like(self._prompts)  # tokens after them
+        self._generated = torch.zeros_like(self._prompts)  # tokens after them
         self._replay = self._new_replay()
 
-    def __call__(self, left: int) -> Tensor:
+    def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
-            return self._replay(self._step, left)
+            return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
-        new = self._sampling(logits, self._seen, self._said, self._draws)
+        new = self._sampling(logits, self._seen, self._generated, self._draws)
         nothing = new.new_zeros(len(new), self._k)
         return self._record(nothing, torch.zeros_like(new), new)
 
@@ -102,38 +107,40 @@ class SpeculativeSteps:
         for part in (self._cache, self._draft_cache, self._draws):
             part.select(index)
         self._tokens, self._prompts = self._tokens[index], self._prompts[index]
-        self._said = self._said[index]
+        self._generated = self._generated[index]
         self._seen = None if self._seen is None else self._seen[index]
         self._replay = self._new_replay()
 
     def _step(self) -> Tensor:
         proposed, q, seen = self._propose()
-        held = self._prompts + self._said
+        held = self._prompts + self._generated
         self._cache.crop(held - 1)  # all but the last token
         out = self._model(
             torch.cat((self._recent(1), proposed), 1), past_key_values=self._cache, logits_to_keep=0
         )
         b, n, v = out.logits.shape
         flat_seen = None if seen is None else seen.flatten(0, 1)
-        said = (self._said[:, None] + torch.arange(n, device=held.device)).flatten()
-        scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, said).view(b, n, v)
+        generated = (self._generated[:, None] + torch.arange(n, device=held.device)).flatten()
+        scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, generated).view(b, n, v)
         if q is None:
             choice = scores.argmax(-1)
-            kept = leading(choice[:, :-1] == proposed)
+            kept = count_leading(choice[:, :-1] == proposed)
             return self._record(proposed, kept, _at(choice, kept))
-        return self._record(proposed, *judge(scores.softmax(-1), q, proposed, self._draws))
+        return self._record(
+            proposed, *accept_proposals(scores.softmax(-1), q, proposed, self._draws)
+        )
 
     def _propose(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Proposals [B, k]; if sampled, from which q [B, k, V]; seen [B, k + 1, V] before each."""
         sampling = self._sampling
         # The draft has not read its own last proposal: the last two tokens are new to it then
-        self._draft_cache.crop(self._prompts + self._said - 2)
+        self._draft_cache.crop(self._prompts + self._generated - 2)
         new, seen = self._recent(2), self._seen
         proposed, q, all_seen = [], [], [] if seen is None else [seen]
         for i in range(self._k):
             known = new.clamp(max=self._drafted - 1)
             out = self._draft(known, past_key_values=self._draft_cache, logits_to_keep=1)
-            scores = sampling.scores(self._fit(out.logits[:, -1]), seen, self._said + i)
+            scores = sampling.scores(self._fit(out.logits[:, -1]), seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
                 new = draw(q[-1], self._draws).clamp(min=0)[:, None]
@@ -156,7 +163,7 @@ class SpeculativeSteps:
 
     def _recent(self, n: int) -> Tensor:
         """The last n tokens of every row: [B, n]."""
-        at = self._t + self._said[:, None] + torch.arange(-n, 0, device=self._said.device)
+        at = self._t + self._generated[:, None] + torch.arange(-n, 0, device=self._generated.device)
         return self._tokens.gather(1, at)
 
     def _record(self, proposed: Tensor, kept: Tensor, last: Tensor) -> Tensor:
@@ -166,10 +173,10 @@ class SpeculativeSteps:
         new = torch.where(column == kept[:, None], last[:, None], new)
         real = column <= kept[:, None]
         tokens = new.clamp(min=0)
-        self._tokens.scatter_(1, self._t + self._said[:, None] + column, tokens)
+        self._tokens.scatter_(1, self._t + self._generated[:, None] + column, tokens)
         if self._seen is not None:
             self._seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
-        self._said.add_(kept + 1).clamp_(max=self._most)
+        self._generated.add_(kept + 1).clamp_(max=self._max_tokens)
         return new.masked_fill(~real, ABSENT)
 
     def _new_replay(self) -> Replay:

@@ -35,13 +35,13 @@ def make_cache(
 class StaticSteps:
     """The first step reads the prompts, each further one a token of every row."""
 
-    leaves = True
+    can_remove_rows = True
 
     def __init__(
         self,
         model: Model,
         prompt: Prompt,
-        most: int,
+        max_tokens: int,
         sampling: Sampling,
         draws: Draws,
         *,
@@ -50,19 +50,19 @@ class StaticSteps:
         quantize: Literal["int8"] | None = None,
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
-        self._cache = make_cache(model, prompt, most, quantize=quantize)
+        self._cache = make_cache(model, prompt, max_tokens, quantize=quantize)
         self._logits: Tensor | None = prefill(
             model, self._cache, prompt, prefill_chunk_size, copies
         )
         prompt = prompt.repeat(copies)
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
-        self._said = self._last.new_zeros(1)  # tokens after the prompt, of every row
+        self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
         self._replay = self._new_replay()
 
-    def __call__(self, left: int) -> Tensor:
+    def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
-            return self._replay(self._step, left)
+            return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
         return self._choose(logits)
 
@@ -79,9 +79,9 @@ class StaticSteps:
         return self._choose(out.logits[:, -1])
 
     def _choose(self, logits: Tensor) -> Tensor:
-        new = self._sampling(logits, self._seen, self._said, self._draws)[:, None]
+        new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
         self._last.copy_(new.clamp(min=0))
-        self._said.add_(1)
+        self._generated.add_(1)
         if self._seen is not None:
             self._seen.scatter_(1, self._last, True)
         return new

@@ -44,70 +44,71 @@ def find_stops(strings: Sequence[str], tokenizer: Decodes | None) -> StopStrings
 
 
 class Continuations:
-    """What each row has said and which rows have ended, as far as the host has heard.
+    """The generated tokens of each row that have reached the host, and which rows are unfinished.
 
-    Tokens of a row behind its end are not heard, so it does no harm that the device makes some.
-    `emit` gets a column [B] as soon as all rows that have not ended are past it.
+    Tokens after the end of a row are dropped. `emit` gets a column [B] as soon as all unfinished
+    rows are past it.
     """
 
     def __init__(
         self,
         prompt: Tensor,  # [B, T]
-        most: int,  # tokens of a row
+        max_tokens: int,  # of a row
         eos: Sequence[int],
         pad: int,
         stop: StopStrings | None,
         emit: Callable[[Tensor], object] | None,
     ):
-        self.most, self.pad = most, pad
-        self.said: list[list[int]] = [[] for _ in range(prompt.shape[0])]
-        self.alive = set(range(prompt.shape[0])) if most else set()
+        self.max_tokens, self.pad = max_tokens, pad
+        self.tokens: list[list[int]] = [[] for _ in range(prompt.shape[0])]
+        self.unfinished = set(range(prompt.shape[0])) if max_tokens else set()
         self._eos, self._stop, self._emit, self._emitted = frozenset(eos), stop, emit, 0
         self._prompt = [] if stop is None else prompt[:, -stop.window :].tolist()
 
     @property
     def length(self) -> int:
         """Tokens of the longest row."""
-        return max(len(said) for said in self.said)
+        return max(len(tokens) for tokens in self.tokens)
 
     @property
-    def left(self) -> int:
-        """Tokens that the row with the fewest may still get."""
-        return self.most - min((len(self.said[row]) for row in self.alive), default=self.most)
+    def remaining(self) -> int:
+        """Tokens that the shortest unfinished row may still get."""
+        shortest = min((len(self.tokens[row]) for row in self.unfinished), default=self.max_tokens)
+        return self.max_tokens - shortest
 
-    def hear(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
-        """The tokens [b, n] of one step, which `rows` [b] said."""
+    def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
+        """The tokens [b, n] of one step, which belong to `rows` [b]."""
         for row, new in zip(rows, tokens, strict=True):
             for token in new:
-                if row in self.alive and token != ABSENT:
-                    self._hear(row, token)
+                if row in self.unfinished and token != ABSENT:
+                    self._append_token(row, token)
         if self._emit is not None:
-            heard = min((len(self.said[row]) for row in self.alive), default=self.length)
-            for column in range(self._emitted, heard):
-                self._emit(torch.tensor([self._at(row, column) for row in range(len(self.said))]))
-            self._emitted = heard
+            complete = min((len(self.tokens[row]) for row in self.unfinished), default=self.length)
+            for column in range(self._emitted, complete):
+                self._emit(torch.tensor([self._at(row, column) for row in range(len(self.tokens))]))
+            self._emitted = complete
 
-    def _hear(self, row: int, token: int) -> None:
+    def _append_token(self, row: int, token: int) -> None:
         if token == NOT_FINITE:
             raise ValueError(
-                f"row {row}: the scores of token {len(self.said[row])} after the prompt are not "
+                f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "
                 "finite, so nothing can be sampled; look for nan or inf in the model's weights"
             )
-        said = self.said[row]
-        said.append(token)
-        ended = len(said) == self.most or token in self._eos
+        tokens = self.tokens[row]
+        tokens.append(token)
+        ended = len(tokens) == self.max_tokens or token in self._eos
         if self._stop is not None and not ended:
             window = self._stop.window
-            ended = self._stop.completed((self._prompt[row] + said[-window:])[-window:])
+            ended = self._stop.completed((self._prompt[row] + tokens[-window:])[-window:])
         if ended:
-            self.alive.remove(row)
+            self.unfinished.remove(row)
 
     def _at(self, row: int, column: int) -> int:
-        said = self.said[row]
-        return said[column] if column < len(said) else self.pad
+        tokens = self.tokens[row]
+        return tokens[column] if column < len(tokens) else self.pad
 
     def tensor(self) -> Tensor:
         """[B, length] on the CPU: rows that ended early are filled with the pad token."""
         length = self.length
-        filled = [said + [self.pad] * (length - len(said)) for said in self.said]
+        filled = [tokens + [self.pad] * (length - len(tokens)) for tokens in self.tokens]
         return torch.tensor(filled, dtype=torch.long).view(len(filled), length)

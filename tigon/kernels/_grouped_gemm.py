@@ -75,9 +75,9 @@ def _has_tma(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _in_steps(*tensors: Tensor) -> bool:
-    """Whether each row begins at a multiple of 16 bytes from the first."""
-    return all(t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether each row of contiguous tensors begins at a multiple of 16 bytes."""
+    return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _triton_serves(x: Tensor, weight: Tensor) -> bool:
@@ -86,14 +86,13 @@ def _triton_serves(x: Tensor, weight: Tensor) -> bool:
         fits = x.dtype in (torch.bfloat16, torch.float16) and _has_tma(x.device.index)
     else:  # the interpreter has no bf16 products
         fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
-    whole = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return fits and whole and _in_steps(x, weight)
+    return fits and _aligned(x, weight)
 
 
 def _torch_serves(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), in steps of 16 bytes."""
+    """Whether torch's grouped_mm does: bf16 (fp32 on the CPU), rows aligned to 16 bytes."""
     on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-    return (x.dtype == torch.bfloat16 or on_cpu) and _in_steps(x, weight)
+    return (x.dtype == torch.bfloat16 or on_cpu) and _aligned(x, weight)
 
 
 def must_not_wait(x: Tensor, rows: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     import triton
@@ -31,6 +32,7 @@ except ImportError:  # not on Linux
     triton = tl = cast(Any, _Absent())
 
 Mode = Literal["auto", "reference", "triton"]
+PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FEW = 1 << 20  # elements; see `closely`
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -89,14 +91,15 @@ _serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _problem(device: int) -> str | None:
     """Why Triton cannot serve this GPU; None if a kernel compiles and runs."""
+    if not torch.cuda.is_available():  # a fake tensor's
+        return f"No GPU {device}"
     name = torch.cuda.get_device_name(device)
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"{name} (sm_{major}{minor}) is older than sm_80"
     try:
-        x = torch.zeros(1, device=torch.device("cuda", device))
-        with torch.cuda.device(device):
-            _increment[(1,)](x)
+        with _disable_current_modes(), torch.cuda.device(device):  # no fake tensors here
+            _increment[(1,)](torch.zeros(1, device="cuda"))
     except Exception as error:  # no compiler, no driver, no Triton: whatever it is, torch remains
         return f"Triton fails on {name} ({type(error).__name__}: {error})"
     return None
@@ -147,11 +150,13 @@ def multiprocessors(x: Tensor) -> int:
 
 
 def operator(
-    name: str, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+    name: str, outputs: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a launcher as the op `tigon::name`, with `fake` for its shapes.
+    """Registers a launcher as the op `tigon::name`; its first argument is a tensor.
 
-    `mutates` names the arguments that it writes to.
+    `outputs` takes the launcher's arguments and allocates what it returns. The launcher fills
+    that; on meta and fake tensors, and under torch.compile, it alone says what comes out.
+    `mutates` names the arguments that the launcher writes to.
 
     torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
     which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
@@ -160,25 +165,39 @@ def operator(
     def register(launch: Callable[..., Any]) -> Any:
         @functools.wraps(launch)
         def run(x: Tensor, *rest: Any) -> Any:
-            # Triton launches on the current device, whichever the tensors are on
-            if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-                with torch.cuda.device(x.device):
-                    return launch(x, *rest)
-            return launch(x, *rest)
+            device = x.get_device()  # -1 on a CPU
+            if device < 0 or device == torch._C._cuda_getDevice():
+                return launch(x, *rest)
+            with torch.cuda.device(device):  # Triton launches on the current one
+                return launch(x, *rest)
 
         op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=mutates)
-        op.register_fake(fake)
+        op.register_fake(outputs)
 
         @functools.wraps(launch)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-                return op(*args)
-            return run(*args)
+        def call(x: Tensor, *rest: Any) -> Any:
+            if not has_values(x) or torch._C._len_torch_dispatch_stack():
+                return op(x, *rest)
+            return run(x, *rest)
 
         call.op = op  # type: ignore[attr-defined]
         return call
 
     return register
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether `x` holds numbers now: it is neither traced nor on meta, and no tensor subclass,
+    such as a fake tensor, stands in for it."""
+    return not (torch.compiler.is_compiling() or x.is_meta or type(x) not in PLAIN)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast multiplies in on the device of `x`; None where it is off."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def check_devices(**tensors: Tensor | None) -> None:

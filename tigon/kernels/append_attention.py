@@ -14,6 +14,7 @@ from tigon.kernels._triton import (
     check_devices,
     closely,
     follow,
+    has_values,
     multiprocessors,
     operator,
     runs_triton,
@@ -82,7 +83,7 @@ def append_attention_ref(
     positions = lengths[:, None] + torch.arange(t, device=q.device)  # [B, T]
     rows = torch.arange(b, device=q.device)[:, None]
     _write(k, v, buffers, rows, positions % slots)
-    on_cpu = q.device.type == "cpu"
+    on_cpu = q.device.type == "cpu" and has_values(q)
     if on_cpu:  # where looking at the lengths costs nothing, slots never used cost nothing
         slots = min(slots, int(positions.max()) + 1)
     # A slot holds the greatest position that ends up there, a negative one if none has yet

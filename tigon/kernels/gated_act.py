@@ -21,6 +21,7 @@ from tigon.kernels._triton import (
 )
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = get_args(Activation)
 
 # Columns and warps of one program: at most 8 elements of each factor per thread, 16 bytes of bf16
 FORWARD = (1024, 4)
@@ -139,30 +140,31 @@ class _GatedAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, act: Activation, overwrite: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.act, ctx.overwrite, ctx.overwritten = act, overwrite, False
+        ctx.act, ctx.overwrite = act, overwrite
         return _forward(gate_up, act)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative("gated_act")
-        if ctx.overwritten:  # the version says so too, but not through hooks on saved tensors
-            raise RuntimeError(
-                "a second backward pass through gated_act(overwrite=True): the first one wrote "
-                "the gradient over gate_up; use overwrite=False"
-            )
         (gate_up,) = ctx.saved_tensors
         if (
             not ctx.overwrite
+            # retain_graph=True: another backward pass may need gate_up
+            or torch._C._autograd._get_current_graph_task_keep_graph()
             or torch._C._len_torch_dispatch_stack()  # modes see ops, and ops alias no input
             or not gate_up.is_contiguous()
         ):
             return _backward(dy, gate_up, ctx.act), None, None
-        ctx.overwritten = True
         torch.autograd.graph.increment_version(gate_up)
         gradient = gate_up.detach()
         with torch.cuda.device_of(gradient):
             _backward_into(gradient, dy, gradient, ctx.act)
         return gradient, None, None
+
+
+def check_act(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 
 
 def _may_overwrite(x: Tensor) -> bool:
@@ -179,11 +181,10 @@ def gated_act(
 ) -> Tensor:
     """`act(gate) * up` [..., I]. Source: Shazeer 2020 (arXiv 2002.05202).
 
-    With `overwrite` the caller promises that nothing else reads `gate_up`, now or later: the
-    backward pass may write the gradient over it. A second backward pass is then an error.
+    With `overwrite` the caller promises that nothing else reads `gate_up`: a backward pass that
+    does not retain the graph may write the gradient over it.
     """
-    if act not in get_args(Activation):
-        raise ValueError(f"act={act!r} is not one of {get_args(Activation)}")
+    check_act(act)
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up {tuple(gate_up.shape)} has no two halves: make its end even")
     if not runs_triton(gate_up):

@@ -4,7 +4,7 @@
 # I intermediate size
 """
 
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,16 @@ from tigon.kernels._grouped_gemm import (
     product_by_row,
 )
 from tigon.kernels._triton import (
+    autocast_dtype,
     check_devices,
+    has_values,
     operator,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
-from tigon.kernels.gated_act import Activation, act_and_slope, gated_act, gated_act_ref
+from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act, gated_act_ref
 
 # Columns and warps of one program: the best of some tried on an H200
 SPREAD = (4096, 4)
@@ -318,15 +320,14 @@ def unchecked_grouped_mlp(
 ) -> Tensor:
     """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
     numbers is six launches."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
             f"x is {x.dtype}, gate_up {gate_up.dtype} and down {down.dtype}: cast them to one"
         )
-    # Plain torch has to know how many rows each expert has, which breaks a compiled graph
-    if runs_triton(x) or torch.compiler.is_compiling():
+    # Plain torch has to know how many rows each expert has
+    if runs_triton(x) or not has_values(x):
         tensors = (x, gate_up, down, experts, weights)
         return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act)
     return grouped_mlp_ref(x, gate_up, down, experts, weights, act)
@@ -335,8 +336,7 @@ def unchecked_grouped_mlp(
 def _check(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
 ) -> None:
-    if act not in get_args(Activation):
-        raise ValueError(f"act={act!r} is not one of {get_args(Activation)}")
+    check_act(act)
     dims = (x.dim(), gate_up.dim(), down.dim(), experts.dim(), weights.dim())
     fits = dims == (2, 3, 3, 2, 2) and experts.shape == weights.shape and experts.shape[1] > 0
     if fits:
@@ -354,7 +354,7 @@ def _check(
             f"experts is {experts.dtype}, weights {weights.dtype}: they must be int64 and floating"
         )
     bad = (experts < 0) | (experts >= len(gate_up))
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or not has_values(experts):
         torch._assert_async(~bad.any(), f"an expert is not in [0, {len(gate_up)})")
     elif bad.any():
         token, j = bad.nonzero()[0].tolist()

@@ -20,7 +20,7 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
-from tigon.kernels.rms_norm import Cast, rms_norm_ref
+from tigon.kernels.rms_norm import Cast, check_norm, rms_norm_ref
 from tigon.kernels.rope import (
     adjacent,
     angles,
@@ -692,6 +692,7 @@ def qk_norm_rope(
         )
     b, t, d = qkv.shape[0], qkv.shape[1], qkv.shape[2] // total
     check_angles(cos, sin, b, t, d)
+    check_norm(eps, offset, cast)
     if (q_weight is None) != (k_weight is None):
         raise ValueError("give q_weight and k_weight, or neither")
     for name, weight in ("q_weight", q_weight), ("k_weight", k_weight):

@@ -496,6 +496,14 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
+def check_norm(eps: float, offset: float, cast: str) -> None:
+    if cast not in CASTS:
+        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
+    # Dynamo has to see each float before autograd.Function, or it takes it for a constant
+    if eps < 0 or offset < 0:
+        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
+
+
 @overload
 def rms_norm(
     x: Tensor,
@@ -534,11 +542,7 @@ def rms_norm(
     silu(gate), as Qwen3-Next does. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast
     orders are those of transformers' modelling files.
     """
-    if cast not in CASTS:
-        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
-    # Dynamo, too, must meet each float before autograd.Function: there it would lose it
-    if eps < 0 or offset < 0:
-        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
+    check_norm(eps, offset, cast)
     served = residual is None or residual.dtype == x.dtype
     differentiable = x.requires_grad
     wanted = x.shape[-1:]

@@ -25,7 +25,7 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
-from tigon.kernels.gated_act import Activation, act_and_slope, gated_act_ref
+from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act_ref
 from tigon.kernels.rms_norm import power_of_2
 
 BLOCK = 4096  # most columns of a tile
@@ -186,9 +186,17 @@ def row_linear(
     """
     if x.numel() != x.shape[-1]:
         raise ValueError(f"x {tuple(x.shape)} is not one row")
-    if x.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
-    if not runs_triton(x):
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit the weight {tuple(weight.shape)}")
+    if act is not None:
+        check_act(act)
+        if weight.shape[0] % 2:
+            raise ValueError(f"weight {tuple(weight.shape)} has no two halves: give an even N")
+    # The kernel reads rows one after another; a copy of the weight would cost more than it saves
+    plain = weight.is_contiguous() and (bias is None or bias.is_contiguous())
+    if not (plain and runs_triton(x)):
         return row_linear_ref(x, weight, bias, act)
     return _forward(x.contiguous(), weight, bias, act)
 

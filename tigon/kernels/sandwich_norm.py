@@ -24,9 +24,9 @@ from tigon.kernels._triton import (
     triton,
 )
 from tigon.kernels.rms_norm import (
-    CASTS,
     Cast,
     Launch,
+    check_norm,
     empty_like,
     launch_forward,
     load_scale,
@@ -394,11 +394,7 @@ def sandwich_norm(
 
     Source: Gemma 2 (arXiv 2408.00118), which norms a branch before and after.
     """
-    if cast not in CASTS:
-        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
-    # Dynamo, too, must meet each float before autograd.Function: there it would lose it
-    if eps < 0 or offset < 0:
-        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
+    check_norm(eps, offset, cast)
     served = residual.dtype == x.dtype
     differentiable = x.requires_grad
     wanted = x.shape

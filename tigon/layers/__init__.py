@@ -2,13 +2,15 @@
 
 from tigon.layers.attention import Attention
 from tigon.layers.cache import Cache, KVCache
+from tigon.layers.context import Context
 from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
-from tigon.layers.linear import FusedLinear, Linear
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
+from tigon.layers.state import MakeState, Quantize, State, autocast_dtype
 from tigon.layers.static_cache import StaticCache
 
 __all__ = [
@@ -16,19 +18,25 @@ __all__ = [
     "Attention",
     "Balance",
     "Cache",
+    "Context",
     "Embedding",
     "FusedLinear",
+    "GatedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",
     "Linear",
+    "MakeState",
     "NoRotary",
+    "Quantize",
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
     "Routed",
     "SparseMoE",
+    "State",
     "StaticCache",
+    "autocast_dtype",
     "balance",
     "tally",
 ]

@@ -3,19 +3,20 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
-import functools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from tigon.kernels.attention import AttentionMask, attention
+from tigon.kernels.attention import attention
 from tigon.kernels.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rms_norm import Cast
 from tigon.kernels.rope import rope
-from tigon.layers.cache import Cache
+from tigon.layers.context import Context
 from tigon.layers.linear import FusedLinear, Linear
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
+from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
 
 
 class Attention(nn.Module):
@@ -32,7 +33,6 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         *,
-        layer: int,
         bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
@@ -47,7 +47,7 @@ class Attention(nn.Module):
         super().__init__()
         self.window, self.scale, self.softcap = window, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
-        self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
@@ -57,15 +57,33 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
             self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
 
-    def forward(
-        self, x: Tensor, rotation: Rotation, mask: AttentionMask, cache: Cache | None = None
-    ) -> Tensor:
+    def make_state(
+        self,
+        rows: int,
+        capacity: int | None,
+        *,
+        chunk: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantize: Quantize = None,
+    ) -> KVState:
+        """For its keys and values; with a window, a static one is a ring of those still in view."""
+        if capacity is None:
+            return GrowingKV(self.kv_heads, self.head_dim)
+        slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
+        kind: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
+        return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
+
+    def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
-        attend = attention if cache is None else functools.partial(cache.attend, self.layer)
-        out = attend(q, k, v, mask=mask, window=self.window, scale=self.scale, softcap=self.softcap)
+        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        if state is None:
+            out = attention(q, k, v, mask=ctx.mask, **how)
+        else:
+            out = state.attend(q, k, v, ctx, **how)
         return self.o_proj(out.reshape(b, t, -1))
 
     def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:

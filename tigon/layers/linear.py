@@ -2,7 +2,8 @@
 
 from torch import Tensor, nn
 
-from tigon.kernels.row_linear import linear
+from tigon.kernels.gated_act import Activation, gated_act
+from tigon.kernels.row_linear import linear, row_linear, takes_row
 
 
 class Linear(nn.Linear):
@@ -24,3 +25,22 @@ class FusedLinear(Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parts={self.parts}"
+
+
+class GatedLinear(FusedLinear):
+    """`act(gate(x)) * up(x)`, with gate and up as one product: [..., in_features] -> [..., size].
+
+    The product never leaves this layer, so its gradient may take its memory.
+    """
+
+    def __init__(self, in_features: int, size: int, act: Activation, *, bias: bool = False):
+        super().__init__(in_features, (size, size), bias=bias)
+        self.act: Activation = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        if takes_row(x, self.weight):
+            return row_linear(x, self.weight, self.bias, self.act)
+        return gated_act(linear(x, self.weight, self.bias), self.act, overwrite=True)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.act}"

@@ -62,8 +62,6 @@ def _longrope_scaling(p: Mapping[str, Any]) -> float:
 
 # Types that also scale cos and sin, and the factor when the config does not give one.
 SCALED = {"yarn": _yarn_scaling, "longrope": _longrope_scaling}
-# Types whose frequencies depend on the largest position of the batch, padding's too
-TURNING = ("dynamic", "longrope")
 
 
 class Rotation(NamedTuple):
@@ -83,12 +81,18 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
+    # Frequencies of these types depend on the largest position of the batch, padding's too: a text
+    # of more tokens than `turn` has all its positions rotated otherwise
+    turn: float = math.inf
 
     def __init__(self, dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int):
         super().__init__()
         self.dim, self.rope_parameters = dim, dict(rope_parameters)
-        self.max_position_embeddings = max_position_embeddings
         self.rope_type = rope_parameters["rope_type"]
+        if self.rope_type == "dynamic":
+            self.turn = max_position_embeddings
+        elif self.rope_type == "longrope":
+            self.turn = rope_parameters["original_max_position_embeddings"]
         self.scaling = 1.0
         if self.rope_type in SCALED:
             given = rope_parameters.get("attention_factor")
@@ -125,19 +129,16 @@ class RotaryEmbedding(nn.Module):
 
     def _at(self, position_ids: Tensor) -> Tensor:
         """Frequencies for these positions; decided on the device, without a host sync."""
+        if self.turn == math.inf:
+            return self.inv_freq
+        length = position_ids.max() + 1
         if self.rope_type == "longrope":
-            original = self.rope_parameters["original_max_position_embeddings"]
-            return torch.where(
-                position_ids.max() + 1 > original, self.inv_freq[1], self.inv_freq[0]
-            )
-        if self.rope_type == "dynamic":
-            # theta grows with the longest position beyond the trained length
-            factor, trained = self.rope_parameters["factor"], self.max_position_embeddings
-            length = (position_ids.max() + 1).clamp(min=trained).float()
-            growth = (factor * length / trained - (factor - 1)) ** (self.dim / (self.dim - 2))
-            exponent = torch.arange(0, self.dim, 2, device=position_ids.device).float() / self.dim
-            return 1.0 / (self.rope_parameters["rope_theta"] * growth) ** exponent
-        return self.inv_freq
+            return torch.where(length > self.turn, self.inv_freq[1], self.inv_freq[0])
+        # theta grows with the longest position beyond the trained length
+        factor, length = self.rope_parameters["factor"], length.clamp(min=self.turn).float()
+        growth = (factor * length / self.turn - (factor - 1)) ** (self.dim / (self.dim - 2))
+        exponent = torch.arange(0, self.dim, 2, device=position_ids.device).float() / self.dim
+        return 1.0 / (self.rope_parameters["rope_theta"] * growth) ** exponent
 
     @torch.no_grad()
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:

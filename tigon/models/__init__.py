@@ -1,85 +1,22 @@
 """The zoo: one file per family, and the registry of model types."""
 
 import os
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from tigon.models import _load
-from tigon.models._base import CausalLM, CausalLMOutput
+from tigon.models import _load, families
+from tigon.models._batch import Batch
 from tigon.models._load import LoadOptions, build, load_weights, materialize
-from tigon.models._moe import MoEConfig
-from tigon.models.gemma import Gemma
-from tigon.models.gemma2 import Gemma2
-from tigon.models.gemma3 import Gemma3
-from tigon.models.glm4 import Glm4
-from tigon.models.granite import Granite
-from tigon.models.llama import Llama
-from tigon.models.ministral3 import Ministral3
-from tigon.models.mistral import Ministral, Mistral
-from tigon.models.mixtral import Mixtral
-from tigon.models.olmo2 import Olmo2
-from tigon.models.olmo3 import Olmo3
-from tigon.models.phi3 import Phi3
-from tigon.models.qwen2 import Qwen2
-from tigon.models.qwen2_moe import Qwen2Moe
-from tigon.models.qwen3 import Qwen3
-from tigon.models.qwen3_moe import Qwen3Moe
-from tigon.models.seed_oss import SeedOss
-from tigon.models.smollm3 import SmolLM3
+from tigon.models._moe import MoEConfig, aux_loss_coef
+from tigon.models._output import CausalLMOutput
+from tigon.models._targets import Targets
+from tigon.models.causal_lm import CausalLM
+from tigon.models.families import *  # noqa: F403
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family
-    for family in (
-        Gemma,
-        Gemma2,
-        Gemma3,
-        Glm4,
-        Granite,
-        Llama,
-        Ministral,
-        Ministral3,
-        Mistral,
-        Mixtral,
-        Olmo2,
-        Olmo3,
-        Phi3,
-        Qwen2,
-        Qwen2Moe,
-        Qwen3,
-        Qwen3Moe,
-        SeedOss,
-        SmolLM3,
-    )
+    for family in vars(families).values()
+    if isinstance(family, type) and issubclass(family, CausalLM)
 }
-
-__all__ = [
-    "MODELS",
-    "CausalLM",
-    "CausalLMOutput",
-    "Gemma",
-    "Gemma2",
-    "Gemma3",
-    "Glm4",
-    "Granite",
-    "Llama",
-    "Ministral",
-    "Ministral3",
-    "Mistral",
-    "Mixtral",
-    "MoEConfig",
-    "Olmo2",
-    "Olmo3",
-    "Phi3",
-    "Qwen2",
-    "Qwen2Moe",
-    "Qwen3",
-    "Qwen3Moe",
-    "SeedOss",
-    "SmolLM3",
-    "build",
-    "from_pretrained",
-    "load_weights",
-    "materialize",
-]
 
 
 def from_pretrained(
@@ -94,3 +31,20 @@ def from_pretrained(
     follow exactly.
     """
     return _load.from_pretrained(path_or_repo, MODELS, **options)
+
+
+__all__ = [
+    "MODELS",
+    "Batch",
+    "CausalLM",
+    "CausalLMOutput",
+    "MoEConfig",
+    "Targets",
+    "aux_loss_coef",
+    "build",
+    "from_pretrained",
+    "load_weights",
+    "materialize",
+]
+if not TYPE_CHECKING:  # type checkers read the import of families instead
+    __all__ += [family.__name__ for family in MODELS.values()]

@@ -1,99 +1,136 @@
-"""The residual blocks of the zoo; a family's config says everything that differs."""
+"""The residual blocks of the zoo; a family's own says what its mixer and its MLP are.
+
+# B batch, T tokens, C model dim
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from tigon.kernels.attention import AttentionMask
+from tigon.kernels.gated_act import Activation
+from tigon.kernels.rms_norm import Cast
 from tigon.layers import (
     AddRMSNorm,
     Attention,
-    Cache,
+    Context,
     GatedMLP,
     RMSNorm,
     Rotation,
     Routed,
-    SparseMoE,
+    State,
+    tally,
 )
-from tigon.models._config import Config
-from tigon.models._moe import MoEConfig
+from tigon.models._config import SLIDING, Config, WindowedConfig, activation
+
+# The branch that has not joined the stream, the stream, and how experts were used, if asked for
+Stream = tuple[Tensor, Tensor, Tensor | None]
 
 
-def attention_of(c: Config, layer: int) -> Attention:
-    return Attention(
-        c.hidden_size,
-        c.num_attention_heads,
-        c.num_key_value_heads,
-        c.head_dim,
-        layer=layer,
-        bias=c.qkv_bias,
-        out_bias=c.out_bias,
-        qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
-        flat_qk_norm=c.flat_qk_norm,
-        interleaved=c.interleaved,
-        offset=c.norm_offset,
-        cast=c.norm_cast,
-        window=c.window(layer),
-        scale=c.attention_scale,
-        softcap=c.attention_softcap,
-    )
+class Block(nn.Module):
+    """(x, residual, rotation, state, ctx) -> (x, residual, routing), which subclasses compute.
 
+    x [B, T, C] is the branch that the next norm adds to the stream `residual` [B, T, C], None at
+    its start. `state` is what the mixer remembers, None without a cache. `routing` [2, E] is the
+    tally of a layer with experts where `ctx.routing` asks for it, else None.
 
-def norm_of(c: Config) -> RMSNorm:
-    return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=c.norm_offset, cast=c.norm_cast)
-
-
-def add_norm_of(c: Config) -> AddRMSNorm:
-    return AddRMSNorm(c.hidden_size, c.rms_norm_eps, offset=c.norm_offset, cast=c.norm_cast)
-
-
-def mlp_of(c: Config, layer: int) -> GatedMLP | SparseMoE:
-    if not isinstance(c, MoEConfig) or not c.sparse(layer):
-        return GatedMLP(c.hidden_size, c.intermediate_size, c.act, bias=c.mlp_bias)
-    return SparseMoE(
-        c.hidden_size,
-        c.expert_size,
-        c.experts,
-        c.num_experts_per_tok,
-        c.act,
-        normalize=c.normalize,
-        exact_weights=c.exact_weights,
-        shared=c.shared_size,
-    )
-
-
-class PreNormBlock(nn.Module):
-    """(x, residual) -> (x, residual): each norm adds the branch before it to the stream.
-
-    With experts for an MLP, x is returned as Routed.
+    A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`, an MLP one
+    x -> [B, T, C], or Routed.
     """
+
+    norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
+    norm_cast: ClassVar[Cast] = "before_weight"  # when they round
+    mlp: nn.Module
+    mixer_name = "self_attn"  # in checkpoints; make_mixer may give its own
+
+    def make_mixer(self, c: Any, layer: int) -> nn.Module:
+        return self.make_attention(c)
+
+    def add_mixer(self, c: Config, layer: int) -> None:
+        mixer = self.make_mixer(c, layer)
+        self.add_module(self.mixer_name, mixer)
+
+    def make_mlp(self, c: Any, layer: int) -> nn.Module:
+        return gated_mlp(c)
+
+    def rope_of(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
+        """Head dim and RoPE parameters, {} if nothing is rotated."""
+        return c.head_dim, c.rope_parameters
+
+    def make_attention(
+        self, c: Config, *, bias: bool = False, out_bias: bool | None = None, **options: Any
+    ) -> Attention:
+        """Attention with the config's sizes and this family's norms; `out_bias` is as `bias`."""
+        sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
+        return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
+
+    def make_norm(self, c: Config) -> RMSNorm:
+        return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
+
+    def make_add_norm(self, c: Config) -> AddRMSNorm:
+        options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
+        return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
+
+    def mix(self, x: Tensor, rotation: Rotation, state: State | None, ctx: Context) -> Tensor:
+        return getattr(self, self.mixer_name)(x, rotation, state, ctx)
+
+    def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        """The MLP's branch, and its tally."""
+        y = self.mlp(x)
+        if not isinstance(y, Routed):
+            return y, None
+        real = None if ctx.real is None else ctx.real.flatten()
+        return y.x, tally(y, real) if ctx.routing else None
+
+    def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
+        """The mixer's; see MakeState."""
+        return getattr(self, self.mixer_name).make_state(rows, capacity, **options)
+
+
+def gated_mlp(c: Config, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
+    """A gated MLP with the config's sizes, and its activation if `act` is no other."""
+    act = activation(c.hidden_act) if act is None else act
+    return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
+
+
+def window_of(c: WindowedConfig, layer: int) -> int | None:
+    """How many tokens a query of this layer sees, its own among them; None: all before."""
+    return c.sliding_window if c.layer_type(layer) == SLIDING else None
+
+
+class PreNormBlock(Block):
+    """Each norm adds the branch before it to the stream."""
+
+    branch_scale = 1.0  # of what the branches add
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
-        self.input_layernorm = add_norm_of(c)
-        self.self_attn = attention_of(c, layer)
-        self.post_attention_layernorm = add_norm_of(c)
-        self.mlp = mlp_of(c, layer)
-        self.branch_scale = c.branch_scale
+        self.input_layernorm = self.make_add_norm(c)
+        self.add_mixer(c, layer)
+        self.post_attention_layernorm = self.make_add_norm(c)
+        self.mlp = self.make_mlp(c, layer)
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
         rotation: Rotation,
-        mask: AttentionMask,
-        cache: Cache | None,
-    ) -> tuple[Tensor | Routed, Tensor]:
+        state: State | None,
+        ctx: Context,
+    ) -> Stream:
         scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, mask, cache)
+        x = self.mix(x, rotation, state, ctx)
         x, residual = self.post_attention_layernorm(x if scale == 1 else x * scale, residual)
-        y = self.mlp(x)
-        return y if scale == 1 else y * scale, residual
+        y, routing = self.feed(x, ctx)
+        return y if scale == 1 else y * scale, residual, routing
 
 
-class SandwichBlock(nn.Module):
+class SandwichBlock(Block):
     """As PreNormBlock, but each branch is normed once more before it joins the stream."""
 
-    # Before and after attention, before and after the MLP
+    # Before and after the mixer, before and after the MLP
     NORMS = (
         "input_layernorm",
         "post_attention_layernorm",
@@ -103,9 +140,9 @@ class SandwichBlock(nn.Module):
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
-        self.self_attn = attention_of(c, layer)
-        self.mlp = mlp_of(c, layer)
-        norms = add_norm_of(c), norm_of(c), add_norm_of(c), norm_of(c)
+        self.add_mixer(c, layer)
+        self.mlp = self.make_mlp(c, layer)
+        norms = self.make_add_norm(c), self.make_norm(c), self.make_add_norm(c), self.make_norm(c)
         for name, norm in zip(self.NORMS, norms, strict=True):
             self.add_module(name, norm)
 
@@ -114,35 +151,37 @@ class SandwichBlock(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         rotation: Rotation,
-        mask: AttentionMask,
-        cache: Cache | None,
-    ) -> tuple[Tensor, Tensor]:
-        pre_attention, post_attention, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
-        x, residual = pre_attention(x, residual)
-        x = self.self_attn(x, rotation, mask, cache)
-        x, residual = pre_mlp(x, residual, post_attention)
-        return post_mlp(self.mlp(x)), residual
+        state: State | None,
+        ctx: Context,
+    ) -> Stream:
+        pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
+        x, residual = pre_mixer(x, residual)
+        x = self.mix(x, rotation, state, ctx)
+        x, residual = pre_mlp(x, residual, post_mixer)
+        y, routing = self.feed(x, ctx)
+        return post_mlp(y), residual, routing
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Block):
     """Branches read the stream as it is, and are normed before they join it."""
 
     def __init__(self, c: Config, layer: int):
         super().__init__()
-        self.self_attn = attention_of(c, layer)
-        self.post_attention_layernorm = norm_of(c)
-        self.mlp = mlp_of(c, layer)
-        self.post_feedforward_layernorm = norm_of(c)
+        self.add_mixer(c, layer)
+        self.post_attention_layernorm = self.make_norm(c)
+        self.mlp = self.make_mlp(c, layer)
+        self.post_feedforward_layernorm = self.make_norm(c)
 
     def forward(
         self,
         x: Tensor,
         residual: Tensor | None,
         rotation: Rotation,
-        mask: AttentionMask,
-        cache: Cache | None,
-    ) -> tuple[Tensor, Tensor]:
+        state: State | None,
+        ctx: Context,
+    ) -> Stream:
         stream = x if residual is None else residual + x
-        x = self.self_attn(stream, rotation, mask, cache)
+        x = self.mix(stream, rotation, state, ctx)
         stream = stream + self.post_attention_layernorm(x)
-        return self.post_feedforward_layernorm(self.mlp(stream)), stream
+        y, routing = self.feed(stream, ctx)
+        return self.post_feedforward_layernorm(y), stream, routing

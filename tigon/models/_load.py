@@ -3,11 +3,11 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -15,21 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.attention import Backend
 from tigon.models._config import Config, ConfigError
+from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
+from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint, Repository, load_into
 
-if TYPE_CHECKING:
-    from tigon.models._base import CausalLM
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Checkpoints with more than text in them, and the model type of their text where they name none
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
-# What files put before the decoder's names; a checkpoint of the decoder alone puts nothing
-PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
-# Saved by old transformers versions; computed here
-IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+M = TypeVar("M", bound=LanguageModel)
 
 
 class LoadOptions(TypedDict, total=False):
@@ -47,7 +41,7 @@ class LoadOptions(TypedDict, total=False):
 
 def from_pretrained(
     path_or_repo: str | os.PathLike[str],
-    models: Mapping[str, type["CausalLM"]],
+    models: Mapping[str, type[M]],
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
@@ -57,7 +51,7 @@ def from_pretrained(
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
-) -> Any:
+) -> M:
     """The model of `models` that config.json's model_type names, in evaluation mode."""
     repository = Repository(
         path_or_repo,
@@ -76,10 +70,10 @@ def from_pretrained(
 
 def build(
     repository: Repository,
-    models: Mapping[str, type["CausalLM"]],
+    models: Mapping[str, type[M]],
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
-) -> tuple["CausalLM", Checkpoint]:
+) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
@@ -96,8 +90,9 @@ def build(
             dtype = _dtype_of(config, checkpoint)
         elif dtype not in DTYPES:
             raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
+        stacked = models[kind].checkpoint_names.stacked_in(checkpoint.tensors)
+        config = replace(config, source=replace(config.source, stacked_experts=stacked))
         model = on_meta(models[kind], config, dtype)
-    model.stacked = any(name.endswith(tuple(model.PER_EXPERT)) for name in checkpoint.tensors)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = _read_json(generation)
@@ -113,7 +108,7 @@ def _named(file: str) -> Iterator[None]:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def on_meta(cls: type["CausalLM"], config: Config, dtype: torch.dtype) -> "CausalLM":
+def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,25 +139,14 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
-def load_weights(model: "CausalLM", checkpoint: Checkpoint) -> None:
+def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Fill the model's parameters; raises unless the checkpoint fits exactly."""
-    layout = model.layout()
-    names = {part.name for parts in layout.values() for part in parts}
-    present = set(checkpoint.tensors)
-    prefix, head = _spelling(present)
-    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
-    ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
-    ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
-    if HEAD in names:
-        source_of[HEAD] = head
-    elif head in present:  # tied
-        if source_of[EMBEDDING] in present:
-            ignored.add(head)
-        else:
-            source_of[EMBEDDING] = head
+    present = checkpoint.tensors.keys()
+    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
+    source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
     load_into(
         dict(model.named_parameters()),
-        layout,
+        parts_of,
         checkpoint,
         source_of=source_of,
         ignored=ignored,
@@ -184,19 +168,10 @@ def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def _spelling(present: Collection[str]) -> tuple[str, str]:
-    """What the file puts before the decoder's names, and what it calls the head."""
-    starts = [p for p in PREFIXES if any(name.startswith(p) for name in present)]
-    prefix = starts[0] if starts else ""
-    inside = f"language_model.{HEAD}"
-    return prefix, inside if inside in present else HEAD
-
-
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
     """A tied config with two different matrices in the file means two matrices."""
     tensors = checkpoint.tensors
-    prefix, head = _spelling(tensors)
-    embedding = prefix + EMBEDDING.removeprefix("model.")
+    embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
         return config
     info = tensors[head]
@@ -240,12 +215,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def from_config(
-    cls: type["CausalLM"],
+    cls: type[M],
     config: Mapping[str, Any] | Config,
     *,
     dtype: torch.dtype | None,
     device: torch.device,
-) -> Any:
+) -> M:
     """Normal(0, initializer_range) matrices, zero biases, unit norms, a zero padding row."""
     if not isinstance(config, Config):
         config = cls.config_class.from_dict(config)
@@ -259,7 +234,7 @@ def from_config(
 
 
 @torch.no_grad()
-def init_weights(model: "CausalLM") -> None:
+def init_weights(model: LanguageModel) -> None:
     """Draw a whole model's weights; in a sharded one the padding row would not be found."""
     std = model.config.initializer_range
     for module in model.modules():

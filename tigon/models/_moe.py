@@ -1,10 +1,13 @@
-"""What the configs of all mixtures of experts say."""
+"""Mixtures of experts: what all their configs say, and the balance of their experts in the loss."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from tigon.models._config import Config, ConfigError
+from torch import Tensor
+
+from tigon.layers import Balance, SparseMoE, balance
+from tigon.models._config import Config, ConfigError, activation
 
 ROUTING_METRICS = ("aux_loss", "expert_load")  # of a forward; the head's are made of logits
 
@@ -43,33 +46,25 @@ class MoEConfig(Config):
         return super().to_dict() | dict.fromkeys(self.experts_keys, self.experts)
 
     @property
-    def balanced(self) -> bool:
-        return self.output_router_logits
-
-    @property
     def experts(self) -> int:
         return getattr(self, self.experts_keys[0])
 
-    @property
-    def expert_size(self) -> int:
-        """Intermediate size of each."""
-        raise NotImplementedError
 
-    @property
-    def shared_size(self) -> int:
-        """Intermediate size of an expert that takes every token; 0: there is none."""
-        return 0
+def sparse_moe(c: MoEConfig, intermediate: int, **options: Any) -> SparseMoE:
+    """Experts of that size with the config's numbers; `options` as SparseMoE has them."""
+    sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
+    return SparseMoE(*sizes, activation(c.hidden_act), **options)
 
-    @property
-    def normalize(self) -> bool:
-        """Whether the weights of a token's experts sum to 1."""
-        return True
 
-    @property
-    def exact_weights(self) -> bool:
-        """Whether they stay in fp32."""
-        return False
+def balance_of(c: Config, tallies: Sequence[Tensor]) -> Balance | None:
+    """From the tally of every layer with experts; None: the model has none."""
+    if not isinstance(c, MoEConfig) or not tallies:
+        return None
+    return balance(tallies, c.num_experts_per_tok)
 
-    def sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
-        return True
+
+def aux_loss_coef(c: Config) -> float | None:
+    """The weight of the experts' balance in the loss; None: it is no part of it."""
+    if not isinstance(c, MoEConfig) or not c.output_router_logits:
+        return None
+    return c.router_aux_loss_coef

@@ -2,48 +2,54 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tigon.models._config import Config
-from tigon.weights import Entry, Part, new_directory, write_checkpoint
+from tigon.models._layout import layout
+from tigon.models._model import LanguageModel
+from tigon.weights import entries, new_directory, write_checkpoint
 
-if TYPE_CHECKING:
-    from tigon.models._base import CausalLM
-    from tigon.tokenizer import Tokenizer
+
+class SavesItself(Protocol):
+    """A tokenizer, as far as an export needs one."""
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
 
 
 def save_pretrained(
-    model: "CausalLM",
+    model: LanguageModel,
     directory: str | os.PathLike[str],
     *,
-    tokenizer: "Tokenizer | None" = None,
+    tokenizer: SavesItself | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
     In the model's dtype, or in another without touching the model. The directory must be new or
     empty, and appears whole or not at all. Under a process group every rank calls this; rank 0
-    writes, and what stops it stops all of them.
+    writes, and what stops it stops all of them. `stacked_experts`: one tensor for all experts of a
+    layer, or each expert apart; None is what the checkpoint had that the model is from, else apart.
     """
     dtype = dtype or model.dtype
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    entries = export_entries(model, dtype)
+    if stacked_experts is None:
+        stacked_experts = model.config.source.stacked_experts
+    parts_of = layout(model, model.checkpoint_names, stacked_experts)
+    tensors = entries(dict(model.named_parameters()), parts_of, dtype)
     opened = ExitStack()
     with _rank_0_decides():  # before the others wait in collectives
         root = opened.enter_context(new_directory(directory)) if writes else None
     with _rank_0_decides(), opened:
-        write_checkpoint(root, entries, max_shard_size=max_shard_size)
+        write_checkpoint(root, tensors, max_shard_size=max_shard_size)
         if root is not None:
             config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
             _write_json(root / "config.json", config.to_dict())
@@ -69,27 +75,6 @@ def _rank_0_decides() -> Iterator[None]:
             dist.broadcast_object_list(failed, src=0)
     if failed[0] is not None:
         raise RuntimeError(f"rank 0 stopped with {failed[0]}")
-
-
-def export_entries(model: "CausalLM", dtype: torch.dtype) -> list[Entry]:
-    """Every tensor under its Hugging Face name; a sharded one is gathered when its turn comes."""
-    parameters = dict(model.named_parameters())
-
-    @lru_cache(maxsize=4)  # the parts of a fused weight and bias are written close to each other
-    def whole(name: str) -> Tensor:
-        p = parameters[name].detach()
-        return p.full_tensor() if isinstance(p, DTensor) else p
-
-    def getter(name: str, part: Part) -> Callable[[], Tensor]:
-        return lambda: (
-            whole(name).reshape(-1, *part.shape[1:]).narrow(0, part.start, part.shape[0]).to(dtype)
-        )
-
-    return [
-        (part.name, part.shape, dtype, getter(name, part))
-        for name, parts in model.layout().items()
-        for part in parts
-    ]
 
 
 def _tokens(config: Config) -> dict[str, Any]:

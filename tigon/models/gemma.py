@@ -4,19 +4,19 @@ Paper: arXiv 2403.08295; checked against transformers' modeling_gemma.
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from tigon.kernels.gated_act import Activation
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
-from tigon.models._config import Config, activation
+from tigon.layers import Attention, GatedMLP
+from tigon.models._blocks import Block, PreNormBlock, gated_mlp
+from tigon.models._config import Config
+from tigon.models._decoder import Decoder
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(Config):
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
-    norm_offset = 1.0
-    norm_cast = "after_weight"
     ignored = frozenset({"hidden_activation"})
 
     vocab_size: int = 256000
@@ -34,24 +34,22 @@ class GemmaConfig(Config):
     bos_token_id: int | None = 2
     attention_bias: bool = False
 
-    @property
-    def act(self) -> Activation:
+
+class GemmaBlock(PreNormBlock):
+    norm_offset = 1.0
+    norm_cast = "after_weight"
+
+    def make_mixer(self, c: GemmaConfig, layer: int) -> Attention:
+        return self.make_attention(c, bias=c.attention_bias)
+
+    def make_mlp(self, c: GemmaConfig, layer: int) -> GatedMLP:
         # The first checkpoints say gelu and mean its approximation
-        return "gelu_tanh" if self.hidden_act == "gelu" else activation(self.hidden_act)
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def embedding_scale(self) -> float:
-        return self.hidden_size**0.5
+        return gated_mlp(c, "gelu_tanh" if c.hidden_act == "gelu" else None)
 
 
 class Gemma(CausalLM):
     config_class = GemmaConfig
-    block_class = PreNormBlock
+    block_class: ClassVar[type[Block]] = GemmaBlock
+
+    def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
+        return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)

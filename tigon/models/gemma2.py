@@ -4,12 +4,12 @@ Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from tigon.kernels.gated_act import Activation
-from tigon.models._base import CausalLM
-from tigon.models._blocks import SandwichBlock
+from tigon.layers import Attention, GatedMLP, LMHead
+from tigon.models._blocks import SandwichBlock, gated_mlp, window_of
 from tigon.models._config import WindowedConfig, activation
-from tigon.models.gemma import GemmaConfig
+from tigon.models.gemma import Gemma, GemmaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +27,26 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     final_logit_softcapping: float | None = 30.0
     attn_logit_softcapping: float | None = 50.0
 
-    @property
-    def act(self) -> Activation:
-        return activation(self.hidden_activation)
-
-    @property
-    def attention_scale(self) -> float:
-        return self.query_pre_attn_scalar**-0.5
-
-    @property
-    def attention_softcap(self) -> float | None:
-        return self.attn_logit_softcapping
-
-    @property
-    def logits_softcap(self) -> float | None:
-        return self.final_logit_softcapping
-
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
 
 
-class Gemma2(CausalLM):
+class Gemma2Block(SandwichBlock):
+    norm_offset = 1.0
+    norm_cast = "after_weight"
+
+    def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
+        scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
+        bias, window = c.attention_bias, window_of(c, layer)
+        return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
+
+    def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
+        return gated_mlp(c, activation(c.hidden_activation))
+
+
+class Gemma2(Gemma):
     config_class = Gemma2Config
-    block_class = SandwichBlock
+    block_class = Gemma2Block
+
+    def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:
+        return super().make_head(c, softcap=c.final_logit_softcapping, **options)

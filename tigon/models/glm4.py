@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
+from tigon.layers import Attention
 from tigon.models._blocks import SandwichBlock
 from tigon.models._config import Config
+from tigon.models._layout import QKV, Names
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,6 @@ class Glm4Config(Config):
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
-    interleaved = True
     ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
 
     vocab_size: int = 151552
@@ -41,10 +42,6 @@ class Glm4Config(Config):
         if self.eos_token_id is None:  # null means these, too
             object.__setattr__(self, "eos_token_id", [151329, 151336, 151338])
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
-
 
 class Glm4Block(SandwichBlock):
     NORMS = (
@@ -54,8 +51,12 @@ class Glm4Block(SandwichBlock):
         "post_mlp_layernorm",
     )
 
+    def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
+        bias = c.attention_bias
+        return self.make_attention(c, bias=bias, out_bias=False, interleaved=True)
+
 
 class Glm4(CausalLM):
     config_class = Glm4Config
     block_class = Glm4Block
-    FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}  # gate_up_proj is stored fused
+    checkpoint_names = Names(packed=QKV)  # gate_up_proj is stored packed

@@ -5,9 +5,12 @@ checked against transformers' modeling_granite.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention, GatedMLP, LMHead
+from tigon.models._blocks import PreNormBlock, gated_mlp
+from tigon.models._decoder import Decoder
+from tigon.models.causal_lm import CausalLM
 from tigon.models.llama import LlamaConfig
 
 
@@ -21,23 +24,25 @@ class GraniteConfig(LlamaConfig):
     attention_multiplier: float = 1.0  # of the scores, in place of 1 / sqrt(head_dim)
     logits_scaling: float = 1.0
 
-    @property
-    def input_scale(self) -> float:
-        return self.embedding_multiplier
 
-    @property
-    def attention_scale(self) -> float:
-        return self.attention_multiplier
+class GraniteBlock(PreNormBlock):
+    def __init__(self, c: GraniteConfig, layer: int):
+        super().__init__(c, layer)
+        self.branch_scale = c.residual_multiplier
 
-    @property
-    def logits_scale(self) -> float:
-        return 1 / self.logits_scaling
+    def make_mixer(self, c: GraniteConfig, layer: int) -> Attention:
+        return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
 
-    @property
-    def branch_scale(self) -> float:
-        return self.residual_multiplier
+    def make_mlp(self, c: GraniteConfig, layer: int) -> GatedMLP:
+        return gated_mlp(c, bias=c.mlp_bias)
 
 
 class Granite(CausalLM):
     config_class = GraniteConfig
-    block_class = PreNormBlock
+    block_class = GraniteBlock
+
+    def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
+        return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
+
+    def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
+        return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)

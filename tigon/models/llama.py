@@ -6,9 +6,10 @@ against transformers' modeling_llama.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention, GatedMLP
+from tigon.models._blocks import PreNormBlock, gated_mlp
 from tigon.models._config import Config
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +27,15 @@ class LlamaConfig(Config):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
 
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
+class LlamaBlock(PreNormBlock):
+    def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
+        return self.make_attention(c, bias=c.attention_bias)
+
+    def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
+        return gated_mlp(c, bias=c.mlp_bias)
 
 
 class Llama(CausalLM):
     config_class = LlamaConfig
-    block_class = PreNormBlock
+    block_class = LlamaBlock

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
+from tigon.layers import Attention
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config, ConfigError
+from tigon.models.causal_lm import CausalLM
 
 # Where the config says nothing of RoPE
 YARN = {
@@ -56,10 +57,12 @@ class Ministral3Config(Config):
                 raise ConfigError(f"{cls.model_type} needs {key} in rope_parameters={rope}")
         return rope
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
+
+class Ministral3Block(PreNormBlock):
+    def make_mixer(self, c: Ministral3Config, layer: int) -> Attention:
+        return self.make_attention(c, window=c.sliding_window)
 
 
 class Ministral3(CausalLM):
     config_class = Ministral3Config
-    block_class = PreNormBlock
+    block_class = Ministral3Block

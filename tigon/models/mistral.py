@@ -6,9 +6,10 @@ modeling_mistral and modeling_ministral.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention
+from tigon.models._blocks import PreNormBlock, window_of
 from tigon.models._config import WindowedConfig
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,14 @@ class MinistralConfig(MistralConfig):
     architecture = "MinistralForCausalLM"
 
 
+class MistralBlock(PreNormBlock):
+    def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
+        return self.make_attention(c, window=window_of(c, layer))
+
+
 class Mistral(CausalLM):
     config_class = MistralConfig
-    block_class = PreNormBlock
+    block_class = MistralBlock
 
 
 class Ministral(Mistral):

@@ -5,9 +5,11 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
+from tigon.layers import Attention, SparseMoE
 from tigon.models._blocks import PreNormBlock
-from tigon.models._moe import MoEConfig
+from tigon.models._layout import Names
+from tigon.models._moe import MoEConfig, sparse_moe
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +32,25 @@ class MixtralConfig(MoEConfig):
     sliding_window: int | None = None
     num_local_experts: int = 8
 
-    @property
-    def expert_size(self) -> int:
-        return self.intermediate_size
 
-    @property
-    def exact_weights(self) -> bool:
-        return True
+class MixtralBlock(PreNormBlock):
+    def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
+        return self.make_attention(c, window=c.sliding_window)
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
+    def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
+        return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)
 
 
 class Mixtral(CausalLM):
     config_class = MixtralConfig
-    block_class = PreNormBlock
-    PER_EXPERT = {
-        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
-        "mlp.experts.gate_up_proj": (
-            "block_sparse_moe.experts.{}.w1.weight",
-            "block_sparse_moe.experts.{}.w3.weight",
-        ),
-        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
-    }
+    block_class = MixtralBlock
+    checkpoint_names = Names(
+        experts={
+            "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+            "mlp.experts.gate_up_proj": (
+                "block_sparse_moe.experts.{}.w1.weight",
+                "block_sparse_moe.experts.{}.w3.weight",
+            ),
+            "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+        }
+    )

@@ -4,19 +4,19 @@ Paper: arXiv 2501.00656; checked against transformers' modeling_olmo2.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from tigon.models._base import CausalLM
+from tigon.layers import Attention
 from tigon.models._blocks import PostNormBlock
 from tigon.models._config import Config
+from tigon.models._decoder import Decoder
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(Config):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
-    norm_cast = "after_weight"
-    rounded_angles = False
-    flat_qk_norm = True
 
     vocab_size: int = 50304
     hidden_size: int = 4096
@@ -28,19 +28,18 @@ class Olmo2Config(Config):
     eos_token_id: int | list[int] | None = 50279
     attention_bias: bool = False
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
+class Olmo2Block(PostNormBlock):
+    norm_cast = "after_weight"
 
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
+    def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
+        norms = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True}
+        return self.make_attention(c, bias=c.attention_bias, window=window, **norms)
 
 
 class Olmo2(CausalLM):
     config_class = Olmo2Config
-    block_class = PostNormBlock
+    block_class = Olmo2Block
+
+    def make_decoder(self, c: Olmo2Config, **options: Any) -> Decoder:
+        return super().make_decoder(c, rounded_angles=False, **options)

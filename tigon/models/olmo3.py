@@ -5,11 +5,12 @@ alone: sliding ones rotate with 5e5 unless `rope_parameters` says otherwise.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PostNormBlock
+from tigon.layers import Attention
+from tigon.models._blocks import window_of
 from tigon.models._config import TwoRopesConfig
-from tigon.models.olmo2 import Olmo2Config
+from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,14 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
         return (layer + 1) % 4 != 0
 
 
-class Olmo3(CausalLM):
+class Olmo3Block(Olmo2Block):
+    def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
+        return super().make_mixer(c, layer, window_of(c, layer))
+
+    def rope_of(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        return c.head_dim, c.rope_parameters[c.layer_type(layer)]
+
+
+class Olmo3(Olmo2):
     config_class = Olmo3Config
-    block_class = PostNormBlock
+    block_class = Olmo3Block

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
 from tigon.models._config import WindowedConfig
+from tigon.models._layout import Names
+from tigon.models.causal_lm import CausalLM
+from tigon.models.mistral import MistralBlock
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
 
@@ -44,14 +45,13 @@ class Phi3Config(WindowedConfig):
                 source[key] = given | names
         return super()._read_rope(source, longest)
 
-    @property
-    def cache_restart(self) -> int | None:
-        if self.rope_parameters["rope_type"] != "longrope":
-            return None
-        return self.rope_parameters["original_max_position_embeddings"] + 1
-
 
 class Phi3(CausalLM):
     config_class = Phi3Config
-    block_class = PreNormBlock
-    FUSED = {}
+    block_class = MistralBlock
+    checkpoint_names = Names(packed={})  # stored packed, as here
+
+    @property
+    def cache_restart(self) -> int | None:
+        rope = self.model.turning_rope
+        return None if rope is None or rope.rope_type != "longrope" else int(rope.turn) + 1

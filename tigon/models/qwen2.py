@@ -5,9 +5,10 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention
+from tigon.models._blocks import PreNormBlock, window_of
 from tigon.models._config import WindowedConfig
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +26,16 @@ class Qwen2Config(WindowedConfig):
     use_sliding_window: bool = False
     max_window_layers: int = 28
 
-    @property
-    def qkv_bias(self) -> bool:
-        return True
-
     def slides(self, layer: int) -> bool:
         return layer >= self.max_window_layers
 
-    def window(self, layer: int) -> int | None:
-        return super().window(layer) if self.use_sliding_window else None
+
+class Qwen2Block(PreNormBlock):
+    def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
+        window = window_of(c, layer) if c.use_sliding_window else None
+        return self.make_attention(c, bias=True, out_bias=False, window=window)
 
 
 class Qwen2(CausalLM):
     config_class = Qwen2Config
-    block_class = PreNormBlock
+    block_class = Qwen2Block

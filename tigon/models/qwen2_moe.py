@@ -5,10 +5,11 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
 
 from dataclasses import dataclass, field
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.models._blocks import PreNormBlock, gated_mlp, window_of
 from tigon.models._config import ConfigError, WindowedConfig
-from tigon.models._moe import MoEConfig
+from tigon.models._moe import MoEConfig, sparse_moe
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +30,17 @@ class QwenMoEConfig(MoEConfig):
             object.__setattr__(self, "mlp_only_layers", [])
         super().__post_init__()
 
-    @property
-    def expert_size(self) -> int:
-        return self.moe_intermediate_size
-
-    @property
-    def normalize(self) -> bool:
-        return self.norm_topk_prob
-
     def sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
         on_step = (layer + 1) % self.decoder_sparse_step == 0
         return self.num_experts > 0 and on_step and layer not in (self.mlp_only_layers or ())
+
+
+def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
+    """This layer's MLP; `shared` is the size of an expert that all tokens share."""
+    if not c.sparse(layer):
+        return gated_mlp(c)
+    return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +68,19 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
                 "positive: every mixture of this type has a shared expert"
             )
 
-    @property
-    def shared_size(self) -> int:
-        return self.shared_expert_intermediate_size
-
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0 and layer < self.max_window_layers
 
-    def window(self, layer: int) -> int | None:
-        return super().window(layer) if self.use_sliding_window else None
+
+class Qwen2MoeBlock(PreNormBlock):
+    def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
+        window = window_of(c, layer) if c.use_sliding_window else None
+        return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
+
+    def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
+        return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 
 class Qwen2Moe(CausalLM):
     config_class = Qwen2MoeConfig
-    block_class = PreNormBlock
-    FUSED = CausalLM.FUSED | {"shared_expert.gate_up_proj": ("gate_proj", "up_proj")}
-    PER_EXPERT = {
-        "mlp.experts.gate_up_proj": (
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-        ),
-        "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
-    }
+    block_class = Qwen2MoeBlock

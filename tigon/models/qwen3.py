@@ -5,8 +5,9 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention
+from tigon.models._blocks import PreNormBlock, window_of
+from tigon.models.causal_lm import CausalLM
 from tigon.models.qwen2 import Qwen2Config
 
 
@@ -18,19 +19,14 @@ class Qwen3Config(Qwen2Config):
     head_dim: int = 128
     attention_bias: bool = False
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
-
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
+class Qwen3Block(PreNormBlock):
+    def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
+        window = window_of(c, layer) if c.use_sliding_window else None
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 
 
 class Qwen3(CausalLM):
     config_class = Qwen3Config
-    block_class = PreNormBlock
+    block_class = Qwen3Block

@@ -5,9 +5,10 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
+from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models._blocks import PreNormBlock
-from tigon.models.qwen2_moe import Qwen2Moe, QwenMoEConfig
+from tigon.models.causal_lm import CausalLM
+from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +37,17 @@ class Qwen3MoeConfig(QwenMoEConfig):
     attention_bias: bool = False
     sliding_window: int | None = 4096
 
-    @property
-    def qk_norm(self) -> bool:
-        return True
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
+class Qwen3MoeBlock(PreNormBlock):
+    def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
+        window = c.sliding_window if c.use_sliding_window else None
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
 
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.use_sliding_window else None
+    def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
+        return experts_or_mlp(c, layer)
 
 
 class Qwen3Moe(CausalLM):
     config_class = Qwen3MoeConfig
-    block_class = PreNormBlock
-    PER_EXPERT = Qwen2Moe.PER_EXPERT
+    block_class = Qwen3MoeBlock

@@ -5,9 +5,10 @@ Checked against transformers' modeling_seed_oss.
 
 from dataclasses import dataclass
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention, GatedMLP
+from tigon.models._blocks import PreNormBlock, gated_mlp
 from tigon.models._config import Config
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,15 @@ class SeedOssConfig(Config):
     attention_out_bias: bool = False
     mlp_bias: bool = False
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
 
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_out_bias
+class SeedOssBlock(PreNormBlock):
+    def make_mixer(self, c: SeedOssConfig, layer: int) -> Attention:
+        return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)
+
+    def make_mlp(self, c: SeedOssConfig, layer: int) -> GatedMLP:
+        return gated_mlp(c, bias=c.mlp_bias)
 
 
 class SeedOss(CausalLM):
     config_class = SeedOssConfig
-    block_class = PreNormBlock
+    block_class = SeedOssBlock

@@ -6,11 +6,10 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.models._base import CausalLM
-from tigon.models._blocks import PreNormBlock
+from tigon.layers import Attention, GatedMLP
+from tigon.models._blocks import PreNormBlock, gated_mlp, window_of
 from tigon.models._config import ConfigError, WindowedConfig
-
-ROTATED, PLAIN = "rotated", "plain"
+from tigon.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +50,22 @@ class SmolLM3Config(WindowedConfig):
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
-    @property
-    def ropes(self) -> dict[str, dict[str, Any]]:
-        return {ROTATED: self.rope_parameters, PLAIN: {}}
-
-    def rope(self, layer: int) -> str:
-        return ROTATED if self.rotates(layer) else PLAIN
-
     def slides(self, layer: int) -> bool:
         return not self.rotates(layer)
 
-    def window(self, layer: int) -> int | None:
-        return super().window(layer) if self.use_sliding_window else None
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.attention_bias
+class SmolLM3Block(PreNormBlock):
+    def make_mixer(self, c: SmolLM3Config, layer: int) -> Attention:
+        window = window_of(c, layer) if c.use_sliding_window else None
+        return self.make_attention(c, bias=c.attention_bias, window=window)
 
-    @property
-    def out_bias(self) -> bool:
-        return self.attention_bias
+    def make_mlp(self, c: SmolLM3Config, layer: int) -> GatedMLP:
+        return gated_mlp(c, bias=c.mlp_bias)
+
+    def rope_of(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
+        return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 
 class SmolLM3(CausalLM):
     config_class = SmolLM3Config
-    block_class = PreNormBlock
+    block_class = SmolLM3Block

@@ -1,6 +1,9 @@
 """Training: `python -m tigon.train config.yaml key=value`, or the same under torchrun."""
 
+from tigon.train.build import prepare
 from tigon.train.config import Config, load
 from tigon.train.launch import launch, main
+from tigon.train.loop import train
+from tigon.train.parallel import start
 
-__all__ = ["Config", "launch", "load", "main"]
+__all__ = ["Config", "launch", "load", "main", "prepare", "start", "train"]

@@ -1,14 +1,13 @@
 """The settings of a training run: one flat dataclass, from YAML and the command line."""
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import yaml
 
+from tigon import strict
 from tigon.kernels.attention import Backend
 
 USAGE = """\
@@ -21,16 +20,16 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
 
 
 def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
-    """A setting. `least`: the smallest value allowed. `stream`: it decides which rows a step gets,
-    so a run cannot be resumed with another value."""
-    return field(default=default, metadata={"help": help, "least": least, "stream": stream})
+    """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
+    another value."""
+    return strict.setting(default, help, least=least, stream=stream)
 
 
 @dataclass(frozen=True)
 class Config:
     run_dir: str = option("", "where everything that the run writes goes")
-    task: Literal["sft", "pretrain"] = option(
-        "sft", "sft: chats, learning what the assistant says; pretrain: text"
+    task: str = option(
+        "sft", "the objective; sft: chats, learning what the assistant says; pretrain: text"
     )
 
     model: str = option("", "checkpoint to start from: a directory or a hub repository")
@@ -98,10 +97,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value, least = getattr(self, f.name), f.metadata["least"]
-            if least is not None and value is not None and not value >= least:
-                raise ValueError(f"{f.name}={value!r} must be at least {least}")
+        strict.check_bounds(self)
         for name in ("run_dir", "data"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is required: {_help(name)}")
@@ -111,8 +107,6 @@ class Config:
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
-        if self.chat_template and self.task != "sft":
-            raise ValueError(f"chat_template={self.chat_template}: task={self.task} has no chats")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.batch_size % self.micro_batch_size:
@@ -136,23 +130,12 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ValueError(f"{path} is not valid YAML: {error}") from None
         if not isinstance(read, dict):
             raise ValueError(f"{path}: needs `key: value` lines, not a {type(read).__name__}")
-        values = {key: convert(str(key), value, f"{path}: ") for key, value in read.items()}
-    for key, text in _pairs(overrides):
-        values[key] = convert(key, text, from_text=True)
-    return Config(**values)
-
-
-def convert(key: str, value: Any, where: str = "", *, from_text: bool = False) -> Any:
-    """The value for field `key`, checked against its type; `from_text` when it was typed."""
-    if key not in HINTS:
-        close = difflib.get_close_matches(key, HINTS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(HINTS)}"
-        raise ValueError(f"{where}unknown setting {key!r}; {hint}")
-    kind = HINTS[key]
-    try:
-        return _to(kind, value, from_text)
-    except (ValueError, TypeError, yaml.YAMLError):
-        raise ValueError(f"{where}{key}={value!r} is not {_describe(kind)}") from None
+        try:
+            values = strict.read(Config, read, parse=_number)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    values |= strict.read(Config, dict(_pairs(overrides)), parse=_parse)
+    return strict.make(Config, values)
 
 
 def dump(config: Config) -> str:
@@ -163,7 +146,8 @@ def dump(config: Config) -> str:
 def help_text() -> str:
     lines = [USAGE]
     for f in fields(Config):
-        lines.append(f"  {f.name}: {_describe(HINTS[f.name])} = {_plain(f.default)}")
+        kind = strict.describe(strict.hints(Config)[f.name])
+        lines.append(f"  {f.name}: {kind} = {_plain(f.default)}")
         lines.append(f"      {f.metadata['help']}")
     return "\n".join(lines)
 
@@ -181,43 +165,20 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _to(kind: Any, value: Any, from_text: bool) -> Any:
-    if get_origin(kind) is UnionType:
-        for option in sorted(get_args(kind), key=lambda k: k is str):  # text is the last resort
-            try:
-                return _to(option, value, from_text)
-            except (ValueError, TypeError):
-                continue
-        raise TypeError
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError
-        return value
-    if kind is str:
-        if not isinstance(value, str):
-            raise TypeError
-        return value
-    if from_text:
-        value = yaml.safe_load(value)
-    if get_origin(kind) is tuple:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise TypeError
-        return tuple(value)
-    if kind is float and not isinstance(value, bool):
-        return float(value)  # of text too: YAML reads 2e-5 as a string
-    if type(value) is not kind:
-        raise TypeError
-    return value
+def _number(text: str) -> float | str:
+    """YAML reads 2e-5 as text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
-def _describe(kind: Any) -> str:
-    if get_origin(kind) is UnionType:
-        return " or ".join(_describe(k) for k in get_args(kind))
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-    return names.get(kind, "null" if kind is type(None) else "a list of texts")
+def _parse(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError from error
+    return _number(value) if isinstance(value, str) else value
 
 
 def _plain(value: Any) -> str:
@@ -226,6 +187,3 @@ def _plain(value: Any) -> str:
 
 def _help(name: str) -> str:
     return Config.__dataclass_fields__[name].metadata["help"]
-
-
-HINTS = get_type_hints(Config)

@@ -8,8 +8,9 @@ import torch.distributed.checkpoint as dcp
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.build import build_model, load_tokenizer
+from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
+from tigon.train.model import build_model
 from tigon.train.parallel import start
 
 

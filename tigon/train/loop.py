@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,10 +14,11 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from tigon.train import checkpoint, objectives, resume
+from tigon.train import checkpoint, resume
 from tigon.train.build import Run
+from tigon.train.objectives import Inputs, Part
 from tigon.train.optim import clip_gradients, learning_rate
-from tigon.train.parallel import reshard, sync_gradients
+from tigon.train.parallel import World, reshard, sync_gradients
 from tigon.train.record import Record
 
 
@@ -29,6 +30,7 @@ def train(run: Run) -> int:
         world.say(f"{directory} is finished: nothing left to do")
         return 0
     facts = resume.facts(config, run.data)
+    run.objective.begin(run.model)
     record = Record(config, world, start, steps)
     if start == 0 and config.eval_every:
         evaluate(run, 0, record)
@@ -36,7 +38,8 @@ def train(run: Run) -> int:
         for step in range(start, steps):
             began, done = time.perf_counter(), step + 1
             lr = learning_rate(config, step, steps)
-            loss, grad_norm, stop, more = backward(run, step, stop=bool(received))
+            values = backward(run, step, stop=bool(received))
+            stop, loss, grad_norm = values.pop("stop") > 0, values["loss"], values["grad_norm"]
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise FloatingPointError(diagnosis(run, step, loss, grad_norm))
             for group in run.optimizer.param_groups:
@@ -50,15 +53,13 @@ def train(run: Run) -> int:
                 {
                     "step": done,
                     "epoch": done / run.data.steps_per_epoch,
-                    "loss": loss,
                     "lr": lr,
-                    "grad_norm": grad_norm,
+                    **values,
                     "tokens": tokens,
                     "supervised_tokens": targets,
                     "step_seconds": seconds,
                     "tokens_per_second": tokens / seconds,
                     "memory_gib": peak_memory(world.device) / 2**30,
-                    **more,
                 }
             )
             last = stop or done == steps
@@ -85,52 +86,71 @@ def train(run: Run) -> int:
     return 0
 
 
-def backward(run: Run, step: int, *, stop: bool) -> tuple[float, float, bool, dict[str, float]]:
-    """The step's loss, its gradients' norm before clipping, whether any rank wants to stop, and
-    what else its objective records."""
-    config, world, model = run.config, run.world, run.model
-    batches = [objectives.to(batch, world.device) for batch in run.data.micro_batches(step)]
+def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
+    """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
+    stop, and what else the objective logs."""
+    world, model, objective = run.world, run.model, run.objective
+    batches = [
+        objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
+    ]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
-    shares = [objectives.num_items(model, batch, config) for batch in batches]
-    items = world.sum(torch.stack(shares).sum())
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    means: dict[str, Tensor] = {}
-    for i, (batch, share) in enumerate(zip(batches, shares, strict=True)):
+    sums = total(world, [objective.sums(model, batch) for batch in batches])
+    parts = []
+    for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
-        loss, metrics = objectives.loss(model, batch, config, items)
-        loss.backward()
-        totals[0] += loss.detach()
-        for name, value in metrics.items():
-            means[name] = means.get(name, 0) + value * (share / items.clamp(min=1))
-    totals[1] = float(stop)
-    norm = clip_gradients(model, config.max_grad_norm)
-    more = objectives.recorded({name: world.sum(mean) for name, mean in means.items()})
-    # The step's only wait for the device
-    values = torch.stack([*world.sum(totals), norm.double(), *(v.double() for v in more.values())])
-    loss_sum, stops, grad_norm, *rest = values.tolist()
-    return loss_sum, grad_norm, stops > 0, dict(zip(more, rest, strict=True))
+        part = objective.loss(model, batch, sums)
+        part.loss.backward()
+        parts.append(part)
+    norm = clip_gradients(model, run.config.max_grad_norm)
+    return numbers({"grad_norm": norm} | summed(run, parts, stop=stop))
 
 
 @torch.no_grad()
 def evaluate(run: Run, step: int, record: Record) -> None:
-    """The mean loss of all held-out targets: every rank runs as many forwards as the others."""
+    """The loss of the held-out data as one step of training would have it.
+
+    Every rank runs as many forward passes as the others.
+    """
     if run.eval_data is None:
         return
+    world, model, objective, data = run.world, run.model, run.objective, run.eval_data
     began = time.perf_counter()
-    totals = torch.zeros(2, dtype=torch.float64, device=run.world.device)
-    run.model.eval()
-    for i in range(run.eval_data.steps_per_epoch):
-        for batch in run.eval_data.micro_batches(i):
-            batch = objectives.to(batch, run.world.device)
-            totals[0] += run.model(**batch, loss_reduction="sum").loss
-            totals[1] += run.model.num_items(**batch, loss_reduction="token")
-    run.model.train()
-    reshard(run.model)
-    nll, tokens = run.world.sum(totals).tolist()
-    seconds = time.perf_counter() - began
-    record.evaluation(
-        {"step": step, "eval_loss": nll / tokens, "eval_tokens": int(tokens), "seconds": seconds}
-    )
+
+    def batches() -> Iterator[Inputs]:
+        for i in range(data.steps_per_epoch):
+            for rows in data.micro_batches(i):
+                yield objective.resolve(model, rows.to(world.device))
+
+    model.eval()
+    sums = total(world, [objective.sums(model, batch) for batch in batches()])
+    parts = [objective.evaluate(model, batch, sums) for batch in batches()]
+    model.train()
+    reshard(model)
+    values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
+    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
+
+
+def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:
+    """The loss and what else is logged, and how many ranks raise each flag."""
+    loss = torch.stack([part.loss.detach().double() for part in parts]).sum()
+    flagged = {name: torch.full_like(loss, float(flag)) for name, flag in flags.items()}
+    first = {"loss": loss, **flagged}
+    both = run.world.sum(torch.stack(list(first.values())))
+    metrics = total(run.world, [part.metrics for part in parts])
+    return dict(zip(first, both, strict=True)) | run.objective.logged(metrics)
+
+
+def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each sum over all micro-batches and ranks."""
+    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    return {name: world.sum(values.sum(0)) for name, values in stacked.items()}
+
+
+def numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """The values on the host, after one wait for the device: the step's only one."""
+    host = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, host, strict=True))
 
 
 def export(run: Run, target: Path) -> None:

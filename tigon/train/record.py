@@ -86,7 +86,7 @@ def plot(metrics: Path, image: Path) -> None:
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=image.parent.name)
+    axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(image, dpi=120)

@@ -1,9 +1,11 @@
 """Files and tensors: finds checkpoints, reads safetensors into parameters, writes them back."""
 
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.entries import entries
 from tigon.weights.header import TensorInfo
 from tigon.weights.hub import Repository
-from tigon.weights.loading import Layout, Part, load_into
+from tigon.weights.layout import Layout, Part, Rows
+from tigon.weights.loading import load_into
 from tigon.weights.writer import Entry, new_directory, write_checkpoint
 
 __all__ = [
@@ -12,7 +14,9 @@ __all__ = [
     "Layout",
     "Part",
     "Repository",
+    "Rows",
     "TensorInfo",
+    "entries",
     "load_into",
     "new_directory",
     "write_checkpoint",

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,29 +13,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tigon.weights.checkpoint import Checkpoint, read_rows
 from tigon.weights.header import TensorInfo
+from tigon.weights.layout import Layout, Part, fills
 from tigon.weights.reading import Reader
 
 CHUNK = 64 << 20  # bytes one thread reads before it takes the next piece
 
 
-@dataclass(frozen=True)
-class Part:
-    """The file's tensor `name` fills rows [start, start + shape[0]) of a parameter.
-
-    Rows of a parameter with one dimension more, [E, N, D], are those of its flattening [E * N, D].
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int = 0
-
-
-Layout = dict[str, tuple[Part, ...]]  # parameter -> the tensors it is made of, in row order
-
-
 def load_into(
     parameters: Mapping[str, Tensor],
-    layout: Mapping[str, tuple[Part, ...]],
+    layout: Layout,
     checkpoint: Checkpoint,
     *,
     source_of: Mapping[str, str] | None = None,
@@ -43,7 +29,7 @@ def load_into(
     into: str = "the model",
     workers: int | None = None,
 ) -> None:
-    """Fills every parameter from the parts its layout names, or raises before one is touched.
+    """Fills every parameter from the parts that its layout names, or raises before one is touched.
 
     `source_of` maps a part's name to the file's where they differ. A tensor of the file that no
     part uses is an error unless it is in `ignored`. A DTensor sharded on dim 0 reads its own rows.
@@ -55,7 +41,7 @@ def load_into(
     for parameter_name, parameter in parameters.items():
         local, first = _own_rows(parameter_name, parameter)
         parts = layout[parameter_name]
-        if not _tiles(parts, parameter):
+        if not fills(parts, parameter):
             misfits.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
             continue
         for part in parts:
@@ -106,33 +92,18 @@ def _own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
 
 def _reads(
     info: TensorInfo, part: Part, parameter: Tensor, local: Tensor, first: int
-) -> list[_Read]:
+) -> Iterator[_Read]:
     """The part's rows that this rank owns, in pieces of at most CHUNK bytes."""
     if not local.numel():
-        return []
+        return
     rows = local.view(-1, *part.shape[1:])
     first *= math.prod(parameter.shape[1 : parameter.dim() - len(part.shape) + 1])
-    begin, end = max(part.start, first), min(part.start + _height(part), first + len(rows))
-    step = max(1, CHUNK // (info.nbytes // _height(part)))
-    return [
-        _Read(info, row - part.start, rows[row - first : min(row + step, end) - first])
-        for row in range(begin, end, step)
-    ]
-
-
-def _height(part: Part) -> int:
-    return part.shape[0] if part.shape else 1
-
-
-def _tiles(parts: tuple[Part, ...], parameter: Tensor) -> bool:
-    rest = parts[0].shape[1:]
-    end = 0
-    for part in parts:
-        if part.start != end or part.shape[1:] != rest:
-            return False
-        end += _height(part)
-    lead = parameter.dim() - len(rest)
-    return parameter.shape[lead:] == rest and math.prod(parameter.shape[:lead]) == end
+    step = max(1, CHUNK // (info.nbytes // (part.shape[0] if part.shape else 1)))
+    for source, target, count in part.slices:
+        begin, end = max(target, first), min(target + count, first + len(rows))
+        for row in range(begin, end, step):
+            out = rows[row - first : min(row + step, end) - first]
+            yield _Read(info, source + row - target, out)
 
 
 def _list(what: str, names: list[str]) -> str:

@@ -1,0 +1,107 @@
+"""Operators on tensors without numbers, on meta or fake, compute shapes and dtypes."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tigon.kernels import (
+    AttentionMask,
+    KVBuffers,
+    append_attention,
+    attention,
+    gated_act,
+    grouped_mlp,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    row_linear,
+    sandwich_norm,
+)
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def experts(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def append(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> Any:
+    with torch.no_grad():
+        return append_attention(q, k, v, KVBuffers(keys, values), lengths)
+
+
+r = torch.randn
+CASES: dict[str, Callable[[], Case]] = {
+    "rms_norm": lambda: (lambda *t: rms_norm(*t, 1e-6), (r(3, 8), r(8))),
+    "residual": lambda: (
+        lambda x, w, z: rms_norm(x, w, 1e-6, residual=z),
+        (r(3, 8), r(8), r(3, 8)),
+    ),
+    "sandwich_norm": lambda: (lambda *t: sandwich_norm(*t, 1e-6), (r(3, 8), r(3, 8), r(8), r(8))),
+    "rope": lambda: (rope, (r(2, 3, 4, 8), r(2, 3, 2, 8), r(1, 3, 4), r(1, 3, 4))),
+    "qk_norm_rope": lambda: (
+        lambda x, cos, sin, q, k: qk_norm_rope(
+            x, cos, sin, heads=4, kv_heads=2, q_weight=q, k_weight=k
+        ),
+        (r(2, 3, 64), r(1, 3, 4), r(1, 3, 4), r(8), r(8)),
+    ),
+    "gated_act": lambda: (lambda x: gated_act(x, "gelu"), (r(3, 8),)),
+    "row_linear": lambda: (lambda x, w: row_linear(x, w).detach(), (r(1, 8), r(4, 8))),
+    "grouped_mlp": lambda: (
+        lambda *tensors: grouped_mlp(*tensors, "silu"),
+        (r(5, 8), r(4, 16, 8), r(4, 8, 8), experts(5, 2), r(5, 2)),
+    ),
+    "append_attention": lambda: (
+        append,
+        (r(2, 1, 4, 8), *(r(2, 1, 2, 8) for _ in "kv"), *(r(2, 2, 9, 8) for _ in "kv"), experts(2)),
+    ),
+    "attention": lambda: (
+        lambda q, k, v: attention(q, k, v, mask=AttentionMask(3)),
+        (r(2, 3, 4, 8), r(2, 3, 2, 8), r(2, 3, 2, 8)),
+    ),
+}
+
+
+def described(run: Callable[..., Any], tensors: tuple[Any, ...]) -> list[Any]:
+    """Shape, dtype and device of each output and gradient."""
+    floats = [t.detach().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    outputs = run(*floats)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    wanted = [t for t in floats if t.requires_grad]
+    gradients: tuple[Tensor, ...] = ()
+    if any(y.requires_grad for y in outputs):
+        gradients = torch.autograd.grad([y.sum() for y in outputs], wanted)
+    return [(tuple(t.shape), t.dtype) for t in (*outputs, *gradients)]
+
+
+@pytest.mark.traced
+@pytest.mark.parametrize("where", ["meta", "fake", "fake, outside of its mode"])
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_without_numbers(case: str, where: str, path: str) -> None:
+    if (case, where, path) == ("append_attention", "fake, outside of its mode", "reference"):
+        pytest.skip("torch.arange is real there")
+    run, tensors = CASES[case]()
+    expected = described(run, tensors)
+    mode = FakeTensorMode()
+    if where == "meta":
+        assert described(run, tuple(t.to("meta") for t in tensors)) == expected
+        return
+    tensors = tuple(mode.from_tensor(t) for t in tensors)
+    with mode if where == "fake" else contextlib.nullcontext():
+        assert described(run, tensors) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+@pytest.mark.parametrize("case", [c for c in CASES if not c.endswith(("attention", "_mlp"))])
+def test_fake_gpu_tensors_without_a_gpu(case: str) -> None:
+    # With gradients, views or indices torch itself asks for a GPU
+    with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
+        run, tensors = CASES[case]()
+        outputs = run(*tensors)
+    for y in [outputs] if isinstance(outputs, Tensor) else outputs:
+        assert y.device.type == "cuda"

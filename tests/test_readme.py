@@ -1,0 +1,34 @@
+"""README's table of families is made from their files; `python -m tests.test_readme` writes it."""
+
+import re
+import sys
+from pathlib import Path
+
+from tigon.models import MODELS
+from tigon.models._layout import MULTIMODAL
+
+README = Path(__file__).parents[1] / "README.md"
+TABLE = re.compile(r"\| model_type \| class \|.*?\n\n", re.S)
+
+
+def table() -> str:
+    """A row for each file of models/: its families, and the first line of its docstring."""
+    files: dict[str, list[str]] = {}
+    for model_type, family in MODELS.items():
+        files.setdefault(family.__module__, []).append(model_type)
+    rows = [("model_type", "class", "what it is"), ("---", "---", "---")]
+    for file, model_types in files.items():
+        first = (sys.modules[file].__doc__ or "").splitlines()[0].rstrip(".")
+        classes = (f"`tigon.{MODELS[kind].__name__}`" for kind in model_types)
+        rows.append((", ".join(f"`{kind}`" for kind in model_types), ", ".join(classes), first))
+    whole = ", ".join(f"`{kind}`" for kind in MULTIMODAL)
+    rows.append((f"{whole} (multimodal)", "of its `text_config`", "The text model inside"))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
+
+
+def test_the_table_of_families() -> None:
+    assert TABLE.findall(README.read_text()) == [table()]
+
+
+if __name__ == "__main__":
+    README.write_text(TABLE.sub(lambda _: table(), README.read_text()))

@@ -1,0 +1,83 @@
+"""Settings of every type, from mappings and from text, with groups inside."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from tigon.strict import ConfigError, ConfigTypeError, check_bounds, make, read, setting
+
+
+@dataclass(frozen=True)
+class Adapter:
+    rank: int = setting(8, least=1)
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str = ""
+    steps: int | None = None
+    lr: float = setting(1e-3, least=0, most=1)
+    mode: Literal["fast", "exact"] | None = None
+    files: tuple[str, ...] = ()
+    ids: int | list[int] | None = None
+    note: dict[str, Any] = field(default_factory=dict)
+    adapter: Adapter = field(default_factory=Adapter)
+    other: Adapter | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+def test_values_of_every_type() -> None:
+    values = {"name": "a", "steps": np.int64(3), "lr": np.float32(0.5), "mode": "fast"}
+    values |= {"files": "x", "ids": [1, 2], "note": {"a": 1}}
+    run = make(Run, read(Run, values))
+    assert run == Run("a", 3, 0.5, "fast", ("x",), [1, 2], {"a": 1})
+    assert (type(run.steps), type(run.lr)) == (int, float)
+    lr = make(Run, read(Run, {"lr": 1, "files": ["x", "y"]})).lr
+    assert type(lr) is int  # a file's 1 is written back as 1
+
+
+def test_groups() -> None:
+    expected = Run(adapter=Adapter(4, 2.0), other=Adapter(1))
+    nested = {"adapter": {"rank": 4, "alpha": 2.0}, "other": {"rank": 1}}
+    assert make(Run, read(Run, nested)) == expected
+    file = read(Run, {"adapter": {"rank": 16, "alpha": 2.0}, "other": {"rank": 1}})
+    line = read(Run, {"adapter.rank": "4"}, parse=int)
+    assert make(Run, file | line) == expected
+    assert make(Run, read(Run, asdict(expected))) == expected
+    assert make(Run, read(Run, {"other": None})).other is None
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"step": 1}, ConfigError, "unknown setting 'step'; did you mean 'steps'?"),
+        ({"qqq": 1}, ConfigError, "unknown setting 'qqq'; known: name, steps, lr, mode,"),
+        ({"adapter": {"rnk": 1}}, ConfigError, r"'adapter.rnk'; did you mean 'rank'\?"),
+        ({"adapter.rank": 0}, ConfigError, "adapter.rank=0 must be at least 1"),
+        ({"adapter": 3}, ConfigTypeError, "adapter=3 is not a group of settings"),
+        ({"other": 3}, ConfigTypeError, "other=3 is not a group of settings or null"),
+        ({"lr": 2}, ConfigError, "lr=2 must be at most 1"),
+        ({"lr": float("nan")}, ConfigError, "lr=nan must be at least 0"),
+        ({"lr": True}, ConfigTypeError, "lr=True is not a number"),
+        ({"lr": "1"}, ConfigTypeError, "lr='1' is not a number"),
+        ({"steps": 1.0}, ConfigTypeError, "steps=1.0 is not a whole number or null"),
+        ({"mode": "slow"}, ConfigTypeError, "mode='slow' is not one of fast, exact or null"),
+        ({"files": [1]}, ConfigTypeError, r"files=\[1\] is not text or a list of texts"),
+        ({"ids": ["a"]}, ConfigTypeError, "is not a whole number or a list of whole numbers or n"),
+        ({"note": []}, ConfigTypeError, r"note=\[\] is not a dictionary"),
+        ({"name": None}, ConfigTypeError, "name=None is not text"),
+    ],
+)
+def test_what_does_not_fit(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read(Run, values)
+
+
+def test_bounds_without_reading() -> None:
+    with pytest.raises(ConfigError, match="lr=-1 must be at least 0"):
+        Run(lr=-1)

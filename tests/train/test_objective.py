@@ -1,0 +1,156 @@
+"""A new objective is one file: this one, through the command line as it is.
+
+Pairs of a chosen and a rejected answer, as in DPO: log-probabilities of a reference per token, a
+weight per example, and a denominator of its own.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+from tests.small import chats
+from tests.train.test_two_ranks import torchrun
+from tigon.data import Example, Examples, collect
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train import main
+from tigon.train.objectives import OBJECTIVES, Inputs, Objective, Part
+
+BETA = 0.5
+
+
+class Pairs(Objective):
+    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
+        def example(prompt: str, answer: str, weight: float) -> Example:
+            first, ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
+            supervised = [i >= len(first) for i in range(len(ids))]
+            reference = [-float(i % 7) for i in range(len(ids))]
+            return Example(
+                ids, {"supervised": supervised, "reference": reference}, {"weight": weight}
+            )
+
+        def read() -> Iterator[tuple[int, int, list[Example]]]:
+            for i, file in enumerate(files):
+                for line, text in enumerate(file.read_text().splitlines(), 1):
+                    row = json.loads(text)
+                    answers = row["chosen"], row["rejected"]
+                    yield i, line, [example(row["prompt"], a, row["weight"]) for a in answers]
+
+        per_token = {"supervised": bool, "reference": np.float32}
+        return collect(files, read(), per_token=per_token, per_example={"weight": np.float32})
+
+    def weights(self, inputs: Inputs) -> Tensor:
+        return inputs.micro_batch.per_example["weight"].unflatten(0, (-1, 2))[:, 0]
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        weights = self.weights(inputs)
+        return {"weights": weights.sum(), "pairs": torch.tensor(len(weights))}
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        micro_batch = inputs.micro_batch
+        nll = model(**inputs.model | {"loss_reduction": "none"}).loss
+        learned = micro_batch.per_token["supervised"] & (micro_batch.position_ids > 0)
+        reference = micro_batch.per_token["reference"] * learned
+        before = F.pad((-nll - reference).flatten().double().cumsum(0), (1, 0))
+        starts, stops = micro_batch.spans.unbind(1)
+        chosen, rejected = (before[stops] - before[starts]).unflatten(0, (-1, 2)).unbind(1)
+        margins = BETA * (chosen - rejected)
+        loss = -(F.logsigmoid(margins) * self.weights(inputs)).sum() / sums["weights"]
+        right = (margins.detach() > 0).sum() / sums["pairs"]
+        return Part(loss, {"accuracy": right, "margin": margins.detach().sum() / sums["pairs"]})
+
+    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        return metrics | {"reward": 2 * metrics["margin"]}
+
+
+if __name__ == "__main__":
+    OBJECTIVES["pairs"] = Pairs
+    main()
+
+
+@pytest.fixture
+def settings(workspace, tmp_path, monkeypatch):
+    """21 pairs of uneven lengths and weights, and some held out."""
+    monkeypatch.setitem(OBJECTIVES, "pairs", Pairs)
+
+    def write(name: str, count: int, seed: int) -> Path:
+        answers = [c[1]["content"] for c in chats(2 * count, seed)]
+        rows = [
+            {"prompt": c[0]["content"] + ":", "chosen": a, "rejected": b, "weight": 0.5 + i % 3}
+            for i, (c, a, b) in enumerate(
+                zip(chats(count, seed + 1), answers[::2], answers[1::2], strict=True)
+            )
+        ]
+        path = workspace.root / name
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    data, held_out = write("pairs.jsonl", 21, 5), write("held-out-pairs.jsonl", 5, 9)
+
+    def make(run: str, **changes) -> list[str]:
+        same = {"task": "pairs", "data": data, "eval_data": held_out, "steps": 4, "eval_every": 2}
+        return workspace.settings(run, **same | changes)
+
+    return make
+
+
+def reference_loss(workspace, file: str) -> tuple[float, float]:
+    """Loss and accuracy of the untrained model, a sequence at a time."""
+    model = tigon.from_pretrained(workspace.model)
+    tokenizer = Tokenizer.from_pretrained(workspace.model)
+    losses, right, weights = 0.0, 0, 0.0
+    rows = [json.loads(line) for line in (workspace.root / file).read_text().splitlines()]
+    for row in rows:
+        first, scores = len(tokenizer.encode(row["prompt"])), []
+        for answer in (row["chosen"], row["rejected"]):
+            ids = torch.tensor(tokenizer.encode(row["prompt"] + answer))
+            with torch.no_grad():
+                logprobs = model(ids[None]).logits[0].double().log_softmax(-1)
+            score = sum(logprobs[t - 1, ids[t]].item() + t % 7 for t in range(first, len(ids)))
+            scores.append(BETA * score)
+        losses += row["weight"] * np.logaddexp(0, scores[1] - scores[0])
+        weights += row["weight"]
+        right += scores[0] > scores[1]
+    return losses / weights, right / len(rows)
+
+
+KEYS = ("loss", "grad_norm", "accuracy", "margin", "reward", "eval_loss", "eval_accuracy")
+
+
+def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
+    main(settings("pairs", save_every=2))
+    held_out, accuracy = reference_loss(workspace, "held-out-pairs.jsonl")
+    assert workspace.metrics("pairs", "eval_loss")[0] == pytest.approx(held_out, rel=1e-5)
+    assert workspace.metrics("pairs", "eval_accuracy")[0] == pytest.approx(accuracy)
+    assert workspace.metrics("pairs", "eval_loss")[-1] < held_out
+    source = workspace.root / "pairs/checkpoints/step-00000002"
+    main(settings("pairs-resumed", resume=source))
+    printed = torchrun(settings("pairs-two"), module=__name__)
+    assert "data: 42 examples" in printed
+    for key in KEYS:
+        curve = workspace.metrics("pairs", key)
+        assert len(curve) == (3 if key.startswith("eval") else 4)
+        resumed, two = (workspace.metrics(f"pairs-{run}", key) for run in ("resumed", "two"))
+        assert len(resumed) == (1 if key.startswith("eval") else 2)
+        assert resumed == curve[-len(resumed) :], key
+        assert two == pytest.approx(curve, rel=1e-5), key
+
+
+def test_its_groups_stay_together_and_every_way_to_a_step_is_the_same(workspace, settings):
+    loss, accuracy = reference_loss(workspace, "pairs.jsonl")
+    ways = {"packed": {"batch_size": 64}, "padded": {"batch_size": 64, "packing": "false"}}
+    ways["parts"] = {"batch_size": 64, "micro_batch_size": 4, "activation_checkpointing": "true"}
+    for way, changes in ways.items():
+        main(settings(f"pairs-{way}", **changes, steps=2))
+        assert workspace.metrics(f"pairs-{way}", "loss")[0] == pytest.approx(loss, rel=1e-5)
+        assert workspace.metrics(f"pairs-{way}", "accuracy")[0] == pytest.approx(accuracy)
+        for key in KEYS:
+            expected = workspace.metrics("pairs-packed", key)
+            assert workspace.metrics(f"pairs-{way}", key) == pytest.approx(expected, rel=1e-4), key

@@ -1,0 +1,66 @@
+"""What all blocks of a forward pass share.
+
+# B batch, T new tokens of a row, N new tokens of all, R rows of the cache
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.attention import AttentionMask
+
+
+class Places(NamedTuple):
+    """Where the new tokens of all rows go."""
+
+    rows: Tensor  # [N]
+    positions: Tensor  # [N]
+    ends: Tensor  # [N], the length of the token's row after them
+    bounds: Tensor  # [R + 1]: new token n is of row r if bounds[r] <= n < bounds[r + 1]
+
+
+@dataclass
+class Append:
+    """What states do with the new tokens of this pass.
+
+    Without places, every row of the batch is a row of the cache and takes T tokens behind those
+    that it holds.
+    """
+
+    held: int = 0  # tokens that every row holds before; 0 with `lengths`
+    lengths: Tensor | None = None  # [R] int32, the same where only the device may know it
+    places: Places | None = None
+    masks: dict[int, AttentionMask] = field(default_factory=dict)  # by how many of them are seen
+
+
+@dataclass
+class Context:
+    """One forward pass, as its blocks see it; they change nothing in it."""
+
+    position_ids: Tensor  # [B or 1, T]
+    mask: AttentionMask  # sequences, padding and cached tokens, and which backend is to be used
+    real: Tensor | None = None  # [B, T], False on padding; None: there is none
+    routing: bool = False  # whether blocks with experts return how they used them
+    append: Append | None = None  # None: there is no cache
+
+    @property
+    def starts(self) -> Tensor | None:
+        """[B, T], True where a packed sequence begins; None: each row goes on from its state."""
+        segments = self.mask.segment_ids
+        if segments is None:
+            return None
+        first = torch.ones_like(segments[:, :1], dtype=torch.bool)
+        return torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
+
+    def last(self, x: Tensor, before: Tensor) -> Tensor:
+        """x [B, T, ...] at the last new token of each row of the cache [R, ...].
+
+        A row without new tokens has `before` [R, ...].
+        """
+        if self.append is None or self.append.places is None:
+            return x[:, -1]
+        bounds = self.append.places.bounds
+        missing = (bounds.diff() == 0).view(-1, *[1] * (before.dim() - 1))
+        return torch.where(missing, before, x.flatten(0, 1)[(bounds[1:] - 1).clamp(min=0)])

@@ -1,0 +1,115 @@
+"""The stack of blocks between embedding and head.
+
+# B batch, T tokens, C model dim
+"""
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tigon.kernels.attention import AttentionMask
+from tigon.layers import (
+    AddRMSNorm,
+    Cache,
+    Context,
+    Embedding,
+    MakeState,
+    NoRotary,
+    RotaryEmbedding,
+    State,
+)
+from tigon.models._blocks import Block
+from tigon.models._config import Config
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm; parameters carry Hugging Face's names.
+
+    `embedding_scale` multiplies the embeddings of token ids and is rounded to the model's dtype;
+    `input_scale`, what enters the first block, `inputs_embeds` too. With `rounded_angles`, cos and
+    sin are in the model's dtype, not in fp32.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        block: type[Block],
+        *,
+        embedding_scale: float = 1.0,
+        input_scale: float = 1.0,
+        rounded_angles: bool = True,
+    ):
+        super().__init__()
+        c = config
+        self.input_scale, self.rounded_angles = input_scale, rounded_angles
+        self.embed_tokens = Embedding(
+            c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id, scale=embedding_scale
+        )
+        blocks = [block(c, i) for i in range(c.num_hidden_layers)]
+        self.layers = nn.ModuleList(blocks)
+        self.norm = AddRMSNorm(
+            c.hidden_size, c.rms_norm_eps, offset=block.norm_offset, cast=block.norm_cast
+        )
+        # Layers that rotate alike share a table
+        ropes = [layer.rope_of(c, i) for i, layer in enumerate(blocks)]
+        shared = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
+        self.rope_of_layer = [shared.index(rope) for rope in ropes]
+        self.rotary_embs = nn.ModuleList()
+        for dim, rope in shared:
+            dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+            longest = c.max_position_embeddings
+            self.rotary_embs.append(RotaryEmbedding(dim, rope, longest) if rope else NoRotary(dim))
+        one = {"chunk": 1, "dtype": torch.float32, "device": "meta"}
+        # What a cache of this model has to hold, layer by layer
+        self.holds = tuple(layer.make_state(1, 1, **one).holds for layer in blocks)
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """The one whose table turns with the shortest text; None: no table ever does."""
+        ropes = [r for r in self.rotary_embs if isinstance(r, RotaryEmbedding)]
+        first = min(ropes, key=lambda rope: rope.turn, default=None)
+        return None if first is None or first.turn == math.inf else first
+
+    @property
+    def makers(self) -> list[MakeState]:
+        """What makes the state of each layer."""
+        return [cast(Block, layer).make_state for layer in self.layers]
+
+    def forward(
+        self,
+        x: Tensor,  # [B, T, C]
+        position_ids: Tensor,  # [B or 1, T]
+        mask: AttentionMask,
+        cache: Cache | None,
+        recompute: bool,
+        routing: bool = False,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The normed stream, and with `routing` how each layer of experts routed its tokens."""
+        if self.input_scale != 1.0:
+            x = x * self.input_scale
+        dtype = x.dtype if self.rounded_angles else torch.float32
+        ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
+        real = None if mask.key_mask is None else mask.key_mask[:, mask.past :]
+        ctx = Context(position_ids, mask, real, routing, None if cache is None else cache.append)
+        layers = self.layers
+        states: Sequence[State | None] = [None] * len(layers)
+        if cache is not None:
+            states = cache.open(self.makers, x, mask)
+        # A recomputed block would append to the cache again
+        recompute = recompute and cache is None and torch.is_grad_enabled()
+        residual, tallies = None, []
+        for block, rope, state in zip(layers, self.rope_of_layer, states, strict=True):
+            given = x, residual, ropes[rope], state, ctx
+            if recompute:
+                x, residual, counts = checkpoint(block, *given, use_reentrant=False)
+            else:
+                x, residual, counts = block(*given)
+            if counts is not None:
+                tallies.append(counts)
+        if cache is not None:
+            cache.end(mask)
+        return self.norm(x, residual)[0], tallies

@@ -1,0 +1,109 @@
+"""Names of checkpoint tensors: what parameters are made of, and under which names files have it."""
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from tigon.layers import FusedLinear
+from tigon.weights import Layout, Part
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# What files put before the decoder's names; a checkpoint of the decoder alone puts nothing
+PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
+# Checkpoints with more than text in them, and the model type of their text where they name none
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+# Saved by old transformers versions; computed here
+IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
+
+QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+PACKED = QKV | {"gate_up_proj": ("gate_proj", "up_proj")}
+EXPERTS = {
+    "mlp.experts.gate_up_proj": (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+    ),
+    "mlp.experts.down_proj": ("mlp.experts.{}.down_proj.weight",),
+}
+
+
+class Names(NamedTuple):
+    """What a family's checkpoints call the parts of what is one tensor here."""
+
+    # Name of a FusedLinear -> names of its parts, in row order; without an entry it is stored whole
+    packed: Mapping[str, tuple[str, ...]] = PACKED
+    # Ending of a parameter -> what it is in checkpoints that have experts apart, in row order
+    experts: Mapping[str, tuple[str, ...]] = EXPERTS
+
+    def stacked_in(self, present: Collection[str]) -> bool:
+        """Whether a checkpoint of these tensors has all experts of a layer in one."""
+        return any(name.endswith(tuple(self.experts)) for name in present)
+
+
+def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
+    """Every parameter, and the checkpoint tensors that its rows are made of."""
+    found: Layout = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for kind, p in module.named_parameters(recurse=False):
+            if id(p) in seen:
+                continue
+            seen.add(id(p))
+            name, shape = f"{path}.{kind}", tuple(p.shape)
+            parent, _, own = path.rpartition(".")
+            if isinstance(module, FusedLinear) and own in names.packed:
+                parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
+                found[name] = _tile(parts, module.parts, shape[1:])
+            elif not stacked_experts and (ending := _ending(name, names.experts)):
+                layer, experts = name.removesuffix(ending), shape[0] if len(shape) == 3 else 1
+                apart = names.experts[ending]
+                parts = [layer + part.format(e) for e in range(experts) for part in apart]
+                rows = math.prod(shape[:-1]) // len(parts)
+                found[name] = _tile(parts, [rows] * len(parts), shape[-1:])
+            else:
+                found[name] = (Part.whole(name, shape),)
+    return found
+
+
+def _ending(name: str, endings: Collection[str]) -> str | None:
+    return next((ending for ending in endings if name.endswith(f".{ending}")), None)
+
+
+def _tile(names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]) -> tuple[Part, ...]:
+    """Parts one after the other, that many rows each."""
+    starts = itertools.accumulate(rows, initial=0)
+    return tuple(Part.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False))
+
+
+def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
+    """What a checkpoint of these tensors calls the two, if it has them."""
+    inside = f"language_model.{HEAD}"
+    embedding = _prefix(present) + EMBEDDING.removeprefix("model.")
+    return embedding, inside if inside in present else HEAD
+
+
+def _prefix(present: Collection[str]) -> str:
+    return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
+
+
+def locate(names: Collection[str], present: Collection[str]) -> tuple[dict[str, str], set[str]]:
+    """Where a checkpoint of tensors `present` has those of a model, `names`, under other names.
+
+    And which of its tensors the model can do without.
+    """
+    prefix = _prefix(present)
+    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
+    ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
+    ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
+    embedding, head = embedding_and_head(present)
+    if HEAD in names:
+        source_of[HEAD] = head
+    elif head in present:  # tied
+        if embedding in present:
+            ignored.add(head)
+        else:
+            source_of[EMBEDDING] = head
+    return source_of, ignored

@@ -1,0 +1,237 @@
+"""The forward contract that every family shares.
+
+# B batch, T tokens, n kept tokens, C model dim, V vocab
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.attention import Backend, check_backend
+from tigon.layers import LMHead, RotaryEmbedding, StaticCache, autocast_dtype
+from tigon.models._arguments import (
+    BATCH,
+    PASS,
+    TARGETS,
+    Defaults,
+    ItemArguments,
+    PassArguments,
+    among,
+    check_keywords,
+    spelled_out,
+)
+from tigon.models._batch import Batch
+from tigon.models._blocks import Block
+from tigon.models._config import Config
+from tigon.models._decoder import Decoder
+from tigon.models._layout import Names
+from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
+from tigon.models._output import CausalLMOutput
+from tigon.models._targets import Targets
+
+
+class LanguageModel(nn.Module):
+    """A decoder with a language-model head, and the forward contract; see `CausalLM`."""
+
+    config_class: ClassVar[type[Config]]
+    block_class: ClassVar[type[Block]]
+    checkpoint_names: ClassVar[Names] = Names()
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.generation_config: dict[str, Any] = {}
+        self.defaults = Defaults()
+        self.activation_checkpointing = False  # recompute each block in the backward pass
+        self.attention: Backend = "auto"
+        # Whether blocks compute padding: never with True, where it changes no number; always with
+        # False; and with None not where that is faster: in 16 bits on a GPU, where attention goes
+        # by the bounds of sequences. Zeros are scattered back behind the blocks
+        self.drop_padding: bool | None = None
+        self.model = self.make_decoder(config)
+        self.lm_head = self.make_head(config)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    def make_decoder(self, c: Any, **options: Any) -> Decoder:
+        return Decoder(c, self.block_class, **options)
+
+    def make_head(self, c: Any, **options: Any) -> LMHead:
+        return LMHead(c.hidden_size, c.vocab_size, **options)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only those before them, so that the model can generate."""
+        return True
+
+    @property
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """Whose table turns with the shortest text; None: no cache ever holds stale keys."""
+        return self.model.turning_rope
+
+    @property
+    def cache_restart(self) -> int | None:
+        """Tokens at which `generate` reads a text anew, for a RoPE that has turned."""
+        return None
+
+    def use_attention(self, backend: Backend) -> Self:
+        """Choose what computes attention: a name that docs/attention.md explains, or "auto".
+
+        Raises for a name that is none, and for a package that is not there; a call that the
+        backend cannot serve raises when it is made.
+        """
+        check_backend(backend)
+        self.attention = backend
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    def static_cache(
+        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
+    ) -> StaticCache:
+        """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
+
+        Inside `torch.autocast` it keeps what autocast computes.
+        """
+        return StaticCache(
+            self.model.makers,
+            rows,
+            capacity,
+            dtype=autocast_dtype(self.device) or self.dtype,
+            device=self.device,
+            chunk=chunk,
+            quantize=quantize,
+        )
+
+    @spelled_out
+    def num_items(
+        self,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        **given: Unpack[ItemArguments],
+    ) -> Tensor:
+        """This batch's part of the global denominator: an int64 scalar to add up.
+
+        Takes the same keywords as `forward`; the total of all micro-batches and ranks is the
+        `num_items_in_batch` of each. Callers with a `Targets` have it in `items`.
+        """
+        tokens = labels if shift_labels is None else shift_labels
+        if input_ids is None and isinstance(tokens, Tensor):
+            # Which tokens they are does not matter
+            input_ids = tokens.new_zeros(tokens.shape, dtype=torch.int64)
+        asked = dict(given) | {"labels": labels, "shift_labels": shift_labels}
+        return self._resolve(input_ids, asked)[1].items
+
+    @spelled_out
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # [B, T]
+        *,
+        batch: Batch | None = None,
+        targets: Targets | None = None,
+        **given: Unpack[PassArguments],
+    ) -> CausalLMOutput:
+        """Labels: a loss and no logits, in training and evaluation alike. No labels: logits.
+
+        `logits_to_keep` picks positions before the head (int k the last k, 0 all; an index or
+        bool tensor; an index per row), of logits, labels and metrics together.
+        `loss_reduction`: "token" (mean over targets), "sequence" (each sequence weighs the
+        same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
+        `return_logits=True` with labels gives both. `metrics`: "accuracy", "predicted_tokens",
+        "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor; also without labels, in
+        place of logits, but for accuracy and nll.
+
+        Mixtures of experts also know, with and without labels, "expert_load" [layers, experts],
+        the share of a layer's assignments that each expert got, and "aux_loss", which is least
+        when all get the same. Where their config says output_router_logits, "token" and
+        "sequence" losses include router_aux_loss_coef times it, as transformers' does, and "sum"
+        and "none" ones do not, but `aux_loss` of the output may be added. With
+        num_items_in_batch a batch contributes by its share of the items: over micro-batches and
+        ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
+        of their aux_loss, however many they are.
+
+
+        `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
+        time, in place of the keywords that they were made from.
+        """
+        batch, targets = self._resolve(input_ids, given, batch, targets)
+        metrics = given.get("metrics")
+        if metrics is None:
+            metrics = () if targets.labels is None else self.defaults.metrics
+        metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
+        of_routing = tuple(m for m in metrics if m in ROUTING_METRICS)
+        of_head = tuple(m for m in metrics if m not in ROUTING_METRICS)
+        criteria = targets.criteria(of_head)
+        x = batch.inputs_embeds
+        x = self.model.embed_tokens(batch.input_ids) if x is None else x
+        x, position_ids, mask, places = batch.without_padding(x)
+        balanced = aux_loss_coef(self.config) is not None
+        hidden, tallies = self.model(
+            x,
+            position_ids,
+            mask,
+            batch.cache,
+            self.activation_checkpointing,
+            bool(of_routing or (targets.labels is not None and balanced)),
+        )
+        hidden = targets.take(batch.with_padding(hidden, places))
+        logits = given.get("return_logits")
+        logits = self.defaults.return_logits if logits is None else logits
+        values, logits = self.lm_head(hidden, criteria, return_logits=bool(logits))
+        loss, found = values[0] if values else (None, {})
+        loss = None if targets.labels is None else loss
+        result = CausalLMOutput(loss, logits, batch.cache, found)
+        return self._add_routing(result, tallies, targets.share, of_routing)
+
+    def _resolve(
+        self,
+        input_ids: Tensor | None,
+        given: Mapping[str, Any],
+        batch: Batch | None = None,
+        targets: Targets | None = None,
+    ) -> tuple[Batch, Targets]:
+        """The arguments of `forward` as a batch and its targets, unless these are given."""
+        check_keywords("forward", given, PASS)
+        of_batch, of_targets = among(BATCH, given), among(TARGETS, given)
+        if input_ids is not None:
+            of_batch["input_ids"] = input_ids
+        for name, resolved, others in ("batch", batch, of_batch), ("targets", targets, of_targets):
+            if resolved is not None and others:
+                raise TypeError(f"{name}= with {', '.join(others)}: these belong into the {name}")
+        if targets is not None and batch is None:
+            raise TypeError("targets= without batch=: give the batch that they were made from")
+        batch = Batch.of(self, **of_batch) if batch is None else batch
+        return batch, Targets.of(batch, **of_targets) if targets is None else targets
+
+    def _add_routing(
+        self,
+        out: CausalLMOutput,
+        tallies: Sequence[Tensor],
+        share: Tensor | None,
+        metrics: Sequence[str],
+    ) -> CausalLMOutput:
+        """What routers did, where asked for, and its part of the loss."""
+        found, coef = balance_of(self.config, tallies), aux_loss_coef(self.config)
+        if found is None:
+            if metrics:
+                name = type(self).__name__
+                raise ValueError(f"metrics={tuple(metrics)}: no layer of this {name} has experts")
+            return out
+        load, aux_loss = found
+        values = {"aux_loss": aux_loss.detach(), "expert_load": load}
+        out.metrics |= {name: values[name] for name in metrics}
+        if coef is not None:
+            out.aux_loss = aux_loss
+            if out.loss is not None and share is not None:
+                out.loss = out.loss + coef * share * aux_loss
+        return out

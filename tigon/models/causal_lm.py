@@ -1,0 +1,45 @@
+"""CausalLM: what families derive from; the forward contract, generation, loading and saving."""
+
+import os
+from typing import Any, Self, Unpack
+
+import torch
+
+from tigon.generation import generate
+from tigon.kernels.attention import Backend
+from tigon.models import _load, _save
+from tigon.models._config import Config
+from tigon.models._layout import layout
+from tigon.models._model import LanguageModel
+from tigon.weights import Layout
+
+
+class CausalLM(LanguageModel):
+    """A decoder with a language-model head. Families give their config and block classes."""
+
+    generate = generate
+    save_pretrained = _save.save_pretrained
+
+    def layout(self, *, stacked_experts: bool = False) -> Layout:
+        """Every parameter, and the checkpoint tensors that its rows are made of."""
+        return layout(self, self.checkpoint_names, stacked_experts)
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[_load.LoadOptions]
+    ) -> Self:
+        """Load a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
+        return _load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any] | Config,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        attention: Backend = "auto",
+    ) -> Self:
+        """Random weights as transformers initialises them; on "meta", no weights at all."""
+        model = _load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+        return model.use_attention(attention)

@@ -1,0 +1,173 @@
+"""Settings from files, command lines and calls into dataclasses: each checked against its field.
+
+huggingface_hub.dataclasses.strict checks nothing in a frozen dataclass, takes no whole number for a
+float and no number of NumPy's. pydantic makes floats of whole numbers, which other readers of a
+config.json refuse, and its messages would be written anew from the hints as here.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, fields, is_dataclass
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+Parse = Callable[[str], Any]
+
+NAMES = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+    bool: ("true or false", "truth values"),
+    dict: ("a dictionary", "dictionaries"),
+    NoneType: ("null", "nulls"),
+}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be followed; says which one and its value."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A setting of another type than it must have."""
+
+
+def setting(
+    default: Any,
+    help: str = "",
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    **more: Any,
+) -> Any:
+    """A dataclass field. `least`, `most`: the smallest and the largest value that it may have."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
+
+
+def hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass' fields."""
+    types = get_type_hints(cls)
+    return {f.name: types[f.name] for f in fields(cls)}
+
+
+def read(
+    cls: type, values: Mapping[str, Any], *, parse: Parse | None = None, group: str = ""
+) -> dict[str, Any]:
+    """The values as the fields of the dataclass need them, for `make`.
+
+    A field that is a dataclass takes a mapping; its settings are named with a dot, `group.name`,
+    which `values` may do too. `parse` reads text where a field needs something else, as on a
+    command line. Raises ConfigError for names that are no field's and values that do not fit.
+    """
+    kinds, settings = hints(cls), {f.name: f for f in fields(cls)}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{group}{key}"
+        first, dot, rest = str(key).partition(".")
+        inner = _dataclass(kinds.get(first))
+        if inner is not None and (dot or isinstance(value, Mapping)):
+            inside = {rest: value} if dot else value
+            found |= read(inner, inside, parse=parse, group=f"{group}{first}.")
+        elif key not in kinds:
+            known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
+            raise ConfigError(f"unknown setting {name!r}; {known}")
+        else:
+            found[name] = check(name, value, kinds[key], parse)
+            _check_bounds(name, found[name], settings[key].metadata)
+    return found
+
+
+def make(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass of values that `read` gave."""
+    own: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        first, dot, rest = key.partition(".")
+        if dot:
+            groups.setdefault(first, {})[rest] = value
+        else:
+            own[key] = value
+    kinds = hints(cls)
+    inner = {name: make(_dataclass(kinds[name]), inside) for name, inside in groups.items()}
+    return cls(**own | inner)
+
+
+def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
+    """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
+    try:
+        return _fit(value, kind, parse)
+    except (TypeError, ValueError):
+        raise ConfigTypeError(f"{name}={value!r} is not {describe(kind)}") from None
+
+
+def check_bounds(settings: Any) -> None:
+    """For __post_init__: raises ConfigError for a value beyond its field's `least` or `most`."""
+    for f in fields(settings):
+        _check_bounds(f.name, getattr(settings, f.name), f.metadata)
+
+
+def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """A question after the nearest of the known names; empty if none is near."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union):
+        return " or ".join(map(describe, args))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if origin in (list, tuple):
+        several = f"a list of {NAMES[args[0]][1]}"
+        return several if origin is list else f"{NAMES[args[0]][0]} or {several}"
+    return NAMES[origin or kind][0] if _dataclass(kind) is None else "a group of settings"
+
+
+def _check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    least, most = metadata.get("least"), metadata.get("most")
+    if value is None:
+        return
+    if least is not None and not value >= least:  # NaN too
+        raise ConfigError(f"{name}={value!r} must be at least {least}")
+    if most is not None and not value <= most:
+        raise ConfigError(f"{name}={value!r} must be at most {most}")
+
+
+def _dataclass(kind: Any) -> Any:
+    """The dataclass that a field's type is, with or without None."""
+    return next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
+
+
+def _fit(value: Any, kind: Any, parse: Parse | None) -> Any:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (UnionType, Union):
+        for option in sorted(args, key=lambda k: k is str):  # any text is text: the last resort
+            try:
+                return _fit(value, option, parse)
+            except (TypeError, ValueError):
+                continue
+        raise TypeError
+    if kind is Any:
+        return value
+    if origin is Literal:
+        if not isinstance(value, str) or value not in args:
+            raise TypeError
+        return value
+    if parse is not None and isinstance(value, str) and kind is not str:
+        value = parse(value)
+    number = not isinstance(value, bool)
+    if kind is int and isinstance(value, Integral) and number:
+        return int(value)
+    if kind is float and isinstance(value, Real) and number:
+        return value if type(value) is int else float(value)
+    if origin is tuple:  # one item stands for a list of it
+        items = value if isinstance(value, list | tuple) else [value]
+        return tuple(_fit(item, args[0], None) for item in items)
+    if origin is list and isinstance(value, list):
+        return [_fit(item, args[0], None) for item in value]
+    if kind in (int, float) or origin is list or not isinstance(value, origin or kind):
+        raise TypeError
+    return value

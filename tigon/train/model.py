@@ -1,0 +1,75 @@
+"""The model of a run: built from a checkpoint or a config.json, sharded, on its device."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.layers import SparseMoE
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.train.config import Config
+from tigon.train.parallel import World, shard
+from tigon.weights import Repository
+
+
+def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
+    """In param_dtype; sharded when there are ranks to share it, or dtype is another.
+
+    Each rank reads only the rows that it keeps. `load=False` allocates a checkpoint's weights
+    without reading them.
+    """
+    dtype = getattr(torch, config.param_dtype)
+    compute = compute_dtype(config, world.device)
+    sharded = world.size > 1 or compute != dtype
+    if config.init:
+        torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
+        model = _from_config(Path(config.init), dtype)
+        if sharded:
+            shard(model, world, compute)
+        model.to(world.device)
+    else:
+        repository = Repository(config.model, revision=config.revision)
+        model, weights = build(repository, MODELS, dtype=dtype)
+        if sharded:
+            shard(model, world, compute)
+        materialize(model, world.device)
+        if load:
+            load_weights(model, weights)
+    if config.router_aux_loss_coef is not None:
+        set_balance(model, config.router_aux_loss_coef)
+    model.activation_checkpointing = config.activation_checkpointing
+    model.use_attention(config.attention)
+    return model.train()
+
+
+def has_experts(model: CausalLM) -> bool:
+    """Whether any of its layers is a mixture of experts."""
+    return any(isinstance(module, SparseMoE) for module in model.modules())
+
+
+def set_balance(model: CausalLM, coef: float) -> None:
+    """The weight of aux_loss in the loss; the exported config.json will say it too."""
+    if not has_experts(model):
+        raise ValueError(
+            f"router_aux_loss_coef={coef}, but {model.config.architecture} has no experts"
+        )
+    settings: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
+    model.config = replace(model.config, **settings)
+
+
+def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
+
+
+def _from_config(path: Path, dtype: torch.dtype) -> CausalLM:
+    if not path.is_file():
+        raise FileNotFoundError(f"init={path} is not a config.json file")
+    values = json.loads(path.read_text())
+    kind = values.get("model_type")
+    if kind not in MODELS:
+        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(MODELS)}")
+    return MODELS[kind].from_config(values, dtype=dtype)

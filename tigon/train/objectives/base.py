@@ -1,0 +1,91 @@
+"""What every objective is: rows of data, their loss, and what is logged of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tigon.data import Examples, MicroBatch, Rows, whole
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.parallel import World
+
+IGNORE = -100  # a label that is no target
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A micro-batch on the device, resolved once for all passes that a step makes over it."""
+
+    micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
+    model: dict[str, Any]  # keyword arguments of the model: tokens, labels, weights
+    items: Tensor  # this micro-batch's part of the loss's denominator, int64
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one micro-batch adds to a step; the parts of all micro-batches and ranks add up."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
+
+
+class Objective:
+    """What a run learns from its files, and how.
+
+    A new objective is one file: a subclass, and its name in OBJECTIVES. It says what becomes of
+    the files (`examples`, `rows`), what a step's losses are divided by (`sums`), and the loss of
+    one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
+    loss is computed, so that a loss can be divided by what the whole step holds; gradients and
+    losses then add up, and a run means the same on any number of ranks and micro-batches.
+    """
+
+    def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the objective cannot serve."""
+        self.config, self.world = config, world
+
+    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
+        """The examples of the files, with all columns that the loss reads."""
+        raise NotImplementedError
+
+    def rows(self, examples: Examples) -> Rows:
+        """Which examples share a row: whole ones, unless overridden."""
+        config = self.config
+        options = {"packing": config.packing, "truncate": config.truncate}
+        return whole(examples, config.seq_len, **options)
+
+    def begin(self, model: CausalLM) -> None:
+        """Called once, before the first step, when all of the model's settings are made."""
+
+    def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model is told of the loss: labels, where the column "supervised" is True."""
+        supervised = micro_batch.per_token["supervised"]
+        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE)}
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
+        """The micro-batch, which is on the device, as the model takes it."""
+        keywords = micro_batch.inputs() | self.targets(micro_batch)
+        keywords["loss_reduction"] = self.config.loss_reduction
+        return Inputs(micro_batch, keywords, model.num_items(**keywords))
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        """This micro-batch's part of every sum over the whole step that `loss` divides by."""
+        return {"items": inputs.items}
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        """This micro-batch's part of the step's loss, differentiable, and of its metrics.
+
+        `sums` are those of the whole step. No value may wait for the device.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        """The same for held-out data, all of which counts as one step; without gradients."""
+        return self.loss(model, inputs, sums)
+
+    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars for metrics.jsonl from the metrics of a whole step."""
+        return metrics

@@ -208,9 +208,10 @@ def test_a_sharded_teacher_is_gathered_by_its_own_unit() -> None:
     try:
         fully_shard(teacher, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
         assert isinstance(teacher.weight, DTensor)
-        for reduction in ("sum", "none"):
-            compare_distilled(make_head(), teacher, plain, reduction)
-            assert isinstance(teacher.weight, DTensor)
+        compare_distilled(make_head(), teacher, plain, "sum")
+        assert isinstance(teacher.weight, DTensor)
+        compare_distilled(make_head(), teacher, plain, "none")  # FSDP keeps what backward gathers
+        compare_distilled(make_head(), teacher, plain, "sum")
     finally:
         dist.destroy_process_group()
 

@@ -1,15 +1,20 @@
 """The head against plain autograd in float64: bias, softcap, scale, LoRA, and chunks of rows."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from tests.models.contract import assert_same_gradients, gradients
-from tigon.kernels import CrossEntropy
+from tigon.kernels import KL, CrossEntropy, LogProbs, kl_ref
 from tigon.layers import LMHead
 
 B, T, C, V = 2, 7, 23, 131
@@ -148,3 +153,81 @@ def test_metrics_are_of_the_final_logits(options: dict[str, Any], return_logits:
     z_expected, max_expected = z.logsumexp(-1) * valid, z.amax(-1) * valid
     torch.testing.assert_close(metrics["z"].double(), z_expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(metrics["max_logit"].double(), max_expected, rtol=1e-5, atol=1e-5)
+
+
+def distillation(
+    reduction: str, teacher: LMHead, states: Tensor, targets: Tensor
+) -> list[CrossEntropy | KL]:
+    mine = {"targets": targets, "reduction": reduction}
+    return [
+        CrossEntropy(**mine),
+        KL(**mine, teacher_hidden=states, teacher=teacher, beta=0.3, temperature=2.0),
+    ]
+
+
+def compare_distilled(head: LMHead, teacher: LMHead, plain: LMHead, reduction: str) -> None:
+    """The head with a teacher against float64; `plain` is the teacher's own head as it was."""
+    hidden, targets, _ = inputs()
+    states = torch.randn(B, T, C)
+    valid = targets != -100
+    z = plain_logits(hidden, head, None, 1.0)
+    losses = F.cross_entropy(z.flatten(0, 1), targets.flatten(), reduction="none").view(B, T)
+    logps = ((x / 2).log_softmax(-1) for x in (z, plain_logits(states, plain, 1.5, 0.7).detach()))
+    expected = losses.sum() + (kl_ref(*logps, 0.3) * valid).sum()
+    for return_logits in (False, True):
+        out = head(
+            hidden, distillation(reduction, teacher, states, targets), return_logits=return_logits
+        )
+        total = sum(x.value.sum() for x in out.values)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
+        for a, b in zip(
+            torch.autograd.grad(total, (hidden, head.weight)),
+            torch.autograd.grad(expected, (hidden, head.weight), retain_graph=True),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        assert all(p.grad is None for p in teacher.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_teacher(reduction: str) -> None:
+    teacher = make_head(bias=True, softcap=1.5, logit_scale=0.7)
+    compare_distilled(make_head(), teacher, teacher, reduction)
+    other = make_head()
+    other.weight = nn.Parameter(other.weight[:5].detach())
+    hidden, targets, _ = inputs()
+    with pytest.raises(ValueError, match="the student has 131 tokens, the teacher 5"):
+        make_head()(hidden, distillation(reduction, other, hidden.detach(), targets))
+
+
+def test_a_sharded_teacher_is_gathered_by_its_own_unit() -> None:
+    """Its parameter is a DTensor; inside its forward, forward and backward pass, it is whole."""
+    teacher = make_head(bias=True, softcap=1.5, logit_scale=0.7).requires_grad_(False)
+    plain = copy.deepcopy(teacher)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(teacher, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+        assert isinstance(teacher.weight, DTensor)
+        compare_distilled(make_head(), teacher, plain, "sum")
+        assert isinstance(teacher.weight, DTensor)
+        compare_distilled(make_head(), teacher, plain, "none")  # FSDP keeps what backward gathers
+        compare_distilled(make_head(), teacher, plain, "sum")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_returned_logits_are_values() -> None:
+    head, (hidden, targets, _) = make_head(bias=True), inputs()
+    out = head(
+        hidden, [CrossEntropy(targets=targets), LogProbs(targets=targets)], return_logits=True
+    )
+    before = out.logits.detach().clone()
+    sum(x.value.sum() for x in out.values).backward(retain_graph=True)
+    assert torch.equal(out.logits, before)
+    logp = out.logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(out.values[1].value, logp * (targets != -100))
+
+
+def test_no_hidden_states() -> None:
+    with pytest.raises(ValueError, match="no hidden states"):
+        make_head()(None)

@@ -305,7 +305,7 @@ def test_the_ops_are_what_they_claim_to_be() -> None:
         assert all(t.is_contiguous() for t in saved)
         for wanted in ([True] * 4, [False, True, False, True]):
             torch.library.opcheck(
-                _backward.op, (y, x, gate_up, down, weights, *saved, "silu", wanted)
+                _backward.op, (x, gate_up, down, weights, wanted, *saved, y, "silu")
             )
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels.rms_norm import Cast, rms_norm
+from tigon.kernels._norm import Cast
+from tigon.kernels.rms_norm import rms_norm
 from tigon.kernels.sandwich_norm import sandwich_norm
 
 

@@ -12,8 +12,9 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from tigon.kernels.append_attention import KVBuffers, append, append_attention
+from tigon.kernels.append_attention import append_attention
 from tigon.kernels.attention import AttentionMask, attention
+from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 from tigon.layers._check import check, on_host
 
 UNKNOWN = -1  # a length that only the device knows
@@ -235,7 +236,7 @@ class StaticCache:
                 own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
                 mask = now.masks.setdefault(seen, own)
             out = attention(q, keys, values, mask=mask, window=window, softcap=softcap, scale=scale)
-            append(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places)
+            append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places)
         if layer == len(self.layers) - 1:
             self._end()
         return out

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+from tigon.kernels._norm import Cast
 from tigon.kernels.gated_act import Activation
-from tigon.kernels.rms_norm import Cast
 from tigon.layers.rope import ROPE_TYPES
 
 # Keys of config.json that change no number here; anything else unknown is reported once.

@@ -24,7 +24,7 @@ def check_norm(eps: float, offset: float, cast: str) -> None:
 
 
 class Launch(NamedTuple):
-    """What a kernel's speed hangs on; the numbers below were the best of some tried on an H200."""
+    """Launch parameters; the numbers below were the best of some tried on an H200."""
 
     block: int  # columns, a power of two
     rows: int  # at a time
@@ -32,8 +32,9 @@ class Launch(NamedTuple):
     # Backward, where each program walks over many rows:
     per_sm: int = 0  # programs per multiprocessor
     stages: int = 1  # steps in flight
-    late: bool = False  # sum the weight's gradient over a step's rows after the last step: for
+    # Whether to sum the weight's gradient over the rows of a step only after the last step: for
     # blocks so narrow that these rows lie in different threads
+    late: bool = False
 
     def programs(self, x: Tensor, N: int) -> int:
         steps = -(-N // self.rows)

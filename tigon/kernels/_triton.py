@@ -210,9 +210,9 @@ def check_devices(**tensors: Tensor | None) -> None:
 def refuse_second_derivative(
     name: str, instead: str = 'compute it inside `with tigon.kernels.use("reference")`'
 ) -> None:
-    """For the top of a backward pass that autograd cannot see through.
+    """Called first in a backward pass that is not differentiable itself.
 
-    `once_differentiable` would not do: with a constant upstream gradient it returns a constant.
+    `once_differentiable` is no substitute: for a constant upstream gradient it does not raise.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")

@@ -138,12 +138,11 @@ def _append_attention_kernel(
 ):
     """Some queries of one kv head over one share of the tokens that they see.
 
-    Every program takes as many blocks of earlier tokens as the others, give or take one; the first,
-    never one more, also takes the new ones and stores them in the cache. Slots that the new tokens
-    go to hold nothing that any program still reads.
+    The blocks of earlier tokens are divided evenly among programs. The first program also attends
+    to the new tokens and stores them in the cache, in slots that no program reads any more.
 
-    PACKED is of int8: `keys` and `values` point to int16, each of two neighbours, so that what the
-    tensor cores want in pairs is loaded in pairs, and tiles hold the even dims or the odd ones.
+    PACKED caches are int8: `keys` and `values` point to int16, each of two adjacent dims, as tensor
+    cores want pairs; a tile then holds either the even dims or the odd ones.
     """
     pdl_wait(PDL)
     G: tl.constexpr = H // K
@@ -273,7 +272,7 @@ def _combine_kernel(
 
 
 class Launch(NamedTuple):
-    """Tokens of a tile, how many tiles are kept on their way, programs of a multiprocessor."""
+    """Tokens of a tile, tiles in flight, programs per multiprocessor."""
 
     block: int
     stages: int

@@ -204,7 +204,7 @@ def row_linear(
 def _in_parts(x: Tensor, weight: Tensor) -> int:
     """In how many parts to read the weight for a few fp32 rows on a CPU.
 
-    MKL copies it to another order first, and then reads the copy: parts of it stay in the caches.
+    MKL first copies the weight into another layout; a part's copy stays in the caches.
     """
     few = (
         not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Two norms around a residual addition: the seam of Gemma 2 and 3, in one pass.
+"""Two norms around a residual addition, as in Gemma 2 and 3, in one pass.
 
 # ... any leading dimensions, N rows of them, C model dim, P partial sums of weight gradients
 
@@ -366,8 +366,8 @@ class _SandwichNorm(torch.autograd.Function):
 
 
 def sandwich_norm(
-    x: Tensor,  # [..., C], the branch
-    residual: Tensor,  # [..., C], the stream
+    x: Tensor,  # [..., C], output of attention or MLP
+    residual: Tensor,  # [..., C]
     post_weight: Tensor,  # [C]
     weight: Tensor,  # [C]
     eps: float,
@@ -377,7 +377,7 @@ def sandwich_norm(
 ) -> tuple[Tensor, Tensor]:
     """`total = residual + rms_norm(x, post_weight)`; returns `(rms_norm(total, weight), total)`.
 
-    Source: Gemma 2 (arXiv 2408.00118), which norms a branch before and after.
+    Source: Gemma 2 (arXiv 2408.00118), which norms the input and the output of each sublayer.
     """
     check_norm(eps, offset, cast)
     served = residual.dtype == x.dtype

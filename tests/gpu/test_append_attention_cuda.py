@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tigon.kernels import use
-from tigon.kernels.append_attention import KVBuffers, append, append_attention, append_attention_ref
+from tigon.kernels.append_attention import append_attention, append_attention_ref
+from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 
 pytestmark = pytest.mark.gpu
 OWN = sys.modules["tigon.kernels.append_attention"]
@@ -42,7 +43,7 @@ def filled(lengths: Tensor, shape: tuple[int, ...], dtype: torch.dtype, int8: bo
     rows = torch.arange(b).repeat_interleave(lengths.long())
     at = torch.cat([torch.arange(n) for n in lengths.tolist()])
     k, v = torch.randn(2, len(rows), kv_heads, d, dtype=dtype)
-    append(k, v, buffers, rows, at, lengths.long()[rows])
+    append_tokens(k, v, buffers, rows, at, lengths.long()[rows])
     return buffers
 
 

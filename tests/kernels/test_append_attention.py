@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.append_attention import (
-    MOST_TOKENS,
-    KVBuffers,
-    append,
-    append_attention,
-    append_attention_ref,
-)
+from tigon.kernels import kv_buffers
+from tigon.kernels.append_attention import MOST_TOKENS, append_attention, append_attention_ref
+from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 
 OWN = sys.modules["tigon.kernels.append_attention"]
 CUDA = torch.cuda.is_available()
@@ -59,7 +55,7 @@ class Rows:
         ids = torch.arange(b).repeat_interleave(torch.tensor(lengths))
         at = torch.cat([torch.arange(n) for n in lengths])
         ends = torch.tensor(lengths)[ids]
-        append(self.k[ids, at], self.v[ids, at], self.buffers, ids, at, ends)
+        append_tokens(self.k[ids, at], self.v[ids, at], self.buffers, ids, at, ends)
         self.lengths += torch.tensor(lengths)
 
     def new(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,7 +313,7 @@ def test_nothing_to_do() -> None:
 @int8
 def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed prompts, longer ones than a ring holds, behind what rows hold already."""
-    write = OWN._write  # whose order a GPU does not promise
+    write = kv_buffers.write  # whose order a GPU does not promise
 
     def backwards(k: Tensor, v: Tensor, buffers: KVBuffers, *where: Tensor) -> None:
         write(k.flip(0), v.flip(0), buffers, *(x.flip(0) for x in where))
@@ -330,8 +326,8 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.lengths += more
     k, v = rows.k[ids, at], rows.v[ids, at]
     with monkeypatch.context() as patch:
-        patch.setattr(OWN, "_write", backwards)
-        append(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
+        patch.setattr(kv_buffers, "write", backwards)
+        append_tokens(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
     assert not rows.buffers.keys.requires_grad
     rows.check_buffers()
     rows.check(1, window=16)
@@ -414,9 +410,9 @@ def test_errors_of_append() -> None:
     buffers = KVBuffers(*torch.zeros(2, 2, K, 8, D))
     at = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"k \(4, 2, 16\) and v \(3, 2, 16\) are not \(3, 2, 16\)"):
-        append(torch.zeros(4, K, D), torch.zeros(3, K, D), buffers, at, at, at)
+        append_tokens(torch.zeros(4, K, D), torch.zeros(3, K, D), buffers, at, at, at)
     with pytest.raises(ValueError, match="they must be"):
-        append(*torch.zeros(2, 3, K, D).half(), buffers, at, at, at)
+        append_tokens(*torch.zeros(2, 3, K, D).half(), buffers, at, at, at)
 
 
 def test_no_gradient() -> None:

@@ -163,6 +163,21 @@ def test_expert_weights_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(tensors)
 
 
+@pytest.mark.gpu
+def test_expert_weights_at_any_address_in_bf16() -> None:
+    tensors = leaves(inputs(n=200, dtype=torch.bfloat16))
+    expected = grouped_mlp(*tensors, "silu")
+    upstream = torch.randn_like(expected)
+    wanted = gradients(expected, tensors, upstream)
+    for i in (1, 2):
+        memory = torch.zeros(tensors[i].numel() + 1, dtype=torch.bfloat16)
+        memory[1:] = tensors[i].detach().flatten()
+        tensors[i] = memory[1:].view_as(tensors[i]).requires_grad_()
+    y = grouped_mlp(*tensors, "silu")
+    for a, e in zip((y, *gradients(y, tensors, upstream)), (expected, *wanted), strict=True):
+        torch.testing.assert_close(a, e, rtol=2**-6, atol=2**-6 * float(e.abs().max()))
+
+
 def test_all_tokens_to_one_expert() -> None:
     x, gate_up, down, _, weights = inputs(k=1)
     _, dgate_up, ddown, _ = assert_exact([x, gate_up, down, torch.full((N, 1), 4), weights])
@@ -305,7 +320,7 @@ def test_the_ops_are_what_they_claim_to_be() -> None:
         assert all(t.is_contiguous() for t in saved)
         for wanted in ([True] * 4, [False, True, False, True]):
             torch.library.opcheck(
-                _backward.op, (y, x, gate_up, down, weights, *saved, "silu", wanted)
+                _backward.op, (x, gate_up, down, weights, wanted, *saved, y, "silu")
             )
 
 

@@ -301,7 +301,7 @@ def test_registered_ops(path: str) -> None:
     ups = torch.randn(B, 2, H, D), torch.randn(B, 2, K, D), torch.randn(B, 2, K, D)
     for w, saved in (((None, None), None), ((wq, wk), qkv)):
         torch.library.opcheck(_forward.op, (qkv, *table, *w, H, K, EPS, 0.0, False, False))
-        args = (*ups, *table, saved, *w, EPS, 0.0, True, True, saved is not None)
+        args = (*ups, *w, saved is not None, saved, *table, EPS, 0.0, True, True)
         torch.library.opcheck(_backward.op, args)
 
 

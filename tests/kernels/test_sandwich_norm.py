@@ -163,7 +163,7 @@ def test_only_what_is_needed(path: str, monkeypatch: pytest.MonkeyPatch) -> None
     leaves, up = inputs((7, 33)), torch.randn(7, 33)
     saved: list[bool] = []
     forward, sums = OWN._forward, OWN.sum_partials
-    monkeypatch.setattr(OWN, "_forward", lambda *a: saved.append(a[-1]) or forward(*a))
+    monkeypatch.setattr(OWN, "_forward", lambda *a: saved.append(a[1]) or forward(*a))
     summed: list[Tensor] = []
     monkeypatch.setattr(OWN, "sum_partials", lambda *a: summed.append(a[3]) or sums(*a))
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_operators_keep_torchs_rules(path: str) -> None:
     kernels_only(path)
     x, total, dy, dtotal = torch.randn(4, 6, 40)
     weights, rstd = torch.randn(2, 40).unbind(), torch.rand(12)
-    torch.library.opcheck(OWN._forward.op, (x, total, *weights, EPS, 1.0, False, True))
+    torch.library.opcheck(OWN._forward.op, (x, True, total, *weights, EPS, 1.0, False))
     for rest in ((True, True, total, rstd, dy, dtotal), (True, False, total, rstd, dy, None)):
         torch.library.opcheck(OWN._backward.op, (x, *weights, *rest, 1.0, False))
 

@@ -57,5 +57,5 @@ def test_two_norms_of_different_kinds_are_not_one_pass() -> None:
     x = torch.randn(2, C)
     with pytest.raises(ValueError, match=r"\(0.001, 1.0, 'before_weight'\) here and \(1e-05, 0.0"):
         norm(x, x, post)
-    with pytest.raises(ValueError, match="at the start of the stream there is none"):
+    with pytest.raises(ValueError, match="residual is None"):
         norm(x, None, post)

@@ -3,12 +3,13 @@
 from tigon.kernels._check import checks
 from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels._triton import use
-from tigon.kernels.append_attention import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.append_attention import append_attention, append_attention_ref
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref, divergence, kl_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.kv_buffers import KVBuffers
 from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels.linear_kl import linear_kl, linear_kl_ref
 from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref

@@ -46,12 +46,12 @@ ALIKE = (  # what the forward and the backward pass are told alike
 )
 
 
-def _forward_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
     return q.new_empty(q.shape), lse
 
 
-@operator("flash_attn_4", _forward_fake)
+@operator("flash_attn_4", _outputs)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -74,11 +74,11 @@ def _forward(
     return out, lse
 
 
-def _backward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_like(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-@operator("flash_attn_4_backward", _backward_fake)
+@operator("flash_attn_4_backward", _empty_like)
 def _backward(
     q: Tensor,
     k: Tensor,
@@ -101,7 +101,7 @@ def _backward(
     alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
     options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
     # By itself it would give them the strides of q, k and v, or others
-    options |= {f"d{name}": x.new_empty(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+    options |= zip(("dq", "dk", "dv"), _empty_like(q, k, v), strict=True)
     return run(q, k, v, out, dout, lse, **options, deterministic=deterministic)
 
 

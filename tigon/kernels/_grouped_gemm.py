@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._triton import INTERPRETED, multiprocessors, tl, triton
+from tigon.kernels._triton import INTERPRETED, num_sms, tl, triton
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -125,7 +125,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         y = x.new_empty(len(x), width)
         rows, outputs, step, warps, stages = TILE
         box = [1, step, outputs] if transposed else [1, outputs, step]
-        _grouped_product_kernel[(multiprocessors(x),)](
+        _grouped_product_kernel[(num_sms(x),)](
             TensorDescriptor.from_tensor(x, [rows, step]),
             TensorDescriptor.from_tensor(weight, box),
             ends,

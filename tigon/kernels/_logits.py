@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._check import check, may_wait
-from tigon.kernels._triton import check_devices, multiprocessors, operator, runs_triton, tl, triton
+from tigon.kernels._triton import check_devices, num_sms, operator, runs_triton, tl, triton
 
 IGNORE_INDEX = -100
 METRICS = ("accuracy", "predicted_tokens", "entropy", "max_logit", "nll", "z")
@@ -104,7 +104,7 @@ def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constex
 
 def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
     # Few programs that walk: half a million that find nothing to do would take longer than a pass
-    programs = min(triton.cdiv(x.numel(), 2048), 16 * multiprocessors(x))
+    programs = min(triton.cdiv(x.numel(), 2048), 16 * num_sms(x))
     if programs:
         _rescale_kernel[(programs,)](
             x, out, factor, x.numel(), IN_PLACE=out is x, BLOCK=2048, num_warps=8

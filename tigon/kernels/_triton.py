@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tigon.kernels._check import has_values
+
 try:
     import triton
     import triton.language as tl
@@ -32,9 +34,8 @@ except ImportError:  # not on Linux
     triton = tl = cast(Any, _Absent())
 
 Mode = Literal["auto", "reference", "triton"]
-PLAIN = (Tensor, torch.nn.Parameter)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEW = 1 << 20  # elements; see `closely`
+PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -111,13 +112,13 @@ def _increment(x):
 
 
 @triton.jit
-def follow(CLOSELY: tl.constexpr):
-    """Lets the next kernel's programs start, and waits until the last kernel's results are there.
+def pdl_wait(PDL: tl.constexpr):
+    """Lets the next kernel start, and waits until the previous kernel's results are visible.
 
-    For the top of a kernel launched with `closely(x)`: what stands before must not depend on
-    other kernels. Every kernel of such a chain has to wait, even for what an earlier one made.
+    A kernel launched with `pdl_options` calls it before it reads what another kernel wrote, even if
+    that was not the previous one.
     """
-    if CLOSELY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
@@ -127,36 +128,36 @@ def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def closely(x: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that calls `follow`: on sm_90 and newer, for an x of few rows,
-    it may start before the last kernel has ended (programmatic dependent launch).
+def pdl_options(x: Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that calls `pdl_wait`: programmatic dependent launch, by which the
+    kernel may start before the previous one has ended, for small `x` on sm_90 and newer.
 
-    That saves the microseconds between two kernels, of which decoding a token mostly consists
-    otherwise; beside larger kernels they do not count.
+    It hides the microseconds between two kernels, which are much of the time of a decoding step and
+    nothing beside large kernels.
     """
-    if x.numel() > FEW or x.device.type != "cuda" or not _hopper(x.device.index):
-        return {"CLOSELY": False}
-    return {"CLOSELY": True, "launch_pdl": True}
+    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not _hopper(x.device.index):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def multiprocessors(x: Tensor) -> int:
-    """How many the device of `x` has; the interpreter plays one with three."""
-    return _multiprocessors(x.device.index) if x.device.type == "cuda" else 3
+def num_sms(x: Tensor) -> int:
+    """Multiprocessors of the device of `x`; under the interpreter 3."""
+    return _num_sms(x.device.index) if x.device.type == "cuda" else 3
 
 
 def operator(
     name: str, outputs: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a launcher as the op `tigon::name`; its first argument is a tensor.
+    """Registers a launcher, whose first argument is a tensor, as the op `tigon::name`.
 
-    `outputs` takes the launcher's arguments and allocates what it returns. The launcher fills
-    that; on meta and fake tensors, and under torch.compile, it alone says what comes out.
-    `mutates` names the arguments that the launcher writes to.
+    `outputs` allocates what the launcher returns; it gets the same arguments, and names only those
+    that it needs. The launcher calls it and fills the result. For meta and fake tensors and under
+    torch.compile, only `outputs` runs. `mutates` names the arguments that the launcher writes to.
 
     torch.compile and dispatch modes see one opaque op; eager code calls the launcher itself,
     which saves the dispatcher's 10 microseconds. `.op` is what `torch.library.opcheck` wants.
@@ -186,12 +187,6 @@ def operator(
     return register
 
 
-def has_values(x: Tensor) -> bool:
-    """Whether `x` holds numbers now: it is neither traced nor on meta, and no tensor subclass,
-    such as a fake tensor, stands in for it."""
-    return not (torch.compiler.is_compiling() or x.is_meta or type(x) not in PLAIN)
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast multiplies in on the device of `x`; None where it is off."""
     kind = x.device.type
@@ -210,12 +205,16 @@ def check_devices(**tensors: Tensor | None) -> None:
 def refuse_second_derivative(
     name: str, instead: str = 'compute it inside `with tigon.kernels.use("reference")`'
 ) -> None:
-    """For the top of a backward pass that autograd cannot see through.
+    """Called first in a backward pass that is not differentiable itself.
 
-    `once_differentiable` would not do: with a constant upstream gradient it returns a constant.
+    `once_differentiable` is no substitute: for a constant upstream gradient it does not raise.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")
+
+
+def power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
 def as_rows(x: Tensor) -> Tensor:

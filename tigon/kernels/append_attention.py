@@ -4,65 +4,29 @@
 # D head dim
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import has_values
 from tigon.kernels._triton import (
     INTERPRETED,
     check_devices,
-    closely,
-    follow,
-    has_values,
-    multiprocessors,
+    num_sms,
     operator,
+    pdl_options,
+    pdl_wait,
     runs_triton,
     tl,
     triton,
 )
+from tigon.kernels.kv_buffers import KVBuffers, check_buffers, floats, load_packed, unpack, write
 from tigon.kernels.rope import adjacent
 
 # What the kernel takes at once; more go in parts
 MOST_TOKENS = 16
 LOG2E = 1.4426950408889634
-
-
-class KVBuffers(NamedTuple):
-    """One layer's cache: the token at position p lies in slot p % R.
-
-    With scales the keys and values are int8, symmetric, absmax / 127 per token and head.
-    """
-
-    keys: Tensor  # [B, K, R, D]
-    values: Tensor  # [B, K, R, D]
-    key_scales: Tensor | None = None  # [B, K, R] fp32
-    value_scales: Tensor | None = None  # [B, K, R] fp32
-
-
-def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] as int8 and its scales [...]."""
-    x = x.float()
-    largest = x.abs().amax(-1)
-    scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
-    return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
-
-
-def _write(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
-    """k and v [..., K, D] into the slots [...] of the rows [...]."""
-    new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
-    for x, kept, kept_scales in new:
-        x = x.detach()
-        if kept_scales is not None:
-            x, scales = _quantise(x)
-            kept_scales[rows, :, slots] = scales
-        kept[rows, :, slots] = x.to(kept.dtype)
-
-
-def _floats(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
-    """The first slots in fp32."""
-    x = x[:, :, :slots].float()
-    return x if scales is None else x * scales[:, :, :slots, None]
 
 
 def append_attention_ref(
@@ -82,7 +46,7 @@ def append_attention_ref(
     scale = d**-0.5 if scale is None else scale
     positions = lengths[:, None] + torch.arange(t, device=q.device)  # [B, T]
     rows = torch.arange(b, device=q.device)[:, None]
-    _write(k, v, buffers, rows, positions % slots)
+    write(k, v, buffers, rows, positions % slots)
     on_cpu = q.device.type == "cpu" and has_values(q)
     if on_cpu:  # where looking at the lengths costs nothing, slots never used cost nothing
         slots = min(slots, int(positions.max()) + 1)
@@ -92,8 +56,8 @@ def append_attention_ref(
     seen = (held >= 0)[:, None] & (held[:, None] <= positions[..., None])  # [B, T, S]
     if window is not None:
         seen &= held[:, None] > positions[..., None] - window
-    keys = _floats(buffers.keys, buffers.key_scales, slots)
-    values = _floats(buffers.values, buffers.value_scales, slots)
+    keys = floats(buffers.keys, buffers.key_scales, slots)
+    values = floats(buffers.values, buffers.value_scales, slots)
     empty = held < 0
     if not on_cpu or empty.any():  # what lies there may be NaN, and 0 * NaN is NaN
         values = values.masked_fill(empty[:, None, :, None], 0.0)
@@ -109,74 +73,22 @@ def append_attention_ref(
 
 
 @triton.jit
-def _unpack(x, dtype: tl.constexpr):
-    """Two int8 in each int16: the low ones and the high ones."""
-    if dtype == tl.bfloat16:
-        # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
-        # sign bit, 256. Triton would convert one by one, which takes longer than loading them
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, x, minus_one;
-            mov.b32 minus_one, 0xBF80BF80;
-            lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, b, minus_one, a;
-            shr.b32 x, $2, 8;
-            lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, x, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, b, minus_one, a;
-            }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        low, high = ((x << 8) >> 8).to(dtype), (x >> 8).to(dtype)
-    return low, high
+def _fold(queries, tile, seen, state, scale, softcap, PACKED):
+    """One tile of tokens into the running softmax, whose exponents are of two.
 
-
-@triton.jit
-def _load_packed(at, there):
-    """New keys or values [TOKENS, D] as `_quantise` and int16 [TOKENS, D / 2], and the scales."""
-    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    high = tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
-    scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
-    divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
-    # From 1.5 * 2^23 on numbers have no fraction
-    low = (tl.div_rn(low, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
-    high = (tl.div_rn(high, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
-    return (high << 8) | (low & 0xFF), scales
-
-
-@triton.jit
-def _fold(
-    q,
-    q_high,
-    k,
-    v,
-    k_scales,
-    v_scales,
-    seen,
-    best,
-    total,
-    out,
-    out_high,
-    scale,
-    softcap,
-    CAPPED: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """One tile of tokens into the running softmax, whose exponents are of two."""
+    `queries`, and `out` of the state, have their even dims and their odd ones, PACKED alone.
+    """
+    q, q_high = queries
+    k, v, k_scales, v_scales = tile
+    best, total, out, out_high = state
     if PACKED:
-        low, high = _unpack(k, q.dtype)
+        low, high = unpack(k, q.dtype)
         scores = tl.dot(q, low.T, input_precision="ieee")
         scores = tl.dot(q_high, high.T, scores, input_precision="ieee") * scale
         scores *= k_scales[None, :]
     else:
         scores = tl.dot(q, k.T, input_precision="ieee") * scale
-    if CAPPED:  # tanh(y) = 2 sigmoid(2 y) - 1
+    if softcap is not None:  # tanh(y) = 2 sigmoid(2 y) - 1
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
     scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, 1))
@@ -187,7 +99,7 @@ def _fold(
     total = total * shrink + tl.sum(p, 1)
     if PACKED:
         p = (p * v_scales[None, :]).to(q.dtype)
-        low, high = _unpack(v, q.dtype)
+        low, high = unpack(v, q.dtype)
         out = tl.dot(p, low, out * shrink[:, None], input_precision="ieee")
         out_high = tl.dot(p, high, out_high * shrink[:, None], input_precision="ieee")
     else:
@@ -197,10 +109,10 @@ def _fold(
 
 @triton.jit
 def _append_attention_kernel(
-    q,
+    q,  # these three: pointer, strides per row, token and head
     k,
     v,
-    keys,
+    keys,  # these four: pointer, strides per row, head and slot; the scales may be None
     values,
     key_scales,
     value_scales,
@@ -211,27 +123,6 @@ def _append_attention_kernel(
     window,
     scale,
     softcap,
-    q_row,
-    q_token,
-    q_head,
-    k_row,
-    k_token,
-    k_head,
-    v_row,
-    v_token,
-    v_head,
-    keys_row,
-    keys_head,
-    keys_slot,
-    values_row,
-    values_head,
-    values_slot,
-    key_scales_row,
-    key_scales_head,
-    key_scales_slot,
-    value_scales_row,
-    value_scales_head,
-    value_scales_slot,
     T: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -241,22 +132,19 @@ def _append_attention_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some queries of one kv head over one share of the tokens that they see.
 
-    Every program takes as many blocks of earlier tokens as the others, give or take one; the first,
-    never one more, also takes the new ones and stores them in the cache. Slots that the new tokens
-    go to hold nothing that any program still reads.
+    The blocks of earlier tokens are divided evenly among programs. The first program also attends
+    to the new tokens and stores them in the cache, in slots that no program reads any more.
 
-    PACKED is of int8: `keys` and `values` point to int16, each of two neighbours, so that what the
-    tensor cores want in pairs is loaded in pairs, and tiles hold the even dims or the odd ones.
+    PACKED caches are int8: `keys` and `values` point to int16, each of two adjacent dims, as tensor
+    cores want pairs; a tile then holds either the even dims or the odd ones.
     """
-    follow(CLOSELY)
+    pdl_wait(PDL)
     G: tl.constexpr = H // K
     split, splits = tl.program_id(1), tl.num_programs(1)
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
@@ -267,15 +155,15 @@ def _append_attention_kernel(
     EACH: tl.constexpr = 2 if PACKED else 1
     dims = tl.arange(0, WIDTH // EACH)
     asked = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
-    q += row * q_row + t[:, None] * q_token + h[:, None] * q_head + EACH * dims[None, :]
-    queries = tl.load(q, mask=asked, other=0.0)
-    queries_high = tl.load(q + 1, mask=asked, other=0.0) if PACKED else queries
+    q_at = q[0] + row * q[1] + t[:, None] * q[2] + h[:, None] * q[3] + EACH * dims[None, :]
+    queries = tl.load(q_at, mask=asked, other=0.0)
+    queries_high = tl.load(q_at + 1, mask=asked, other=0.0) if PACKED else queries
 
-    keys += row * keys_row + head.to(tl.int64) * keys_head
-    values += row * values_row + head.to(tl.int64) * values_head
+    row_keys = keys[0] + row * keys[1] + head.to(tl.int64) * keys[2]
+    row_values = values[0] + row * values[1] + head.to(tl.int64) * values[2]
     if PACKED:
-        key_scales += row * key_scales_row + head.to(tl.int64) * key_scales_head
-        value_scales += row * value_scales_row + head.to(tl.int64) * value_scales_head
+        row_k_scales = key_scales[0] + row * key_scales[1] + head.to(tl.int64) * key_scales[2]
+        row_v_scales = value_scales[0] + row * value_scales[1] + head.to(tl.int64) * value_scales[2]
 
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -285,47 +173,39 @@ def _append_attention_kernel(
     if split == 0:
         new = tl.arange(0, TOKENS)
         there = (new < T)[:, None] & (dims < D // EACH)[None, :]
-        k_at = k + row * k_row + head * k_head + new[:, None] * k_token + EACH * dims[None, :]
-        v_at = v + row * v_row + head * v_head + new[:, None] * v_token + EACH * dims[None, :]
+        k_at = k[0] + row * k[1] + head * k[3] + new[:, None] * k[2] + EACH * dims[None, :]
+        v_at = v[0] + row * v[1] + head * v[3] + new[:, None] * v[2] + EACH * dims[None, :]
         if PACKED:
-            k_new, k_scale = _load_packed(k_at, there)
-            v_new, v_scale = _load_packed(v_at, there)
+            k_new, k_scale = load_packed(k_at, there)
+            v_new, v_scale = load_packed(v_at, there)
         else:
             k_new = tl.load(k_at, mask=there, other=0.0)
             v_new = tl.load(v_at, mask=there, other=0.0)
             k_scale, v_scale = None, None
         seen = new[None, :] <= t[:, None]
-        if WINDOWED:
+        if window is not None:
             seen = seen & (new[None, :] > t[:, None] - window)
         best, total, out, out_high = _fold(
-            queries,
-            queries_high,
-            k_new,
-            v_new,
-            k_scale,
-            v_scale,
+            (queries, queries_high),
+            (k_new, v_new, k_scale, v_scale),
             seen,
-            best,
-            total,
-            out,
-            out_high,
+            (best, total, out, out_high),
             scale,
             softcap,
-            CAPPED,
             PACKED,
         )
         if tl.program_id(2) == 0:
             slots = ((length + new) % R).to(tl.int64)
-            k_to = keys + slots[:, None] * keys_slot + dims[None, :]
-            v_to = values + slots[:, None] * values_slot + dims[None, :]
+            k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
+            v_to = row_values + slots[:, None] * values[3] + dims[None, :]
             tl.store(k_to, k_new, mask=there)
             tl.store(v_to, v_new, mask=there)
             if PACKED:
-                tl.store(key_scales + slots * key_scales_slot, k_scale, mask=new < T)
-                tl.store(value_scales + slots * value_scales_slot, v_scale, mask=new < T)
+                tl.store(row_k_scales + slots * key_scales[3], k_scale, mask=new < T)
+                tl.store(row_v_scales + slots * value_scales[3], v_scale, mask=new < T)
 
     first = tl.maximum(length + T - R, 0)  # 0, or in a ring a position that no query sees
-    if WINDOWED:
+    if window is not None:
         first = tl.maximum(first, length - window + 1)
     old = length - first
     blocks = (old + BLOCK - 1) // BLOCK
@@ -337,31 +217,24 @@ def _append_attention_kernel(
         slots = first_slot + i
         slots = tl.where(slots < R, slots, slots - R).to(tl.int64)
         there = (i < end)[:, None] & (dims < D // EACH)[None, :]
-        k_tile = tl.load(keys + slots[:, None] * keys_slot + dims[None, :], mask=there, other=0)
-        v_tile = tl.load(values + slots[:, None] * values_slot + dims[None, :], mask=there, other=0)
+        k_tile = tl.load(row_keys + slots[:, None] * keys[3] + dims[None, :], mask=there, other=0)
+        v_from = row_values + slots[:, None] * values[3] + dims[None, :]
+        v_tile = tl.load(v_from, mask=there, other=0)
         if PACKED:
-            k_scale = tl.load(key_scales + slots * key_scales_slot, mask=i < end, other=0.0)
-            v_scale = tl.load(value_scales + slots * value_scales_slot, mask=i < end, other=0.0)
+            k_scale = tl.load(row_k_scales + slots * key_scales[3], mask=i < end, other=0.0)
+            v_scale = tl.load(row_v_scales + slots * value_scales[3], mask=i < end, other=0.0)
         else:
             k_scale, v_scale = None, None
         seen = (i < end)[None, :]
-        if WINDOWED and T > 1:
+        if window is not None and T > 1:
             seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
         best, total, out, out_high = _fold(
-            queries,
-            queries_high,
-            k_tile,
-            v_tile,
-            k_scale,
-            v_scale,
+            (queries, queries_high),
+            (k_tile, v_tile, k_scale, v_scale),
             seen,
-            best,
-            total,
-            out,
-            out_high,
+            (best, total, out, out_high),
             scale,
             softcap,
-            CAPPED,
             PACKED,
         )
 
@@ -385,9 +258,9 @@ def _combine_kernel(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CLOSELY)
+    pdl_wait(PDL)
     head = tl.program_id(0).to(tl.int64)
     i, columns = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     logsum = tl.load(logsums + head * splits + i, mask=i < splits, other=float("-inf"))
@@ -399,7 +272,7 @@ def _combine_kernel(
 
 
 class Launch(NamedTuple):
-    """Tokens of a tile, how many tiles are kept on their way, programs of a multiprocessor."""
+    """Tokens of a tile, tiles in flight, programs per multiprocessor."""
 
     block: int
     stages: int
@@ -428,23 +301,15 @@ def _splits(groups: int, blocks: int, places: int) -> int:
     return min(blocks, once if once >= 4 else -(-2 * places // groups))
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    lengths: Tensor,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-) -> Tensor:
+def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
+    return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
+
+
+def _output(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@operator("append_attention", _fake, mutates=("keys", "values", "key_scales", "value_scales"))
+@operator("append_attention", _output, mutates=("keys", "values", "key_scales", "value_scales"))
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -460,7 +325,7 @@ def _forward(
 ) -> Tensor:
     b, t, h, d = q.shape
     kv_heads, slots = keys.shape[1:3]
-    y = q.new_empty(b, t, h, d)
+    y = _output(q)
     width = max(32, triton.next_power_of_2(d))
     launch = _launch_for(q.dtype, keys.dtype, width)
     if key_scales is not None:
@@ -470,35 +335,21 @@ def _forward(
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
     most = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
-    places = launch.resident * multiprocessors(q)
+    places = launch.resident * num_sms(q)
     splits = _splits(groups, triton.cdiv(most, launch.block), places)
     whole = splits == 1
     parts = y if whole else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
     logsums = None if whole else q.new_empty(b, t, h, splits, dtype=torch.float32)
-    q, k, v = adjacent(q), adjacent(k), adjacent(v)
-    no_strides = (0, 0, 0)
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
-        q,
-        k,
-        v,
-        keys,
-        values,
-        key_scales,
-        value_scales,
+        *(_with_strides(adjacent(x)) for x in (q, k, v)),
+        *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
         lengths.contiguous(),
         parts,
         logsums,
         slots,
-        window or 0,
+        window,
         scale * LOG2E if softcap is None else scale / softcap,
-        0.0 if softcap is None else softcap * LOG2E,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *(no_strides if key_scales is None else key_scales.stride()),
-        *(no_strides if value_scales is None else value_scales.stride()),
+        None if softcap is None else softcap * LOG2E,
         T=t,
         H=h,
         K=kv_heads,
@@ -508,20 +359,17 @@ def _forward(
         TOKENS=MOST_TOKENS,
         BLOCK=launch.block,
         STAGES=launch.stages,
-        WINDOWED=window is not None,
-        CAPPED=softcap is not None,
         PACKED=key_scales is not None,
         WHOLE=whole,
         num_warps=4,
-        **closely(q),
+        **pdl_options(q),
     )
     if logsums is not None:
         rows = triton.next_power_of_2(splits)
         columns = min(width, max(32, 2048 // rows))
         grid = (b * t * h, triton.cdiv(d, columns))
-        _combine_kernel[grid](
-            parts, logsums, y, splits, D=d, SPLITS=rows, COLUMNS=columns, num_warps=2, **closely(q)
-        )
+        sizes = {"D": d, "SPLITS": rows, "COLUMNS": columns}
+        _combine_kernel[grid](parts, logsums, y, splits, **sizes, num_warps=2, **pdl_options(q))
     return y
 
 
@@ -584,7 +432,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor)
         )
     if q.dim() != 4:
         raise ValueError(f"q {tuple(q.shape)} is not [B, T, H, D]")
-    b, kv_heads, slots, d = _check_buffers(k, v, buffers)
+    b, kv_heads, slots, d = check_buffers(k, v, buffers)
     t, h = q.shape[1:3]
     new = b, t, kv_heads, d
     for name, x, shape in ("q", q, (b, t, h, d)), ("k", k, new), ("v", v, new):
@@ -599,48 +447,3 @@ def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor)
     if t > slots:
         raise ValueError(f"{t} new tokens do not fit into {slots} slots")
     check_devices(q=q, k=k, v=v, lengths=lengths, **buffers._asdict())
-
-
-def _check_buffers(k: Tensor, v: Tensor, buffers: KVBuffers) -> torch.Size:
-    """Their shape [B, K, R, D]."""
-    keys, values, *scales = buffers
-    if keys.dim() != 4 or values.shape != keys.shape:
-        raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [B, K, R, D]"
-        )
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError("the numbers of a head must be adjacent in keys and in values")
-    if (scales[0] is None) != (scales[1] is None):
-        raise ValueError("give scales of keys and of values, or of neither")
-    if any(x is not None and x.shape != keys.shape[:3] for x in scales):
-        raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
-    kept = k.dtype if scales[0] is None else torch.int8
-    if keys.dtype != kept or values.dtype != kept:
-        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {kept}")
-    return keys.shape
-
-
-def append(
-    k: Tensor,  # [N, K, D]
-    v: Tensor,  # [N, K, D]
-    buffers: KVBuffers,
-    rows: Tensor,  # [N]
-    positions: Tensor,  # [N]
-    ends: Tensor,  # [N]
-) -> None:
-    """Write tokens of several rows, token n at position positions[n] of row rows[n].
-
-    The tokens of a row follow each other in order of position; ends[n] is how many the row holds
-    afterwards. Of those that a ring has no room for, the last R stay. Nothing waits for the device.
-    """
-    _, kv_heads, slots, d = _check_buffers(k, v, buffers)
-    new = len(rows), kv_heads, d
-    if k.shape != new or v.shape != new:
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not {new}, as rows and the cache say"
-        )
-    check_devices(k=k, v=v, rows=rows, positions=positions, ends=ends, **buffers._asdict())
-    # Several writes to one slot would come in any order: all of them write the token that stays
-    later = (ends - 1 - positions) // slots * slots
-    last = torch.arange(len(k), device=k.device) + later
-    _write(k[last], v[last], buffers, rows, positions % slots)

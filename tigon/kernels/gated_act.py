@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     as_rows,
-    closely,
-    follow,
     operator,
+    pdl_options,
+    pdl_wait,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -64,10 +64,8 @@ def _place(size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gated_act_kernel(
-    x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, CLOSELY: tl.constexpr
-):
-    follow(CLOSELY)
+def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
     row, cols = _place(size, BLOCK)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
@@ -100,28 +98,28 @@ def _launch(size: int, choice: tuple[int, int]) -> dict[str, int]:
     return {"BLOCK": fit, "num_warps": max(1, warps * fit // block)}
 
 
-def _forward_fake(gate_up: Tensor, act: str) -> Tensor:
+def _output(gate_up: Tensor, *_: Any) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@operator("gated_act", _forward_fake)
+@operator("gated_act", _output)
 def _forward(gate_up: Tensor, act: str) -> Tensor:
-    size = gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], size)
+    y = _output(gate_up)
     if y.numel():
-        x, launch = as_rows(gate_up), _launch(size, FORWARD)
+        x, size = as_rows(gate_up), y.shape[-1]
+        launch = _launch(size, FORWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
-        _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch, **closely(x))
+        _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch, **pdl_options(x))
     return y
 
 
-def _backward_fake(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
+def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
-@operator("gated_act_backward", _backward_fake)
+@operator("gated_act_backward", _gradient)
 def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape)
+    out = _gradient(dy, gate_up)
     _backward_into(out, dy, gate_up, act)
     return out
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._check import has_values
 from tigon.kernels._grouped_gemm import (
     grouped_product,
     grouped_weight_gradient,
@@ -19,7 +20,6 @@ from tigon.kernels._grouped_gemm import (
 from tigon.kernels._triton import (
     autocast_dtype,
     check_devices,
-    has_values,
     operator,
     refuse_second_derivative,
     runs_triton,
@@ -195,16 +195,14 @@ def _act_backward(
     return dhidden, weighted, dweights
 
 
-def _forward_fake(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
-) -> list[Tensor]:
+def _outputs(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, *_: Any) -> list[Tensor]:
     slots = experts.numel()
     numbers = [experts.new_empty(slots), experts.new_empty(slots)]
     ends = experts.new_empty(len(gate_up), dtype=torch.int32)
     return [torch.empty_like(x), x.new_empty(slots, gate_up.shape[1]), *numbers, ends]
 
 
-@operator("grouped_mlp", _forward_fake)
+@operator("grouped_mlp", _outputs)
 def _forward(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
 ) -> list[Tensor]:
@@ -221,36 +219,26 @@ def _forward(
     return [_combine(y, inverse, weights, k), hidden, order, inverse, ends]
 
 
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    hidden: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    act: str,
-    wanted: list[bool],
+def _gradients(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
 ) -> list[Tensor]:
     likes = zip((x, gate_up, down, weights), wanted, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
 
-@operator("grouped_mlp_backward", _backward_fake)
+@operator("grouped_mlp_backward", _gradients)
 def _backward(
-    dy: Tensor,  # [N, C]
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     weights: Tensor,
+    wanted: list[bool],
     hidden: Tensor,
     order: Tensor,
     inverse: Tensor,
     ends: Tensor,
+    dy: Tensor,  # [N, C]
     act: str,
-    wanted: list[bool],
 ) -> list[Tensor]:
     """The gradients of x, gate_up, down and weights; those not wanted are empty."""
     k = weights.shape[1]
@@ -290,7 +278,8 @@ class _GroupedMLP(torch.autograd.Function):
         refuse_second_derivative("grouped_mlp")
         needs = ctx.needs_input_grad
         wanted = [*needs[:3], needs[4]]
-        grads = _backward(dy.contiguous(), *ctx.saved_tensors, ctx.act, wanted)
+        inputs, saved = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        grads = _backward(*inputs, wanted, *saved, dy.contiguous(), ctx.act)
         dx, dgate_up, ddown, dweights = (
             g if want else None for g, want in zip(grads, wanted, strict=True)
         )

@@ -7,28 +7,37 @@ every input and one write of every output, which is the least there is.
 """
 
 import functools
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._norm import (
+    Cast,
+    Launch,
+    check_norm,
+    empty_like,
+    launch_forward,
+    load_scale,
+    rows_of,
+    stages,
+    sum_partials,
+    tile_mask,
+)
 from tigon.kernels._triton import (
     DTYPES,
-    as_rows,
     check_devices,
-    closely,
-    follow,
-    multiprocessors,
     operator,
+    pdl_options,
+    pdl_wait,
+    power_of_2,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-Cast = Literal["before_weight", "after_weight"]
-CASTS = get_args(Cast)
 WIDEST = 32768  # a kernel holds whole rows in registers; wider ones take the reference
 
 
@@ -53,40 +62,6 @@ def rms_norm_ref(
     return h.to(x.dtype)
 
 
-class Launch(NamedTuple):
-    """What a kernel's speed hangs on; the numbers below were the best of some tried on an H200."""
-
-    block: int  # columns, a power of two
-    rows: int  # at a time
-    warps: int
-    # Backward, where each program walks over many rows:
-    per_sm: int = 0  # programs per multiprocessor
-    stages: int = 1  # steps in flight
-    late: bool = False  # sum the weight's gradient over a step's rows after the last step: for
-    # blocks so narrow that these rows lie in different threads
-
-    def programs(self, x: Tensor, N: int) -> int:
-        steps = -(-N // self.rows)
-        return min(steps, self.per_sm * multiprocessors(x)) if self.per_sm else steps
-
-
-def power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()  # triton's own takes microseconds
-
-
-@functools.cache
-def launch_forward(C: int) -> Launch:
-    block = power_of_2(C)
-    if block < 1024:
-        return Launch(block, rows=min(2048 // block, 16), warps=4)
-    # Where a block is wider than the row, fewer warps leave fewer lanes idle
-    if block <= 2048:
-        return Launch(block, rows=1, warps=2 if block > C else 4)
-    if block == 4096:
-        return Launch(block, rows=1, warps=4) if block > C else Launch(block, rows=2, warps=16)
-    return Launch(block, rows=1, warps=min(block // 512, 32))
-
-
 @functools.cache
 def _launch_backward(C: int, width: int) -> Launch:
     """`width`: bytes per element of all inputs, which wait in shared memory."""
@@ -99,42 +74,6 @@ def _launch_backward(C: int, width: int) -> Launch:
         rows, warps, per_sm = max(8192 // block, 1), min(max(block // 1024, 8), 32), 1
     flight = stages(rows * block * width)
     return Launch(block, rows, warps, per_sm, flight, late=block < 1024)
-
-
-def stages(step: int, most: int = 3) -> int:
-    """Steps in flight, `most` where every GPU from sm_80 on has shared memory for those behind."""
-    return 1 + min(most - 1, (96 << 10) // step)
-
-
-@triton.jit
-def load_scale(
-    weight,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    columns = tl.arange(0, BLOCK)
-    if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
-        columns = columns[None, :] + tl.zeros([ROWS, 1], tl.int32)
-    w = tl.load(weight + columns, mask=columns < C, other=0.0)
-    scale = w.to(tl.float32) + OFFSET
-    if BEFORE:  # the reference adds the offset in the weight's dtype
-        scale = scale.to(w.dtype).to(tl.float32)
-    if BLOCK >= 1024:
-        scale = scale[None, :]
-    return scale
-
-
-@triton.jit
-def tile_mask(rows, columns, N, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    mask = tl.full([ROWS, BLOCK], True, tl.int1)
-    if BLOCK != C:
-        mask &= columns < C
-    if ROWS > 1:
-        mask &= rows < N
-    return mask
 
 
 @triton.jit
@@ -167,9 +106,9 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CLOSELY)
+    pdl_wait(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
@@ -268,55 +207,7 @@ def _backward_kernel(
         tl.store(at, tl.sum(dw, 0, keep_dims=True), mask=columns < C)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums [P, C] over P in a fixed order into `out`; the [P, C] that follows it into `out2`."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    partials += tl.program_id(1).to(tl.int64) * P * C
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, P, ROWS):
-        rows = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-        total += tl.load(partials + rows * C + columns, mask=(rows < P) & (columns < C), other=0.0)
-    total = tl.sum(total, 0, keep_dims=True)
-    inside = columns < C
-    if out2 is None:
-        tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-    else:
-        if tl.program_id(1) == 0:
-            tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
-
-
-def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
-    """[P, C] or [2, P, C] -> [C] each: all of P in one step, since the wait for memory is all."""
-    grid = (-(-C // 16), 1 if out2 is None else 2)
-    rows = min(power_of_2(P), 512)
-    _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
-
-
-def empty_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def rows_of(x: Tensor, C: int) -> tuple[Tensor, int]:
-    """`x` as rows with adjacent columns, and the step from row to row."""
-    if x.is_contiguous():
-        return x, C
-    x = as_rows(x)
-    return x, x.stride(0)
-
-
-def _outputs(
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    before: bool,
-    save: bool,
-) -> list[Tensor]:
+def _outputs(x: Tensor, residual: Tensor | None, save: bool, *_: Any) -> list[Tensor]:
     outputs = [empty_like(x)]
     if residual is not None:
         outputs.append(empty_like(x))
@@ -330,14 +221,14 @@ def _outputs(
 def _forward(
     x: Tensor,  # [..., C]
     residual: Tensor | None,  # [..., C]
+    save: bool,
     gate: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
     eps: float,
     offset: float,
     before: bool,  # round before the weight
-    save: bool,
 ) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N]
-    outputs = _outputs(x, residual, gate, weight, eps, offset, before, save)
+    outputs = _outputs(x, residual, save)
     if x.numel() == 0:
         return outputs
     C = x.shape[-1]
@@ -368,26 +259,20 @@ def _forward(
         launch.block,
         launch.rows,
         num_warps=launch.warps,
-        **closely(x),
+        **pdl_options(x),
     )
     return outputs
 
 
 def _gradients(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool]
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
 ) -> list[Tensor]:
     """Where the gradients that are needed of (x, gate, weight) go."""
     wanted = zip((x, gate, weight), needs, strict=True)
     return [empty_like(t) for t, needed in wanted if needed and t is not None]
 
 
-def _backward_fake(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, needs: list[bool], *_: Any
-) -> list[Tensor]:
-    return _gradients(x, gate, weight, needs)
-
-
-@operator("rms_norm_backward", _backward_fake)
+@operator("rms_norm_backward", _gradients)
 def _backward(
     x: Tensor,  # [..., C]: what was normalised
     gate: Tensor | None,  # [..., C]
@@ -468,7 +353,7 @@ class _RMSNorm(torch.autograd.Function):
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
         ctx.constants = offset, before
-        y, *total, rstd = _forward(x, residual, gate, weight, eps, offset, before, True)
+        y, *total, rstd = _forward(x, residual, True, gate, weight, eps, offset, before)
         if not total:
             ctx.save_for_backward(x, gate, weight, rstd)
             return y
@@ -494,14 +379,6 @@ class _RMSNorm(torch.autograd.Function):
             None,
             None,
         )
-
-
-def check_norm(eps: float, offset: float, cast: str) -> None:
-    if cast not in CASTS:
-        raise ValueError(f"cast={cast!r} is not one of {CASTS}")
-    # Dynamo has to see each float before autograd.Function, or it takes it for a constant
-    if eps < 0 or offset < 0:
-        raise ValueError(f"eps={eps} and offset={offset} must not be negative")
 
 
 @overload
@@ -562,5 +439,5 @@ def rms_norm(
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
         return _RMSNorm.apply(x, residual, gate, weight, eps, offset, before)
-    outputs = _forward(x, residual, gate, weight, eps, offset, before, False)
+    outputs = _forward(x, residual, False, gate, weight, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from tigon.kernels._triton import (
     check_devices,
-    closely,
-    follow,
     operator,
+    pdl_options,
+    pdl_wait,
     refuse_second_derivative,
     runs_triton,
     tl,
     triton,
 )
 
-# Elements and warps of one program's tile, which is some heads of one token
+# Elements and warps of one program's tile, which is some heads of one token; with norms, NORMED
 LAUNCH = (1024, 2)
+NORMED = (1024, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -46,7 +47,14 @@ def rope_ref(
 
 
 @triton.jit
-def load_pairs(x, rows, keep, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+def locate(x, batch, token, heads, D):
+    """Pointer to a token of `x`, a tuple `Heads`, and the offsets of its heads."""
+    rows = heads * D if x[4] is None else heads.to(tl.int64) * x[4]
+    return x[0] + x[1] + batch * x[2] + token * x[3], rows
+
+
+@triton.jit
+def load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED):
     """First and second members of every pair in fp32, [HEADS, BLOCK] each; HALF of BLOCK exist.
 
     `rows` [HEADS] are the offsets of the heads from `x`, `keep` says which exist.
@@ -66,9 +74,7 @@ def load_pairs(x, rows, keep, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAV
 
 
 @triton.jit
-def store_pairs(
-    y, rows, keep, first, second, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def store_pairs(y, rows, keep, first, second, HALF, BLOCK, INTERLEAVED):
     if INTERLEAVED:
         i = tl.arange(0, 2 * BLOCK)
         mask = keep[:, None] & (i < 2 * HALF)[None, :]
@@ -82,7 +88,7 @@ def store_pairs(
 
 
 @triton.jit
-def load_rest(x, rows, keep, START: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def load_rest(x, rows, keep, START, D, BLOCK):
     """Dims from START on."""
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
@@ -90,142 +96,143 @@ def load_rest(x, rows, keep, START: tl.constexpr, D: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def store_rest(y, rows, keep, values, START: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+def store_rest(y, rows, keep, values, START, D, BLOCK):
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
     tl.store(y + rows[:, None] + i[None, :], values, mask=mask)
 
 
 @triton.jit
-def load_angles(cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
     """Cosines and sines of one token, [HEADS, BLOCK] each.
 
     A load of one row, to be broadcast, would reach the threads through shared memory.
     """
     i = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
-    c = tl.load(cos + i, mask=i < HALF, other=0.0).to(tl.float32)
-    s = tl.load(sin + i, mask=i < HALF, other=0.0).to(tl.float32)
+    at = batch * angles[2] + token * angles[3]
+    c = tl.load(angles[0] + at + i, mask=i < HALF, other=0.0).to(tl.float32)
+    s = tl.load(angles[1] + at + i, mask=i < HALF, other=0.0).to(tl.float32)
     return c, s
 
 
 @triton.jit
-def _turn_heads(
-    x,
-    y,
-    x_head,
-    block,
-    cos,
-    sin,
-    COUNT: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BACK: tl.constexpr,
-):
-    """Heads `block * HEADS` and on, of one token's COUNT."""
+def effective(weight, offset, AFTER):
+    """offset + weight in fp32, rounded where the definition of the norm rounds it."""
+    total = weight.to(tl.float32) + offset
+    if not AFTER:
+        total = total.to(weight.dtype).to(tl.float32)
+    return total
+
+
+@triton.jit
+def load_weight(weight, offset, HEADS: tl.constexpr, HALF, BLOCK, INTERLEAVED, AFTER):
+    """offset + weight of the rotated dims as pairs, [HEADS, BLOCK] each, all rows the same."""
+    rows = tl.zeros((HEADS,), tl.int32)
+    first, second = load_pairs(weight, rows, rows == 0, HALF, BLOCK, INTERLEAVED)
+    first, second = first.to(weight.dtype.element_ty), second.to(weight.dtype.element_ty)
+    return effective(first, offset, AFTER), effective(second, offset, AFTER)
+
+
+@triton.jit
+def _weigh(h, w, dtype, AFTER):
+    """h * w rounded to dtype, in the cast order."""
+    if not AFTER:
+        h = h.to(dtype).to(tl.float32)
+    return (h * w).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _turn_heads(x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK):
+    """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first."""
+    D: tl.constexpr = DIMS[0]
+    HALF: tl.constexpr = DIMS[1]
+    BLOCK: tl.constexpr = DIMS[2]
+    REST: tl.constexpr = DIMS[3]
+    INTERLEAVED: tl.constexpr = DIMS[4]
     heads = block * HEADS + tl.arange(0, HEADS)
     keep = heads < COUNT
-    rows = heads.to(tl.int64) * x_head
-    c, s = load_angles(cos, sin, HEADS, HALF, BLOCK)
+    x, rows = locate(x, batch, token, heads, D)
+    y, to_rows = locate(y, batch, token, heads, D)
+    c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
     if BACK:
         s = -s
     a, b = load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED)
-    store_pairs(y, heads * D, keep, a * c - b * s, b * c + a * s, HALF, BLOCK, INTERLEAVED)
     if 2 * HALF < D:
         rest = load_rest(x, rows, keep, 2 * HALF, D, REST)
-        store_rest(y, heads * D, keep, rest, 2 * HALF, D, REST)
+    if weight is not None:
+        dtype: tl.constexpr = y.dtype.element_ty
+        wa, wb = load_weight(weight, norm[1], HEADS, HALF, BLOCK, INTERLEAVED, AFTER)
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if 2 * HALF < D:
+            rest = rest.to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+        rstd = tl.rsqrt(squares / D + norm[0])[:, None]
+        a, b = _weigh(a * rstd, wa, dtype, AFTER), _weigh(b * rstd, wb, dtype, AFTER)
+        if 2 * HALF < D:
+            w = load_rest(weight, heads * 0, keep, 2 * HALF, D, REST)
+            rest = _weigh(rest * rstd, effective(w, norm[1], AFTER), dtype, AFTER)
+    store_pairs(y, to_rows, keep, a * c - b * s, b * c + a * s, HALF, BLOCK, INTERLEAVED)
+    if 2 * HALF < D:
+        store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
 
 
 @triton.jit
 def _rope_kernel(
-    q,
+    q,  # the six tensors as `Heads`; v and yv may be None
     k,
     v,
-    cos,
-    sin,
     yq,
     yk,
     yv,
+    weights,  # of the norms of q and k [D] each, None for no norm
+    angles,  # what `angles` gives
+    norm,  # eps and offset
     T,
-    q_batch,
-    q_token,
-    q_head,
-    k_batch,
-    k_token,
-    k_head,
-    v_batch,
-    v_token,
-    v_head,
-    angle_batch,
-    angle_token,
-    yq_token,
-    yk_token,
     H: tl.constexpr,
     K: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    WHOLE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    DIMS: tl.constexpr,  # what `dims` gives
+    WHOLE: tl.constexpr,
+    AFTER: tl.constexpr,
     BACK: tl.constexpr,
-    COPY_V: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CLOSELY)
+    """A tile is some heads of one token's q, of its k, or of its v, which is only copied."""
+    pdl_wait(PDL)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = (K + KV_HEADS - 1) // KV_HEADS
-    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (K_BLOCKS if COPY_V else 0)
-    token = tl.program_id(0) // BLOCKS
-    block = tl.program_id(0) % BLOCKS
-    batch, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
-    token = token.to(tl.int64)
-    cos += batch * angle_batch + t * angle_token
-    sin += batch * angle_batch + t * angle_token
-    if block < Q_BLOCKS:
-        _turn_heads(
-            q + batch * q_batch + t * q_token,
-            yq + token * yq_token,
-            q_head,
-            block,
-            cos,
-            sin,
-            H,
-            D,
-            HALF,
-            BLOCK,
-            REST,
-            HEADS,
-            INTERLEAVED,
-            BACK,
-        )
-    elif block < Q_BLOCKS + K_BLOCKS:
-        _turn_heads(
-            k + batch * k_batch + t * k_token,
-            yk + token * yk_token,
-            k_head,
-            block - Q_BLOCKS,
-            cos,
-            sin,
-            K,
-            D,
-            HALF,
-            BLOCK,
-            REST,
-            KV_HEADS,
-            INTERLEAVED,
-            BACK,
-        )
-    elif COPY_V:
-        heads = (block - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
-        v += batch * v_batch + t * v_token
-        values = load_rest(v, heads.to(tl.int64) * v_head, heads < K, 0, D, WHOLE)
-        store_rest(yv + token * yk_token, heads * D, heads < K, values, 0, D, WHOLE)
+    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (K_BLOCKS if v is not None else 0)
+    at = tl.program_id(0) // BLOCKS
+    i = tl.program_id(0) % BLOCKS
+    b, t = (at // T).to(tl.int64), (at % T).to(tl.int64)
+    if i < Q_BLOCKS:
+        _turn_heads(q, yq, weights[0], angles, norm, b, t, i, H, HEADS, DIMS, AFTER, BACK)
+    elif i < Q_BLOCKS + K_BLOCKS:
+        i -= Q_BLOCKS
+        _turn_heads(k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK)
+    elif v is not None:
+        heads = (i - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
+        x, rows = locate(v, b, t, heads, DIMS[0])
+        y, to_rows = locate(yv, b, t, heads, DIMS[0])
+        values = load_rest(x, rows, heads < K, 0, DIMS[0], WHOLE)
+        store_rest(y, to_rows, heads < K, values, 0, DIMS[0], WHOLE)
+
+
+# What kernels take of heads: tensor, where they begin, strides per batch row, token and head; a
+# head's stride of None is D, known when the kernel is compiled
+Heads = tuple[Tensor, int, int, int, int | None]
+
+
+def apart(x: Tensor) -> Heads:
+    """The heads of x [B, T, heads, D]."""
+    x = adjacent(x)
+    return (x, 0, *x.stride()[:3])  # type: ignore[return-value]
+
+
+def packed(x: Tensor, start: int = 0) -> Heads:
+    """Adjacent heads of x [B, T, heads * D] or [B, T, heads, D], from element `start` on."""
+    return (x, start, *x.stride()[:2], None)  # type: ignore[return-value]
 
 
 def adjacent(x: Tensor) -> Tensor:
@@ -240,11 +247,11 @@ def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, int, int]:
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.stride(1)
 
 
-def dims(head_dim: int, half: int, interleaved: bool) -> dict[str, int | bool]:
-    """The constants of a head; BLOCK and REST are widths of tiles."""
+def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, int, bool]:
+    """D, HALF = R / 2, the widths of tiles for HALF and for the D - R that pass; the layout."""
     block = triton.next_power_of_2(max(half, 1))
     rest = triton.next_power_of_2(max(head_dim - 2 * half, 1))
-    return {"D": head_dim, "HALF": half, "BLOCK": block, "REST": rest, "INTERLEAVED": interleaved}
+    return head_dim, half, block, rest, interleaved
 
 
 def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
@@ -252,68 +259,60 @@ def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
 
 
 def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,  # copied
-    yq: Tensor,
-    yk: Tensor,
-    yv: Tensor | None,  # with the strides of yk
+    inputs: tuple[Heads, Heads, Heads | None],  # q, k and, to be copied, v
+    outputs: tuple[Heads, Heads, Heads | None],
     cos: Tensor,
     sin: Tensor,
-    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
     interleaved: bool,
-    back: bool,
+    *,
+    back: bool = False,
+    weights: tuple[Tensor | None, Tensor | None] = (None, None),
+    norm: tuple[float, float] = (0.0, 0.0),  # eps and offset
+    after: bool = False,  # round after the weight
 ) -> None:
-    """Rotates [B, T, heads, D] into the `y`, by the negative angles if `back`."""
-    b, t, h, d = q.shape
+    """Norms heads, if there are weights, and rotates them, by the negative angles if `back`."""
+    q, _, v = inputs
+    b, t = q[0].shape[:2]
     if not b * t:
         return
-    q, k, v = adjacent(q), adjacent(k), None if v is None else adjacent(v)
-    cos, sin, *angle_strides = angles(cos, sin)
-    tile, warps = LAUNCH
-    heads, kv_heads = heads_per_tile(h, d, tile), heads_per_tile(k.shape[2], d, tile)
-    blocks = triton.cdiv(h, heads) + triton.cdiv(k.shape[2], kv_heads) * (1 if v is None else 2)
-    _rope_kernel[(b * t * blocks,)](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        yq,
-        yk,
-        yv,
+    tile, warps = LAUNCH if weights[0] is None else NORMED
+    per_tile = heads_per_tile(heads, head_dim, tile)
+    kv_per_tile = heads_per_tile(kv_heads, head_dim, tile)
+    kv_blocks = triton.cdiv(kv_heads, kv_per_tile) * (1 if v is None else 2)
+    _rope_kernel[(b * t * (triton.cdiv(heads, per_tile) + kv_blocks),)](
+        *inputs,
+        *outputs,
+        weights,
+        angles(cos, sin),
+        norm,
         t,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *(k if v is None else v).stride()[:3],
-        *angle_strides,
-        yq.stride(1),
-        yk.stride(1),
-        H=h,
-        K=k.shape[2],
-        **dims(d, cos.shape[-1], interleaved),
-        WHOLE=triton.next_power_of_2(d),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
+        H=heads,
+        K=kv_heads,
+        HEADS=per_tile,
+        KV_HEADS=kv_per_tile,
+        DIMS=dims(head_dim, cos.shape[-1], interleaved),
+        WHOLE=triton.next_power_of_2(head_dim),
+        AFTER=after,
         BACK=back,
-        COPY_V=v is not None,
         num_warps=warps,
-        **closely(q),
+        **pdl_options(q[0]),
     )
 
 
-def _rope_fake(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
-) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@operator("rope", _rope_fake)
+@operator("rope", _outputs)
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    yq, yk = q.new_empty(q.shape), k.new_empty(k.shape)
-    launch(q, k, None, yq, yk, None, cos, sin, interleaved=interleaved, back=back)
+    yq, yk = _outputs(q, k)
+    inputs, outputs = (apart(q), apart(k), None), (packed(yq), packed(yk), None)
+    launch(inputs, outputs, cos, sin, q.shape[2], *k.shape[2:], interleaved, back=back)
     return yq, yk
 
 

@@ -2,11 +2,11 @@
 
 # C columns of the row and of the weight, N rows of the weight
 
-All that counts is that the weight, 2 N C bytes in bf16 for as many operations, is read without a
-pause. Every multiprocessor holds a few programs that walk over the weight with the next tile under
-way. And where kernels may follow each other closely (`follow`), programs take the places of the
-last kernel's as these end, and fetch their first tile before they wait for its results: weights do
-not depend on them. `linear` says where all this serves, and what a CPU does with a few rows.
+The time is that of reading the weight: 2 N C bytes in bf16, for as many operations. Each
+multiprocessor runs a few programs, which walk over the weight and prefetch the next tile. With
+programmatic dependent launch (`pdl_wait`) a program starts as soon as the previous kernel leaves
+room, and loads its first tile before it waits for that kernel's results, on which weights do not
+depend. `linear` chooses between this kernel and torch, and splits few rows on a CPU.
 """
 
 import functools
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._triton import (
-    closely,
-    follow,
-    multiprocessors,
+    num_sms,
     operator,
+    pdl_options,
+    pdl_wait,
+    power_of_2,
     runs_triton,
     tl,
     triton,
 )
 from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act_ref
-from tigon.kernels.rms_norm import power_of_2
 
 BLOCK = 4096  # most columns of a tile
 PART = 2**18  # on a CPU: elements of a weight that each thread reads at a time
@@ -93,7 +93,7 @@ def _row_linear_kernel(
     ACT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     STEPS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = C % BLOCK == 0
@@ -102,7 +102,7 @@ def _row_linear_kernel(
     w = _load_tile(weight, first, columns, N, C, ROWS, EVEN)
     if ACT is not None:
         u = _load_tile(up_weight, first, columns, N, C, ROWS, EVEN)
-    follow(CLOSELY)
+    pdl_wait(PDL)
     if STEPS == 1:
         row = tl.load(x + columns, mask=columns < C, other=0.0).to(tl.float32)[None, :]
     for tile in tl.range(first, tl.cdiv(N, ROWS), step):
@@ -132,16 +132,16 @@ def _row_linear_kernel(
         tl.store(y + rows, out, mask=rows < N)
 
 
-def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if act is None else 2))
 
 
-@operator("row_linear", _fake)
+@operator("row_linear", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
-    y = _fake(x, weight, bias, act)
+    y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
     launch = launch_for(C, 1 if act is None else 2)
-    programs = min(triton.cdiv(N, launch.rows), launch.per_sm * multiprocessors(x))
+    programs = min(triton.cdiv(N, launch.rows), launch.per_sm * num_sms(x))
     _row_linear_kernel[(programs,)](
         x,
         weight,
@@ -155,7 +155,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) ->
         ROWS=launch.rows,
         BLOCK=launch.block,
         num_warps=launch.warps,
-        **closely(x),
+        **pdl_options(x),
     )
     return y
 
@@ -166,7 +166,7 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
         not torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and type(weight) is torch.nn.Parameter  # isinstance: also tensors that compute otherwise
+        and type(weight) is torch.nn.Parameter  # subclasses, such as quantised ones, have their own
         and weight.is_contiguous()
     )
 
@@ -204,7 +204,7 @@ def row_linear(
 def _in_parts(x: Tensor, weight: Tensor) -> int:
     """In how many parts to read the weight for a few fp32 rows on a CPU.
 
-    MKL copies it to another order first, and then reads the copy: parts of it stay in the caches.
+    MKL first copies the weight into another layout; a part's copy stays in the caches.
     """
     few = (
         not torch.compiler.is_compiling()

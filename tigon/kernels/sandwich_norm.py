@@ -1,4 +1,4 @@
-"""Two norms around a residual addition: the seam of Gemma 2 and 3, in one pass.
+"""Two norms around a residual addition, as in Gemma 2 and 3, in one pass.
 
 # ... any leading dimensions, N rows of them, C model dim, P partial sums of weight gradients
 
@@ -12,31 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels._triton import (
-    DTYPES,
-    check_devices,
-    closely,
-    follow,
-    operator,
-    refuse_second_derivative,
-    runs_triton,
-    tl,
-    triton,
-)
-from tigon.kernels.rms_norm import (
+from tigon.kernels._norm import (
     Cast,
     Launch,
     check_norm,
     empty_like,
     launch_forward,
     load_scale,
-    power_of_2,
-    rms_norm_ref,
     rows_of,
     stages,
     sum_partials,
     tile_mask,
 )
+from tigon.kernels._triton import (
+    DTYPES,
+    check_devices,
+    operator,
+    pdl_options,
+    pdl_wait,
+    power_of_2,
+    refuse_second_derivative,
+    runs_triton,
+    tl,
+    triton,
+)
+from tigon.kernels.rms_norm import rms_norm_ref
 
 WIDEST = 8192  # a program holds a row and two weights' gradients; wider rows take the reference
 
@@ -95,9 +95,9 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CLOSELY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    follow(CLOSELY)
+    pdl_wait(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
@@ -203,16 +203,7 @@ def _backward_kernel(
         tl.store(at + programs * C, tl.sum(dweight, 0, keep_dims=True), mask=columns < C)
 
 
-def _outputs(
-    x: Tensor,
-    residual: Tensor,
-    post_weight: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    before: bool,
-    save: bool,
-) -> list[Tensor]:
+def _outputs(x: Tensor, save: bool, *_: Any) -> list[Tensor]:
     outputs = [empty_like(x), empty_like(x)]
     if save:
         N = x.numel() // max(x.shape[-1], 1)
@@ -223,15 +214,15 @@ def _outputs(
 @operator("sandwich_norm", _outputs)
 def _forward(
     x: Tensor,  # [..., C]
+    save: bool,
     residual: Tensor,  # [..., C]
     post_weight: Tensor,  # [C]
     weight: Tensor,  # [C]
     eps: float,
     offset: float,
     before: bool,  # round before the weight
-    save: bool,
 ) -> list[Tensor]:  # normed, the sum; to save, 1 / rms of x and of the sum [2N]
-    outputs = _outputs(x, residual, post_weight, weight, eps, offset, before, save)
+    outputs = _outputs(x, save)
     if x.numel() == 0:
         return outputs
     C = x.shape[-1]
@@ -258,26 +249,20 @@ def _forward(
         launch.rows,
         num_warps=launch.warps,
         enable_fp_fusion=False,  # a fused multiply-add would not round the normed branch
-        **closely(x),
+        **pdl_options(x),
     )
     return outputs
 
 
 def _gradients(
-    x: Tensor, post_weight: Tensor, weight: Tensor, needs_inputs: bool, needs_weights: bool
+    x: Tensor, post_weight: Tensor, weight: Tensor, needs_inputs: bool, needs_weights: bool, *_: Any
 ) -> list[Tensor]:
     inputs = (x, x) if needs_inputs else ()
     weights = (post_weight, weight) if needs_weights else ()
     return [empty_like(t) for t in inputs + weights]
 
 
-def _backward_fake(
-    x: Tensor, post_weight: Tensor, weight: Tensor, needs_inputs: bool, needs_weights: bool, *_: Any
-) -> list[Tensor]:
-    return _gradients(x, post_weight, weight, needs_inputs, needs_weights)
-
-
-@operator("sandwich_norm_backward", _backward_fake)
+@operator("sandwich_norm_backward", _gradients)
 def _backward(
     x: Tensor,  # [..., C]
     post_weight: Tensor,  # [C]
@@ -350,7 +335,7 @@ class _SandwichNorm(torch.autograd.Function):
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
         ctx.constants = offset, before
-        y, total, rstd = _forward(x, residual, post_weight, weight, eps, offset, before, True)
+        y, total, rstd = _forward(x, True, residual, post_weight, weight, eps, offset, before)
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
         return y, total
 
@@ -381,8 +366,8 @@ class _SandwichNorm(torch.autograd.Function):
 
 
 def sandwich_norm(
-    x: Tensor,  # [..., C], the branch
-    residual: Tensor,  # [..., C], the stream
+    x: Tensor,  # [..., C], output of attention or MLP
+    residual: Tensor,  # [..., C]
     post_weight: Tensor,  # [C]
     weight: Tensor,  # [C]
     eps: float,
@@ -392,7 +377,7 @@ def sandwich_norm(
 ) -> tuple[Tensor, Tensor]:
     """`total = residual + rms_norm(x, post_weight)`; returns `(rms_norm(total, weight), total)`.
 
-    Source: Gemma 2 (arXiv 2408.00118), which norms a branch before and after.
+    Source: Gemma 2 (arXiv 2408.00118), which norms the input and the output of each sublayer.
     """
     check_norm(eps, offset, cast)
     served = residual.dtype == x.dtype
@@ -411,5 +396,5 @@ def sandwich_norm(
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
         return _SandwichNorm.apply(x, residual, post_weight, weight, eps, offset, before)
-    y, total = _forward(x, residual, post_weight, weight, eps, offset, before, False)
+    y, total = _forward(x, False, residual, post_weight, weight, eps, offset, before)
     return y, total

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels._norm import Cast
 from tigon.kernels.attention import attention
 from tigon.kernels.qk_norm_rope import qk_norm_rope
-from tigon.kernels.rms_norm import Cast
 from tigon.kernels.rope import rope
 from tigon.layers.context import Context
 from tigon.layers.linear import FusedLinear, Linear

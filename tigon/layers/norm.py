@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels.rms_norm import Cast, rms_norm
+from tigon.kernels._norm import Cast
+from tigon.kernels.rms_norm import rms_norm
 from tigon.kernels.sandwich_norm import sandwich_norm
 
 
@@ -26,11 +27,11 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(RMSNorm):
-    """The seam between two branches: `(norm(x + residual), x + residual)` in one pass.
+    """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, at the start of the stream, `(norm(x), x)`. With `post`, the norm that
-    Gemma 2 and 3 put behind a branch, `post(x)` is added: a module of its own, so that both keep
-    their names in the checkpoint.
+    Without a residual, before the first block, `(norm(x), x)`. With `post`, the norm of a
+    sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x. It is a module of its own,
+    so that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]
@@ -38,7 +39,7 @@ class AddRMSNorm(RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             if post is not None:
-                raise ValueError("post norms a branch: at the start of the stream there is none")
+                raise ValueError("post norms what is added to a residual, but residual is None")
             return super().forward(x), x
         if post is None:
             return rms_norm(

@@ -10,8 +10,9 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from tigon.kernels.append_attention import KVBuffers, append, append_attention
+from tigon.kernels.append_attention import append_attention
 from tigon.kernels.attention import AttentionMask, attention
+from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 from tigon.layers.context import Context
 
 Quantize = Literal["int8"] | None
@@ -210,7 +211,7 @@ class StaticKV(KVState):
             own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
             mask = now.masks.setdefault(seen, own)
         out = attention(q, keys, values, mask=mask, window=window, softcap=softcap, scale=scale)
-        append(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places[:3])
+        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places[:3])
         return out
 
 

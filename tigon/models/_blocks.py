@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from tigon.kernels._norm import Cast
 from tigon.kernels.gated_act import Activation
-from tigon.kernels.rms_norm import Cast
 from tigon.layers import (
     AddRMSNorm,
     Attention,

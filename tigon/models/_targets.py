@@ -3,7 +3,6 @@
 # B batch, T tokens, n kept tokens
 """
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,8 +113,8 @@ class Targets:
         counted = count(labels, segment_ids, self.reduction, self.batch.shape[1])
         if counted.weights is not None:
             weights = counted.weights if weights is None else weights * counted.weights
-        new = copy.copy(self)
-        new.labels, new.weights, new._items, new.from_labels = labels, weights, counted.items, False
+        new = type(self)(self.batch, self.kept, self.reduction, self.options)
+        new.labels, new.weights, new._items = labels, weights, counted.items
         if self._num_items is not None:
             return new.with_num_items(self._num_items)
         if self.mean:
@@ -130,8 +129,9 @@ class Targets:
                 f"num_items_in_batch={num_items} has no meaning with "
                 f"loss_reduction={self.reduction!r}"
             )
-        new = copy.copy(self)
-        new._num_items = num_items
+        new = type(self)(self.batch, self.kept, self.reduction, self.options)
+        new.labels, new.weights, new._items = self.labels, self.weights, self._items
+        new.from_labels, new._num_items = self.from_labels, num_items
         if self._items is not None:
             new.denominator = _denominator(num_items, self._items)
         return new

@@ -179,7 +179,9 @@ def test_labels_of_every_dtype(model: CausalLM, name: str, path: dict[str, Any])
         with pytest.raises(TypeError, match=message):
             model.num_items(**given)
     for wrong in (LABELS.tolist(), LABELS.numpy()):
-        with pytest.raises(TypeError, match=f"{name} must be a tensor, not (list|ndarray)"):
+        with pytest.raises(
+            TypeError, match=f"{name} is a (list|ndarray), not a tensor of integers"
+        ):
             model(IDS, **{name: wrong}, **path)
 
 

@@ -74,8 +74,8 @@ def outcome(model: CausalLM, directory: Path, **options: Any) -> str:
 def mixed_losses(repository: Repository) -> list[float]:
     """In bf16, of inputs that FSDP casts too: by keywords, and for two denominators."""
     model, checkpoint = build(repository, MODELS)
-    inside = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
-    shard(model, inside=inside, root=MixedPrecisionPolicy(torch.bfloat16))
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    shard(model, inside=policy, root=policy)
     materialize(model, torch.device("cpu"))
     load_weights(model, checkpoint)
     batch = Batch.of(model, IDS)

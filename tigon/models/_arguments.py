@@ -1,6 +1,6 @@
 """The keywords of a forward pass, declared once for everything that takes them.
 
-# B batch, T tokens, n kept tokens, C model dim
+# B batch, T tokens, C model dim, V vocab
 """
 
 import difflib
@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 from torch import Tensor
 
+from tigon.kernels.criteria import Criterion
 from tigon.layers import Cache
 
 Reduction = Literal["token", "sequence", "sum", "none"]
@@ -40,6 +41,9 @@ class LossArguments(TypedDict, total=False):
     loss_reduction: Reduction | None
     num_items_in_batch: float | Tensor | None
     logits_to_keep: Keep | None
+    label_smoothing: float | None
+    z_loss: float | None  # its factor (PaLM, arXiv 2204.02311)
+    class_weights: Tensor | None  # [V], by target; the denominator does not count them
 
 
 class TargetArguments(LossArguments, total=False):
@@ -54,6 +58,7 @@ class OutputArguments(TypedDict, total=False):
 
     return_logits: bool | None
     metrics: Sequence[str] | str | None
+    criteria: Sequence[Criterion] | None
 
 
 class ItemArguments(BatchArguments, LossArguments, OutputArguments, total=False):

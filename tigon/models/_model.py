@@ -25,6 +25,7 @@ from tigon.models._arguments import (
 from tigon.models._batch import Batch
 from tigon.models._blocks import Block
 from tigon.models._config import Config
+from tigon.models._criteria import Asked
 from tigon.models._decoder import Decoder
 from tigon.models._layout import Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
@@ -160,6 +161,13 @@ class LanguageModel(nn.Module):
         ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
         of their aux_loss, however many they are.
 
+        `label_smoothing`, `z_loss` and `class_weights` [V] belong to the cross-entropy; the last
+        multiply the weights and leave the denominator as it is. `criteria` (of tigon.kernels), in
+        place of that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher, `LogProbs()`,
+        of one pass over the logits. Targets, weights and denominator are filled in; their tensors
+        are [B, T, ...]. The loss is the sum of what cross-entropies and divergences give, which
+        `out.criteria` has one by one; log-probabilities are `out.logprobs` [B, n]. Without labels
+        KL counts all real positions.
 
         `batch` and `targets` (`Batch.of`, `Targets.of`) are the same arguments resolved ahead of
         time, in place of the keywords that they were made from.
@@ -171,7 +179,7 @@ class LanguageModel(nn.Module):
         metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
         of_routing = tuple(m for m in metrics if m in ROUTING_METRICS)
         of_head = tuple(m for m in metrics if m not in ROUTING_METRICS)
-        criteria = targets.criteria(of_head)
+        asked = Asked(targets, of_head, given.get("criteria"))
         x = batch.inputs_embeds
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
         x, position_ids, mask, places = batch.without_padding(x)
@@ -182,16 +190,14 @@ class LanguageModel(nn.Module):
             mask,
             batch.cache,
             self.activation_checkpointing,
-            bool(of_routing or (targets.labels is not None and balanced)),
+            bool(of_routing or (asked.targets.labels is not None and balanced)),
         )
         hidden = targets.take(batch.with_padding(hidden, places))
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
-        values, logits = self.lm_head(hidden, criteria, return_logits=bool(logits))
-        loss, found = values[0] if values else (None, {})
-        loss = None if targets.labels is None else loss
-        result = CausalLMOutput(loss, logits, batch.cache, found)
-        return self._add_routing(result, tallies, targets.share, of_routing)
+        values, logits = self.lm_head(hidden, asked, return_logits=bool(logits))
+        result = asked.output(values, logits, batch.cache)
+        return self._add_routing(result, tallies, asked.targets.share, of_routing)
 
     def _resolve(
         self,

@@ -19,18 +19,22 @@ class CausalLMOutput:
 
     Also read as transformers' outputs are: `out["loss"]`, `out[0]`, `loss, logits = out[:2]`,
     `dict(out)`, and iteration over the names. Only what is there counts in these: no None, no
-    empty metrics.
+    empty metrics or criteria.
     """
 
     loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"
     logits: Tensor | None = None  # [B, n, V] in the model's dtype
     past_key_values: Cache | None = None
+    logprobs: Tensor | None = None  # fp32 [B, n], of LogProbs among the criteria
     metrics: dict[str, Tensor] = field(default_factory=dict)
     aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
+    criteria: tuple[Tensor, ...] = ()  # what each of the call's criteria gave
 
     def keys(self) -> list[str]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return [name for name, value in named if value is not None and value != {}]
+        return [
+            n for n, x in named if x is not None and not (isinstance(x, dict | tuple) and not x)
+        ]
 
     def values(self) -> list[Any]:
         return [getattr(self, name) for name in self.keys()]

@@ -4,13 +4,14 @@
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from tigon.kernels.criteria import Criterion, CrossEntropy, active_rows
+from tigon.kernels._check import integer_labels
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.layers._check import check, on_host
 from tigon.models._arguments import (
@@ -18,12 +19,13 @@ from tigon.models._arguments import (
     Keep,
     Reduction,
     TargetArguments,
+    among,
     check_keywords,
     spelled_out,
 )
 from tigon.models._batch import Batch
 
-OF_TARGETS = ("accuracy", "nll")  # metrics that need one
+OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))
 
 
 # No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
@@ -38,16 +40,15 @@ class Targets:
         batch: Batch,
         kept: slice | Tensor,  # of each row: a slice, an index [n], or one per row [B, n]
         reduction: Reduction,
-        labels: Tensor | None = None,  # int64 [B, n]: what is predicted there; -100 is ignored
-        weights: Tensor | None = None,  # fp32 [B, n]
-        items: Tensor | None = None,
+        options: Mapping[str, Any],  # of cross-entropy: label_smoothing, z_loss, class_weights
     ):
-        self.batch, self.kept, self.reduction = batch, kept, reduction
-        self.labels, self.weights = labels, weights
-        self._items = items
+        self.batch, self.kept, self.reduction, self.options = batch, kept, reduction, options
+        self.labels: Tensor | None = None  # int64 [B, n]: what is predicted there; -100 is ignored
+        self.from_labels = False  # whether the caller gave them
+        self.weights: Tensor | None = None  # fp32 [B, n]
         self.denominator: Tensor | float = 1.0
-        if items is not None and self.mean:
-            self.denominator = items.clamp(min=1)
+        self._items: Tensor | None = None
+        self._num_items: float | Tensor | None = None
 
     @property
     def mean(self) -> bool:
@@ -82,28 +83,43 @@ class Targets:
         reduction = given.get("loss_reduction") or batch.defaults.loss_reduction
         if reduction not in get_args(Reduction):
             raise ValueError(f"loss_reduction={reduction!r} is not one of {get_args(Reduction)}")
-        weights = given.get("loss_weights")
-        targets = check_labels(given.get("labels"), given.get("shift_labels"), batch)
-        if targets is None:
+        options = {k: v for k, v in among(OPTIONS, given).items() if v is not None}
+        resolved = cls(batch, kept, reduction, _checked(options))
+        items = given.get("num_items_in_batch")
+        if items is not None:
+            resolved = resolved.with_num_items(items)
+        weights, shifted = given.get("loss_weights"), given.get("shift_labels")
+        labels = check_labels(given.get("labels"), shifted, batch)
+        if labels is None:
             if weights is not None:
                 raise ValueError("loss_weights without labels")
-            return cls(batch, kept, reduction)
+            return resolved
         weights = None if weights is None else check_weights(weights, batch)
-        segment_ids = batch.segment_ids
-        if given.get("shift_labels") is None:
-            targets, weights = _shift(targets, weights, segment_ids)
-        labels = take(targets, kept)
+        if shifted is None:
+            labels, weights = _shift(labels, weights, batch.segment_ids)
+        resolved = resolved.over(
+            take(labels, kept), None if weights is None else take(weights, kept)
+        )
+        resolved.from_labels = True
+        return resolved
+
+    def over(self, labels: Tensor, weights: Tensor | None = None) -> Self:
+        """The same with other labels [B, n] and weights, which are shifted and kept already."""
         if weights is not None:
-            weights = take(weights, kept)
             weights = weights.where(labels != IGNORE_INDEX, 0)  # what ignored ones say, even NaN
+        segment_ids = self.batch.segment_ids
         if segment_ids is not None:
-            segment_ids = take(segment_ids, kept)
-        counted = count(labels, segment_ids, reduction, batch.shape[1])
+            segment_ids = take(segment_ids, self.kept)
+        counted = count(labels, segment_ids, self.reduction, self.batch.shape[1])
         if counted.weights is not None:
             weights = counted.weights if weights is None else weights * counted.weights
-        resolved = cls(batch, kept, reduction, labels, weights, counted.items)
-        items = given.get("num_items_in_batch")
-        return resolved if items is None else resolved.with_num_items(items)
+        new = type(self)(self.batch, self.kept, self.reduction, self.options)
+        new.labels, new.weights, new._items = labels, weights, counted.items
+        if self._num_items is not None:
+            return new.with_num_items(self._num_items)
+        if self.mean:
+            new.denominator = counted.items.clamp(min=1)
+        return new
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
         """The same, with the loss divided by `num_items`: the `items` of all micro-batches and
@@ -113,43 +129,29 @@ class Targets:
                 f"num_items_in_batch={num_items} has no meaning with "
                 f"loss_reduction={self.reduction!r}"
             )
-        given = self.labels, self.weights, self._items
-        new = type(self)(self.batch, self.kept, self.reduction, *given)
-        new.denominator = _denominator(num_items, self.items)
+        new = type(self)(self.batch, self.kept, self.reduction, self.options)
+        new.labels, new.weights, new._items = self.labels, self.weights, self._items
+        new.from_labels, new._num_items = self.from_labels, num_items
+        if self._items is not None:
+            new.denominator = _denominator(num_items, self._items)
         return new
 
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
 
-    def criteria(self, metrics: tuple[str, ...]) -> list[Criterion]:
-        """What the head is asked for: the loss and the metrics, or nothing.
 
-        Made before the blocks are launched, so that the number of rows that count is on the host
-        when the head wants it.
-        """
-        if self.labels is None:
-            return [self._metrics_alone(metrics)] if metrics else []
-        return [
-            CrossEntropy(
-                targets=self.labels,
-                weights=self.weights,
-                denominator=self.denominator,
-                reduction="none" if self.reduction == "none" else "sum",
-                metrics=metrics,
-                active=active_rows(self.labels, None if metrics else self.weights),
-            )
-        ]
-
-    def _metrics_alone(self, metrics: tuple[str, ...]) -> CrossEntropy:
-        missing = tuple(name for name in metrics if name in OF_TARGETS)
-        if missing:
-            raise ValueError(f"metrics={missing} without labels: these are about targets")
-        # Any target will do. Losses of single tokens, which nobody reads, make no gradient ahead
-        labels = torch.zeros(self.batch.shape, dtype=torch.int64, device=self.batch.device)
-        if self.batch.real is not None:
-            labels = labels.masked_fill(~self.batch.real, IGNORE_INDEX)
-        return CrossEntropy(targets=self.take(labels), metrics=metrics, reduction="none")
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"label_smoothing={smoothing} is not in [0, 1)")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss} is not a finite number of at least 0")
+    class_weights = options.get("class_weights")
+    if class_weights is not None and not isinstance(class_weights, Tensor):
+        kind = type(class_weights).__name__
+        raise TypeError(f"class_weights must be a tensor [vocabulary], not {kind}")
+    return options
 
 
 def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
@@ -157,12 +159,9 @@ def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     if given is None:
         return None
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
-    if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
-        raise TypeError(f"{name} is {given.dtype}: labels are integers, {IGNORE_INDEX} is ignored")
+    given = integer_labels(given, name)
     _check_shape(name, given, batch)
-    return given.to(device=batch.device, dtype=torch.int64, non_blocking=True)
+    return given.to(batch.device, non_blocking=True)
 
 
 def check_weights(weights: Any, batch: Batch) -> Tensor:

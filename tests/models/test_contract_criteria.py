@@ -1,0 +1,269 @@
+"""What the head can be asked for beside cross-entropy: all follow the forward contract."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.contract import Outputs, V, assert_same_gradients, gradients, tiny_llama, tokens
+from tigon.kernels import KL, CrossEntropy, Head, LogProbs
+from tigon.models import Batch, CausalLM, Targets
+
+B, T = 2, 13
+IDS, LABELS = tokens(B, T)
+PAD = torch.tensor([[1] * 9 + [0] * 4, [1] * T])
+KEEPS: dict[str, Any] = {"all": 0, "4": 4, "rows": torch.tensor([[0, 7, 3], [11, 4, 5]])}
+REDUCTIONS = ["token", "sequence", "sum", "none"]
+keeps = pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+
+
+def shifted(labels: Tensor) -> Tensor:
+    return torch.cat([labels[:, 1:], labels.new_full((B, 1), -100)], 1)
+
+
+def picked(x: Tensor, keep: Any) -> Tensor:
+    if isinstance(keep, int):
+        return x[:, -keep:] if keep else x
+    return torch.stack([row[index] for row, index in zip(x, keep, strict=True)])
+
+
+def reduced(values: Tensor, valid: Tensor, reduction: str, items: float | None = None) -> Tensor:
+    """The reductions' definitions over weighted values [B, n]; a row is a sequence."""
+    values = values * valid
+    if reduction == "none":
+        return values
+    if reduction == "sum":
+        return values.sum()
+    if reduction == "token":
+        return values.sum() / (items or valid.sum())
+    means = [v.sum() / m.sum() for v, m in zip(values, valid, strict=True) if m.any()]
+    return torch.stack(means).sum() / (items or len(means))
+
+
+@keeps
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "class_weights", "all"])
+def test_options_of_cross_entropy(model: CausalLM, keep: Any, reduction: str, option: str) -> None:
+    class_weights = torch.rand(V) + 0.5
+    options = {"label_smoothing": 0.2, "z_loss": 0.03, "class_weights": class_weights}
+    options = options if option == "all" else {option: options[option]}
+    weights = torch.rand(B, T)
+    given = {"shift_labels": shifted(LABELS), "loss_weights": weights, "logits_to_keep": keep}
+    targets = picked(shifted(LABELS), keep)
+    z = model(IDS, logits_to_keep=keep).logits.double()
+    flat = targets.flatten(), "none", options.get("label_smoothing", 0.0)
+    values = F.cross_entropy(
+        z.flatten(0, 1), flat[0], reduction=flat[1], label_smoothing=flat[2]
+    ).view(targets.shape)
+    values = values + options.get("z_loss", 0.0) * z.logsumexp(-1).square()
+    if "class_weights" in options:
+        values = values * class_weights[targets.clamp(min=0)]
+    expected = reduced(values * picked(weights, keep), targets != -100, reduction)
+    out = model(IDS, **given, loss_reduction=reduction, **options)
+    assert out.logits is None
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(gradients(out.loss.sum(), model), gradients(expected.sum(), model))
+    with_logits = model(IDS, **given, loss_reduction=reduction, **options, return_logits=True)
+    torch.testing.assert_close(with_logits.loss, out.loss, rtol=1e-5, atol=1e-6)
+    items = model.num_items(**given, **options, loss_reduction=reduction)
+    assert items == model.num_items(**given, loss_reduction=reduction)
+
+
+@keeps
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_log_probabilities(model: CausalLM, keep: Any, reduction: str) -> None:
+    batch = {"labels": LABELS, "logits_to_keep": keep, "loss_reduction": reduction}
+    logp = model(IDS, logits_to_keep=keep).logits.double().log_softmax(-1)
+    targets = picked(shifted(LABELS), keep)
+    expected = logp.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1) * (targets != -100)
+    out = model(IDS, **batch, criteria=(LogProbs(),), metrics=("accuracy",))
+    assert out.loss is None and out.logits is None and out.logprobs.dtype == torch.float32
+    assert torch.equal(out.criteria[0], out.logprobs)
+    torch.testing.assert_close(out.logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(
+        out.metrics["accuracy"], model(IDS, **batch, metrics="accuracy").metrics["accuracy"]
+    )
+    upstream = torch.randn(targets.shape)
+    assert_same_gradients(
+        gradients((out.logprobs * upstream).sum(), model),
+        gradients((expected * upstream).sum(), model),
+    )
+
+
+class Teacher:
+    """Another model's hidden states and head, and what they say of every token."""
+
+    def __init__(self) -> None:
+        other = tiny_llama()
+        with torch.no_grad():
+            for p in other.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        seen: list[Tensor] = []
+        hook = other.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        with torch.no_grad():
+            self.logp = other(IDS, attention_mask=PAD).logits.double().log_softmax(-1)
+        hook.remove()
+        self.hidden, self.model = seen[0], other
+
+    def kl(self, **options: Any) -> KL:
+        return KL(teacher_hidden=self.hidden, teacher=self.model.lm_head, **options)
+
+
+def forward_kl(teacher: Tensor, logits: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - logits.double().log_softmax(-1))).sum(-1)
+
+
+@keeps
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("labelled", [False, True])
+def test_divergence(model: CausalLM, keep: Any, reduction: str, labelled: bool) -> None:
+    """It counts the targets; without labels all positions that are not padding."""
+    teacher = Teacher()
+    batch = {"attention_mask": PAD, "logits_to_keep": keep}
+    valid = picked(shifted(LABELS) != -100 if labelled else PAD == 1, keep)
+    values = forward_kl(picked(teacher.logp, keep), model(IDS, **batch).logits)
+    expected = reduced(values, valid, reduction)
+    batch |= {"labels": LABELS} if labelled else {}
+    out = model(IDS, **batch, loss_reduction=reduction, criteria=(teacher.kl(),))
+    assert out.logits is None
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(gradients(out.loss.sum(), model), gradients(expected.sum(), model))
+    if reduction in ("token", "sequence"):
+        out = model(
+            IDS, **batch, loss_reduction=reduction, criteria=(teacher.kl(),), num_items_in_batch=5
+        )
+        expected = reduced(values, valid, reduction, 5.0)
+        torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@keeps
+def test_stored_log_probabilities_are_kept_too(model: CausalLM, keep: Any) -> None:
+    """All tokens that were not stored are one outcome."""
+    best = Teacher().logp.topk(20, dim=-1)
+    stored = KL(teacher_tokens=best.indices, teacher_logprobs=best.values.float())
+    batch = {"labels": LABELS, "logits_to_keep": keep}
+    logp = model(IDS, logits_to_keep=keep).logits.double().log_softmax(-1)
+    teacher = picked(best.values, keep)
+    ours = logp.gather(-1, picked(best.indices, keep))
+    others = [(1 - x.exp().sum(-1, keepdim=True)).log() for x in (teacher, ours)]
+    teacher, ours = torch.cat([teacher, others[0]], -1), torch.cat([ours, others[1]], -1)
+    values = (teacher.exp() * (teacher - ours)).sum(-1)
+    expected = reduced(values, picked(shifted(LABELS) != -100, keep), "token")
+    out = model(IDS, **batch, criteria=(stored,))
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_distillation_in_one_pass(model: CausalLM) -> None:
+    teacher = Teacher()
+    model.lm_head.logits_bytes = 16 * V * 8  # many chunks
+    logits = model(IDS, attention_mask=PAD).logits
+    valid = shifted(LABELS) != -100
+    ce = F.cross_entropy(logits.double().flatten(0, 1), shifted(LABELS).flatten())
+    kl = reduced(forward_kl(teacher.logp, logits), valid, "token")
+    mixed = 0.3 * ce + 0.7 * kl
+    criteria = CrossEntropy(coefficient=0.3), teacher.kl(coefficient=0.7)
+    with Outputs() as seen:
+        out = model(IDS, attention_mask=PAD, labels=LABELS, criteria=criteria, metrics="nll")
+        found = gradients(out.loss, model)
+    rows = [s.numel() // V for s in seen.products if s[-1:] == (V,)]
+    assert sum(rows) == 2 * int(valid.sum())  # the student's logits and the teacher's, each once
+    torch.testing.assert_close(out.loss.double(), mixed, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(found, gradients(mixed, model))
+    torch.testing.assert_close(out.criteria[0].double(), 0.3 * ce, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.criteria[1].double(), 0.7 * kl, rtol=1e-5, atol=1e-5)
+    assert out.metrics.keys() == {"nll"}
+
+
+def test_options_reach_a_cross_entropy_among_criteria(model: CausalLM) -> None:
+    given = {"labels": LABELS, "label_smoothing": 0.1, "z_loss": 0.01}
+    expected = model(IDS, **given).loss
+    out = model(IDS, **given, criteria=(CrossEntropy(), LogProbs()))
+    torch.testing.assert_close(out.loss, expected)
+    assert out.logprobs.shape == (B, T) and len(out.criteria) == 2
+
+
+def test_a_criterion_with_targets_of_its_own(model: CausalLM) -> None:
+    own = shifted(IDS)
+    expected = model(IDS, labels=IDS, criteria=(LogProbs(),), logits_to_keep=4).logprobs
+    out = model(
+        IDS, labels=LABELS, criteria=(LogProbs(targets=own), CrossEntropy()), logits_to_keep=4
+    )
+    torch.testing.assert_close(out.logprobs, expected)
+    torch.testing.assert_close(out.loss, model(IDS, labels=LABELS, logits_to_keep=4).loss)
+    alone = model(IDS, criteria=(LogProbs(targets=own),), logits_to_keep=4)
+    torch.testing.assert_close(alone.logprobs, expected)
+
+
+def test_packed_sequences(model: CausalLM) -> None:
+    ids, cu = IDS.view(1, -1), torch.tensor([0, 5, 13, 26])
+    parts = [(0, 5), (5, 13), (13, 26)]
+    out = model(ids, labels=ids, cu_seq_lens=cu, criteria=(LogProbs(),))
+    alone = [
+        model(ids[:, a:b], labels=ids[:, a:b], criteria=(LogProbs(),)).logprobs for a, b in parts
+    ]
+    torch.testing.assert_close(out.logprobs, torch.cat(alone, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_resolved_ahead(model: CausalLM) -> None:
+    options = {"label_smoothing": 0.1, "class_weights": torch.rand(V)}
+    batch = Batch.of(model, IDS)
+    targets = Targets.of(batch, labels=LABELS, **options)  # type: ignore[arg-type]
+    expected = model(IDS, labels=LABELS, **options, num_items_in_batch=50).loss
+    assert torch.equal(model(batch=batch, targets=targets.with_num_items(50)).loss, expected)
+
+
+@pytest.mark.parametrize("case", ["options", "logprobs", "mixed", "metrics"])
+def test_in_one_graph(model: CausalLM, case: str) -> None:
+    teacher = Teacher()
+    head = Head(teacher.model.lm_head.weight.detach())
+    kl = KL(teacher_hidden=teacher.hidden, teacher=head)
+    given: dict[str, Any] = {
+        "options": {"label_smoothing": 0.1, "class_weights": torch.rand(V)},
+        "logprobs": {"criteria": (LogProbs(),)},
+        "mixed": {"criteria": (CrossEntropy(), kl)},
+        "metrics": {"metrics": ("entropy", "predicted_tokens")},
+    }[case]
+    labels = {} if case == "metrics" else {"labels": LABELS}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out, plain = compiled(IDS, **labels, **given), model(IDS, **labels, **given)
+    for name in ("loss", "logprobs"):
+        value, truth = getattr(out, name), getattr(plain, name)
+        assert (value is None) == (truth is None)
+        if truth is not None:
+            torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-5)
+            assert_same_gradients(gradients(value.sum(), model), gradients(truth.sum(), model))
+    for name, truth in plain.metrics.items():
+        torch.testing.assert_close(out.metrics[name], truth)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"criteria": (LogProbs(),)}, ValueError, "LogProbs without labels: give them, or targets"),
+        ({"criteria": (CrossEntropy(),)}, ValueError, "CrossEntropy without labels"),
+        ({"criteria": ("kl",)}, TypeError, "criteria has 'kl': give CrossEntropy, LogProbs or KL"),
+        (
+            {"criteria": (LogProbs(targets=torch.zeros(B, 4).long()),), "logits_to_keep": 4},
+            ValueError,
+            r"targets \(2, 4\) of LogProbs is not \[batch, tokens, ...\] = \[2, 13\]",
+        ),
+        ({"labels": LABELS, "label_smoothing": 1.5}, ValueError, r"=1.5 is not in \[0, 1\)"),
+        ({"labels": LABELS, "z_loss": -1.0}, ValueError, "z_loss=-1.0 is not a finite number"),
+        ({"labels": LABELS, "class_weights": [1.0]}, TypeError, "class_weights must be a tensor"),
+        (
+            {"labels": LABELS, "class_weights": torch.ones(5)},
+            ValueError,
+            r"class_weights \(5,\) is not \[V\] = \[97\]",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_criteria(
+    model: CausalLM, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        model(IDS, **given)

@@ -1,0 +1,134 @@
+"""What a forward pass asks of its head, and what comes of the answers.
+
+# B batch, T tokens, n kept tokens
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.criteria import (
+    KL,
+    ActiveRows,
+    Criterion,
+    CrossEntropy,
+    LogProbs,
+    Weighted,
+    active_rows,
+)
+from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.models._output import CausalLMOutput
+from tigon.models._targets import Targets
+
+OF_TARGETS = ("accuracy", "nll")  # metrics that need one
+PER_POSITION = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
+
+
+# No list: FSDP's mixed precision would rebuild it with weights and denominators in 16 bits
+class Asked:
+    """The criteria of one pass, each with its targets, weights and denominator.
+
+    Made before the blocks are launched, so that the number of rows that count is on the host when
+    the head wants it.
+    """
+
+    def __init__(
+        self, targets: Targets, metrics: tuple[str, ...], criteria: Sequence[Criterion] | None
+    ):
+        self.returned = criteria is not None
+        if criteria is None:
+            criteria = () if targets.labels is None else (CrossEntropy(),)
+        for c in criteria:
+            if not isinstance(c, Criterion):
+                raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
+        self.targets = targets  # what the loss counts
+        if targets.labels is None and any(isinstance(c, KL) for c in criteria):
+            self.targets = _everywhere(targets)
+        by_weight = not metrics and all(isinstance(c, CrossEntropy | KL) for c in criteria)
+        active = _active(self.targets, by_weight=by_weight) if criteria else None
+        self._criteria = [self._filled(c, active) for c in criteria]
+        self._own = len(self._criteria)
+        if metrics:
+            self._ask_metrics(metrics, active)
+
+    def __iter__(self) -> Iterator[Criterion]:
+        return iter(self._criteria)
+
+    def __len__(self) -> int:
+        return len(self._criteria)
+
+    def _filled(self, c: Criterion, active: ActiveRows | None) -> Criterion:
+        """With what it does not have of its own; per-position tensors [B, T, ...] are kept ones."""
+        counted, shape = self.targets, self.targets.batch.shape
+        mine: dict[str, Any] = {}
+        for name in PER_POSITION:
+            value = getattr(c, name, None)
+            if value is not None:
+                if value.shape[:2] != shape:
+                    raise ValueError(
+                        f"{name} {tuple(value.shape)} of {type(c).__name__} is not [batch, tokens, "
+                        f"...] = {[*shape]}"
+                    )
+                mine[name] = counted.take(value)
+        if isinstance(c, CrossEntropy):
+            mine |= counted.options
+        if isinstance(c, Weighted) and counted.reduction == "none":
+            mine["reduction"] = "none"
+        c = replace(c, **mine)
+        if c.targets is not None:
+            counted, active = counted.over(c.targets), None
+        elif counted.labels is None or not (isinstance(c, KL) or self.targets.from_labels):
+            raise ValueError(f"{type(c).__name__} without labels: give them, or targets to itself")
+        assert counted.labels is not None
+        return c.with_targets(counted.labels, counted.weights, counted.denominator, active)
+
+    def _ask_metrics(self, metrics: tuple[str, ...], active: ActiveRows | None) -> None:
+        """Of the first criterion that can, or by one of their own."""
+        for i, c in enumerate(self._criteria):
+            if isinstance(c, CrossEntropy | LogProbs):
+                self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
+                return
+        missing = tuple(name for name in metrics if name in OF_TARGETS)
+        counted = self.targets
+        if not counted.from_labels and missing:
+            raise ValueError(f"metrics={missing} without labels: these are about targets")
+        counted = _everywhere(counted) if counted.labels is None else counted
+        # Losses of single tokens, which nobody reads, make no gradient ahead
+        alone = CrossEntropy(
+            targets=counted.labels, reduction="none", metrics=metrics, active=active
+        )
+        self._criteria.append(alone)
+
+    def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
+        """Of the head's answers: the sum of losses, log-probabilities, metrics."""
+        out = CausalLMOutput(logits=logits, past_key_values=cache)
+        reduction = "none" if self.targets.reduction == "none" else "sum"
+        for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):
+            out.metrics |= metrics
+            if i >= self._own:
+                continue
+            if isinstance(c, LogProbs) and out.logprobs is None:
+                out.logprobs = value
+            if isinstance(c, Weighted) and c.reduction == reduction:
+                out.loss = value if out.loss is None else out.loss + value
+        if self.returned:
+            out.criteria = tuple(value for value, _ in values[: self._own])
+        return out
+
+
+def _active(targets: Targets, *, by_weight: bool) -> ActiveRows | None:
+    if targets.labels is None:
+        return None
+    return active_rows(targets.labels, targets.weights if by_weight else None)
+
+
+def _everywhere(targets: Targets) -> Targets:
+    """With any target at every real position: for what needs none."""
+    batch = targets.batch
+    labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
+    if batch.real is not None:
+        labels = labels.masked_fill(~batch.real, IGNORE_INDEX)
+    return targets.over(targets.take(labels))

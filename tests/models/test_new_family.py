@@ -259,7 +259,7 @@ def test_export_and_reload(model: CausalLM, tmp_path: Path) -> None:
 
 
 def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
-    kept = r"layer 0 keeps one Hidden of h \(56,\) for all tokens of a row, from which the last"
+    kept = r"layer 0 keeps one Hidden of \(56,\) for all tokens of a row, from which the last"
     llama = tiny_llama().eval()
     with pytest.raises(ValueError, match=f"the model cannot drop rejected proposals: {kept}"):
         model.generate(IDS, assistant_model=llama)
@@ -274,7 +274,7 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         model.generate(IDS, cache_implementation="quantized")
     with pytest.raises(
         ValueError,
-        match=r"past_key_values has 1 layers of Hidden of h \(56,\), 1 layers of 2 kv heads with "
-        r"head dim 20, 1 layers of Hidden of h \(56,\), but this Llama 2 layers of 2 kv heads",
+        match=r"past_key_values has 1 layers of Hidden of \(56,\), 1 layers of 2 kv heads with "
+        r"head dim 20, 1 layers of Hidden of \(56,\), but this Llama 2 layers of 2 kv heads",
     ):
         llama(IDS[:, :1], past_key_values=cache)

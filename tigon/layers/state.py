@@ -161,10 +161,10 @@ class StaticKV(KVState):
         quantize: Quantize = None,
     ):
         self.kv_heads, self.head_dim, self.history = kv_heads, head_dim, slots
-        shape, scales = (2, rows, kv_heads, slots, head_dim), ()
-        if quantize is not None:
-            dtype, scales = torch.int8, torch.empty(shape[:4], dtype=torch.float32, device=device)
-        self.buffers = KVBuffers(*torch.empty(shape, dtype=dtype, device=device), *scales)
+        shape = 2, rows, kv_heads, slots, head_dim
+        scales = torch.empty(shape[:4] if quantize else 0, dtype=torch.float32, device=device)
+        kind = torch.int8 if quantize else dtype
+        self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def attend(
         self,

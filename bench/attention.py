@@ -1,11 +1,6 @@
 """Attention beside calling its backends directly, and beside transformers, on one GPU in one run.
 
-python bench/attention.py [--only CASE,...] [--quick] [--out FILE]
-python bench/attention.py --table | --write-docs
-
-The first form measures, prints tables and verdicts, and writes the figures as JSON: a whole run
-into bench/results, a part of one into bench/out. The second shows the newest whole run as Markdown,
-or puts it into docs/attention.md, which says what is compared, and how.
+docs/attention.md says what is compared, and how; --write-docs puts the figures there.
 """
 
 import sys
@@ -21,11 +16,12 @@ import torch
 
 from bench import harness, kernels_report, timing
 from bench.attention_cases import CASES, FA4, OURS, PEERS, TORCH_ONLY, VARLEN, Case, problem
-from bench.harness import Bench, Record, Run, failure, figure, heading, markdown, newest, verdict
+from bench.harness import Bench, Record, Run, figure, host_table, named, provider_table, verdict
 from bench.measure import ONCE, Effort, host_time, measure
 from bench.timing import quantiles
 from tigon.kernels import AttentionMask, attention
 
+HOST = "host time per call"
 EFFORT = Effort(rounds=2, total=80.0, least=5, most=40)
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "transformers", "triton")
 
@@ -70,24 +66,22 @@ def took(case: Record, name: str, mode: str) -> float | None:
 
 
 def table(case: Record) -> str:
-    rows = []
-    for result in case["providers"]:
-        name = result["name"]
-        if "error" in result:
-            rows.append([name, failure(result)])
-            continue
-        cells = [name]
+    def cells(row: Record) -> Iterator[str]:
+        name = row["name"]
         for mode, share in (("forward", 1.0), ("backward", 2.5)):
             ms = took(case, name, mode)
-            cells += [figure(ms), f"{share * case['flops'] / ms / 1e9:.0f}" if ms else ""]
+            yield figure(ms)
+            yield f"{share * case['flops'] / ms / 1e9:.0f}" if ms else ""
         both, direct = took(case, name, "both"), took(case, FA4, "both")
-        cells += [figure(both / direct if both and direct else None), figure(result["peak_mib"])]
-        errors = (figure(result["errors"][n], 2) for n in ("out", "dq", "dk", "dv"))
-        rows.append([*cells, ", ".join(errors)])
+        yield figure(both / direct if both and direct else None)
+        yield figure(row["peak_mib"])
+        yield ", ".join(figure(row["errors"][n], 2) for n in ("out", "dq", "dk", "dv"))
+
     head = ["provider", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]
     head += ["both / flash-attn-4", "extra MiB", "error of out, dq, dk, dv"]
     chosen = "; ".join(f"{n}: {c[0]} ({c[1]})" for n, c in case["chosen"].items())
-    return f"### {case['name']}\n\n{markdown(head, rows)}\n\n{chosen}"
+    rows = provider_table(head, case["providers"], cells)
+    return f"### {case['name']}\n\n{rows}\n\n{chosen}"
 
 
 def verdicts(record: Record) -> Iterator[str]:
@@ -118,18 +112,10 @@ def verdicts(record: Record) -> Iterator[str]:
                 yield verdict(what, a / b if a and b else None, 4.0)
 
 
-def host_table(record: Record) -> str:
-    rows = []
-    for name, result in record["host"].items():
-        cells = [result.get(f"{mode}_us", [None, None])[1] for mode in ("forward", "both")]
-        rows.append([name, *map(figure, cells)])
-    return markdown(["host time per call", "forward, µs", "forward + backward, µs"], rows)
-
-
 def show(record: Record) -> str:
-    parts = [f"{heading(record, record['packages'])}.", *map(table, record["cases"])]
+    parts = [f"{harness.heading(record, record['packages'])}.", *map(table, record["cases"])]
     if "host" in record:
-        parts.append(host_table(record))
+        parts.append(host_table(HOST, named(record["host"])))
     return "\n\n".join([*parts, "\n".join(verdicts(record))])
 
 
@@ -140,17 +126,10 @@ def run(run: Run) -> str:
             found = measured(case, ONCE if run.quick else EFFORT)
             run.add(table(found), cases=[*run.record["cases"], found])
     run.add(host=on_the_host())
-    return "\n\n".join([host_table(run.record), *verdicts(run.record)])
+    return "\n\n".join([host_table(HOST, named(run.record["host"])), *verdicts(run.record)])
 
 
-BENCH = Bench(
-    kind="attention",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=tuple(case.name for case in CASES),
-    blocks=lambda records: {"docs/attention.md": show(newest(records))},
-)
+BENCH = Bench("attention", __doc__, run, show, [c.name for c in CASES], "docs/attention.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -3,7 +3,7 @@
 # B batch, T tokens of a row, H query heads, K kv heads, D head dim
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,68 +87,75 @@ def without_fa4() -> Iterator[None]:
         backends._settle.cache_clear()
 
 
-def problem(case: Case) -> tuple[Problem, dict[str, Choice]]:
-    """The providers of a case, and what ours turn out to choose."""
-    chosen: dict[str, Choice] = {}
-    h, k = case.heads
-    shape = (case.batch, case.row)
-    leaves = {name: leaf(*shape, n, case.head_dim) for name, n in (("q", h), ("k", k), ("v", k))}
-    upstream = randn(*shape, h, case.head_dim)
-    cu = torch.tensor([0, *np.cumsum(case.lengths)], dtype=torch.int32)
-    ids = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths)).view(shape)
-    longest, window = max(case.lengths), case.window
-    even = len(set(case.lengths)) == 1
-    q, key, v = leaves.values()
+class Ways:
+    """A batch of a case, and the ways to compute its attention: each method makes a run."""
 
-    def ours(name: str = OURS) -> Run:
-        mask = AttentionMask(case.row, segment_ids=ids, cu_seq_lens=cu, longest=longest)
-        options = {"mask": mask, "window": window, "softcap": case.softcap}
-        attention(q, key, v, **options)  # settles the backend, as the first layer does
-        chosen[name] = next(iter(mask.plans.values())).choice
-        return lambda: attention(q, key, v, **options)
+    def __init__(self, case: Case) -> None:
+        h, k = case.heads
+        shape, lengths = (case.batch, case.row), torch.tensor(case.lengths)
+        self.case = case
+        self.chosen: dict[str, Choice] = {}
+        self.leaves = {
+            name: leaf(*shape, n, case.head_dim) for name, n in (("q", h), ("k", k), ("v", k))
+        }
+        self.parts = tuple(self.leaves.values())
+        self.upstream = randn(*shape, h, case.head_dim)
+        self.cu = torch.tensor([0, *np.cumsum(case.lengths)], dtype=torch.int32)
+        self.ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(shape)
+        self.longest, self.window = max(case.lengths), case.window
+        self.even = len(set(case.lengths)) == 1
 
-    def ours_without_fa4() -> Run:
+    def ours(self, name: str = OURS) -> Run:
+        bounds = {"cu_seq_lens": self.cu, "longest": self.longest}
+        mask = AttentionMask(self.case.row, segment_ids=self.ids, **bounds)
+        options = {"mask": mask, "window": self.window, "softcap": self.case.softcap}
+        attention(*self.parts, **options)  # settles the backend, as the first layer does
+        self.chosen[name] = next(iter(mask.plans.values())).choice
+        return lambda: attention(*self.parts, **options)
+
+    def ours_without_fa4(self) -> Run:
         with without_fa4():
-            return ours(TORCH_ONLY)
+            return self.ours(TORCH_ONLY)
 
-    def fa4() -> Run:
+    def fa4(self) -> Run:
         from flash_attn import cute
 
-        options: dict[str, Any] = {"causal": True, "softcap": case.softcap or 0.0}
-        if window is not None:
-            options["window_size"] = (window - 1, 0)
-        if even:  # as rows, its fastest way
-            rows = [x.view(-1, longest, *x.shape[2:]) for x in (q, key, v)]
-            return lambda: cute.flash_attn_func(*rows, **options)[0].view(q.shape)
-        flat = [x.flatten(0, 1) for x in (q, key, v)]
-        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        shape, longest = self.parts[0].shape, self.longest
+        options: dict[str, Any] = {"causal": True, "softcap": self.case.softcap or 0.0}
+        if self.window is not None:
+            options["window_size"] = (self.window - 1, 0)
+        if self.even:  # as rows, its fastest way
+            rows = [x.view(-1, longest, *x.shape[2:]) for x in self.parts]
+            return lambda: cute.flash_attn_func(*rows, **options)[0].view(shape)
+        flat = [x.flatten(0, 1) for x in self.parts]
+        options |= {"cu_seqlens_q": self.cu, "cu_seqlens_k": self.cu}
         options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        return lambda: cute.flash_attn_varlen_func(*flat, **options)[0].view(q.shape)
+        return lambda: cute.flash_attn_varlen_func(*flat, **options)[0].view(shape)
 
-    def varlen() -> Run:
+    def varlen(self) -> Run:
         from torch.nn.attention.varlen import varlen_attn
 
         more = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__annotations__ else {}
-        more["window_size"] = (-1 if window is None else window - 1, 0)
-        flat = [x.flatten(0, 1) for x in (q, key, v)]
-        return lambda: varlen_attn(*flat, cu, cu, longest, longest, **more).view(q.shape)
+        more["window_size"] = (-1 if self.window is None else self.window - 1, 0)
+        flat, shape = [x.flatten(0, 1) for x in self.parts], self.parts[0].shape
+        bounds = self.cu, self.cu, self.longest, self.longest
+        return lambda: varlen_attn(*flat, *bounds, **more).view(shape)
 
-    def sdpa(backend: str) -> Callable[[], Run]:
-        def make() -> Run:
-            kind = getattr(torch.nn.attention.SDPBackend, backend)  # no Enum to index in 2.11
+    def sdpa(self, backend: str) -> Run:
+        kind = getattr(torch.nn.attention.SDPBackend, backend)  # no Enum to index in 2.11
 
-            def run() -> Tensor:
-                parts = (x.view(-1, longest, *x.shape[2:]).transpose(1, 2) for x in (q, key, v))
-                with torch.nn.attention.sdpa_kernel(kind):
-                    out = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
-                return out.transpose(1, 2).reshape(q.shape)
+        def run() -> Tensor:
+            rows = (x.view(-1, self.longest, *x.shape[2:]).transpose(1, 2) for x in self.parts)
+            with torch.nn.attention.sdpa_kernel(kind):
+                out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+            return out.transpose(1, 2).reshape(self.parts[0].shape)
 
-            return run
+        return run
 
-        return make
-
-    def flex() -> Run:
+    def flex(self) -> Run:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        case, ids, window = self.case, self.ids, self.window
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             seen = (j <= i) & (ids[b, i] == ids[b, j])
@@ -158,40 +165,43 @@ def problem(case: Case) -> tuple[Problem, dict[str, Choice]]:
             return case.softcap * torch.tanh(score / case.softcap)
 
         sizes = case.batch, None, case.row, case.row
-        blocks = create_block_mask(visible, *sizes, device=q.device)
-        function = torch.compile(flex_attention, dynamic=False)
+        blocks = create_block_mask(visible, *sizes, device=ids.device)
         options = {"score_mod": cap} if case.softcap else {}
         options |= {"block_mask": blocks, "enable_gqa": True}
+        function = torch.compile(flex_attention, dynamic=False)
+        parts = self.parts
+        return lambda: function(*(x.transpose(1, 2) for x in parts), **options).transpose(1, 2)
 
-        def run() -> Tensor:
-            return function(*(x.transpose(1, 2) for x in (q, key, v)), **options).transpose(1, 2)
-
-        return run
-
-    def transformers_sdpa() -> Run:
+    def transformers_sdpa(self) -> Run:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        h, k = self.case.heads
         module = SimpleNamespace(num_key_value_groups=h // k, is_causal=True, training=True)
         # The mask that its masking_utils makes of position_ids that restart
-        mask = AttentionMask(case.row, segment_ids=ids).dense(window, q.device)
+        mask = AttentionMask(self.case.row, segment_ids=self.ids)
+        dense, parts = mask.dense(self.window, self.ids.device), self.parts
+        return lambda: sdpa_attention_forward(module, *(x.transpose(1, 2) for x in parts), dense)[0]
 
-        def run() -> Tensor:
-            parts = (x.transpose(1, 2) for x in (q, key, v))
-            return sdpa_attention_forward(module, *parts, mask)[0]
+    def providers(self) -> Iterator[Provider]:
+        yield Provider(OURS, self.ours)
+        yield Provider(TORCH_ONLY, self.ours_without_fa4)
+        yield Provider(FA4, self.fa4)
+        if self.case.softcap is None:
+            yield Provider(VARLEN, self.varlen)
+            if self.window is None and self.even:
+                yield Provider("SDPA cuDNN", partial(self.sdpa, "CUDNN_ATTENTION"))
+                yield Provider("SDPA flash", partial(self.sdpa, "FLASH_ATTENTION"))
+            if self.window is not None or self.longest < self.case.row:
+                yield Provider("transformers, SDPA with a mask", self.transformers_sdpa)
+        yield Provider("FlexAttention", self.flex)
 
-        return run
 
-    providers = [Provider(OURS, ours), Provider(TORCH_ONLY, ours_without_fa4), Provider(FA4, fa4)]
-    if case.softcap is None:
-        providers.append(Provider(VARLEN, varlen))
-        if window is None and even:
-            providers.append(Provider("SDPA cuDNN", sdpa("CUDNN_ATTENTION")))
-            providers.append(Provider("SDPA flash", sdpa("FLASH_ATTENTION")))
-        if window is not None or longest < case.row:
-            providers.append(Provider("transformers, SDPA with a mask", transformers_sdpa))
-    providers.append(Provider("FlexAttention", flex))
-    exact = partial(truth, case, leaves, upstream)
-    return Problem(leaves, ("out",), (upstream,), exact, providers), chosen
+def problem(case: Case) -> tuple[Problem, dict[str, Choice]]:
+    """The providers of a case, and what ours turn out to choose."""
+    ways = Ways(case)
+    exact = partial(truth, case, ways.leaves, ways.upstream)
+    providers = list(ways.providers())
+    return Problem(ways.leaves, ("out",), (ways.upstream,), exact, providers), ways.chosen
 
 
 def truth(case: Case, leaves: Tensors, upstream: Tensor) -> Tensors:

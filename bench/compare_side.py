@@ -23,67 +23,28 @@ from torch import Tensor
 Record = dict[str, Any]
 Step = Callable[[], Tensor]
 
-LLAMA_1B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-    "eos_token_id": None,
-}
-GEMMA3_1B = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262144,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def config(model_type: str, *sizes: int, **more: Any) -> Record:
+    """What config.json says of a model; nobody stops early."""
+    base = {"model_type": model_type, "eos_token_id": None, "max_position_embeddings": 32768}
+    return base | dict(zip(SIZES, sizes, strict=True)) | more
+
+
+LLAMA_1B = config("llama", 128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)
+LLAMA_1B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+GEMMA3_1B = config("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, tie_word_embeddings=True)
+GEMMA3_1B |= {"query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6}
+GEMMA3_1B |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+QWEN3_MOE = config("qwen3_moe", 151936, 2048, 6144, 4, 32, 4, 128, tie_word_embeddings=False)
+QWEN3_MOE |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN3_MOE |= {"norm_topk_prob": True, "max_position_embeddings": 40960}
 MODELS = {"Llama": LLAMA_1B, "Gemma3": GEMMA3_1B, "Qwen3Moe": QWEN3_MOE}
-TINY: Record = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-TINY_MODELS = {
-    "Llama": TINY | {"num_hidden_layers": 2},
-    "Gemma3": TINY | {"num_hidden_layers": 6, "sliding_window": 8},
-    "Qwen3Moe": TINY | {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2},
-}
+TINY = dict(zip(SIZES, (512, 64, 96, 2, 4, 1, 16), strict=True))
+TINY |= {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+TINY |= {"sliding_window": 8, "sliding_window_pattern": 2}
 NEW_TOKENS = (32, 160)  # of the short and of the long generation
 
 
@@ -118,9 +79,11 @@ def build(case: Case, device: str, tiny: bool) -> Any:
     """A model whose matrices are drawn by their names, so that the order of creation is free."""
     import tigon
 
-    config = MODELS[case.model] | (TINY_MODELS[case.model] if tiny else {})
+    shape = MODELS[case.model]
+    if tiny:
+        shape = {key: TINY.get(key, value) for key, value in shape.items()}
     make = getattr(tigon, case.model).from_config
-    model = make(config, dtype=torch.bfloat16, device=device)
+    model = make(shape, dtype=torch.bfloat16, device=device)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

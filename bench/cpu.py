@@ -1,10 +1,7 @@
 """A training step and a decoded token on the CPU, beside transformers, interleaved in one run.
 
-python bench/cpu.py [MODEL_DIRECTORY] [--repeats 7] [--threads 2] [--only float32]
-python bench/cpu.py --table
-
-Prints ours / transformers and writes bench/results/cpu.json. A ratio is the median over the
-repeats of (ours / theirs, one right after the other), so that other load hits both alike.
+A ratio is the median over the repeats of (ours / theirs, one right after the other), so that other
+load hits both alike.
 """
 
 import json
@@ -14,8 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 if not __package__:  # a script: runs where nothing is installed
@@ -34,33 +33,14 @@ NEVER = 49151  # an eos id that greedy decoding of this checkpoint does not prod
 DECODE = [(1, 30), (4, 30), (1, 1000)]  # batch, prompt
 
 
-class Clock:
-    """A streamer that notes when each token arrives."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Nothing to flush."""
-
-
-def decoded_token(model: Any, ids: Tensor, **kwargs: Any) -> float:
+def decoded_token(model: Any, ids: Tensor, **options: Any) -> float:
     """Median seconds between two tokens of one `generate` call, the prompt's forward left out."""
-    clock = Clock()
-    out = model.generate(
-        ids,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        eos_token_id=NEVER,
-        streamer=clock,
-        **kwargs,
-    )
+    times: list[float] = []
+    clock = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+    options |= {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": NEVER}
+    out = model.generate(ids, streamer=clock, **options)
     assert out.shape[1] == ids.shape[1] + NEW_TOKENS
-    first, rest = clock.times[1], clock.times[2:]
-    return median(b - a for a, b in zip([first, *rest], rest, strict=False))
+    return median(b - a for a, b in pairwise(times[1:]))  # the first is the prompt
 
 
 def training_step(model: Any, ids: Tensor) -> float:
@@ -150,19 +130,13 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="cpu",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=("float32", "bfloat16"),
-    options=(
-        ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
-        ("--repeats", {"type": int, "default": 7}),
-        ("--threads", {"type": int, "default": 2}),
-    ),
-    needs_gpu=False,
+OPTIONS = (
+    ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
+    ("--repeats", {"type": int, "default": 7}),
+    ("--threads", {"type": int, "default": 2}),
 )
+DTYPES = ("float32", "bfloat16")
+BENCH = Bench("cpu", __doc__, run, show, DTYPES, options=OPTIONS, needs_gpu=False)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -1,13 +1,7 @@
 """Generation beside transformers and beside the memory's limit, in one run on one machine.
 
-python bench/generate.py [--only CASE,...] [--quick] [--out FILE]     # on a GPU
-python bench/generate.py --cpu [--quick] [--out FILE]
-python bench/generate.py --table | --write-docs
-
-The first form takes random weights of the shape of Llama-3.1-8B, the second SmolLM2-135M in fp32.
-Both print tables and verdicts and write the figures as JSON: a whole run into bench/results, a part
-of one into bench/out. The third shows the newest of both as Markdown, or puts it into
-docs/generation.md, which says what is compared, and how.
+Random weights of the shape of Llama-3.1-8B on a GPU, or with --cpu SmolLM2-135M in fp32.
+docs/generation.md says what is compared, and how; --write-docs puts the figures of both there.
 """
 
 import os
@@ -28,18 +22,7 @@ from torch import Tensor
 from bench import generate_cases as cases
 from bench import harness, timing
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
-from bench.harness import (
-    Bench,
-    Record,
-    Run,
-    failure,
-    figure,
-    heading,
-    markdown,
-    newest,
-    progress,
-    verdict,
-)
+from bench.harness import Bench, Record, Run, figure, markdown, progress, provider_table, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -122,7 +105,7 @@ def prompts(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 def decode(case: Decode, models: dict[str, Any], quick: bool) -> Record:
     ids = prompts(case.batch, case.context, models[OURS].device)
-    attempts = [Decoding(name, models[OURS], ids, case) for name in cases.caches()]
+    attempts = [Decoding(name, models[OURS], ids, case) for name in cases.CACHES]
     attempts.append(Decoding(THEIRS, models[THEIRS], ids, case))
     found = in_turn(case.name, attempts, 1 if quick else case.rounds)
     return {**asdict(case), "kind": "decode", "providers": found}
@@ -186,26 +169,22 @@ def rate(case: Record, row: Record) -> str:
 
 def table(record: Record, case: Record) -> str:
     decoded = case["kind"] == "decode"
-    head = ["provider", "ms per step", "tokens/s", "bound, ms", "share", "share of bytes read"]
-    head += ["times transformers", "extra MiB", "worst choice"]
-    if not decoded:
-        head = ["provider", "forward, ms", "tokens/s", "limit, ms", "share"]
-        head += ["times transformers", "extra MiB", "first token, ms"]
-    rows = []
-    for row in case["providers"]:
-        if "ms" not in row:
-            rows.append([row["name"], failure(row)])
-            continue
+
+    def cells(row: Record) -> Iterator[str]:
         ms = row["ms"][1]
-        cells = [row["name"], figure(ms), rate(case, row)]
-        cells += [figure(bound(record, case, row)), figure(share(record, case, row))]
+        yield from (figure(ms), rate(case, row))
+        yield from (figure(bound(record, case, row)), figure(share(record, case, row)))
         if decoded:
             moved = row["bytes"]["read"] + row["bytes"]["cache"]
-            cells.append(figure(1e3 * moved / record["copy"]["bytes_per_second"] / ms))
-        cells += [figure(times(case, row)), figure(row["extra_mib"])]
-        last = figure(row["worst_choice"], 2) if decoded else figure(row["first_token_ms"][1])
-        rows.append([*cells, last])
-    text = f"### {case['name']}\n\n{markdown(head, rows)}"
+            yield figure(1e3 * moved / record["copy"]["bytes_per_second"] / ms)
+        yield from (figure(times(case, row)), figure(row["extra_mib"]))
+        yield figure(row["worst_choice"], 2) if decoded else figure(row["first_token_ms"][1])
+
+    head = ["provider", "forward, ms", "tokens/s", "limit, ms", "share"]
+    if decoded:
+        head = ["provider", "ms per step", "tokens/s", "bound, ms", "share", "share of bytes read"]
+    head += ["times transformers", "extra MiB", "worst choice" if decoded else "first token, ms"]
+    text = f"### {case['name']}\n\n{provider_table(head, case['providers'], cells)}"
     if not decoded:
         parts = ", ".join(f"{name} {figure(ms)}" for name, ms in case["parts_ms"].items())
         text += f"\n\nThe limit, ms: {parts}."
@@ -239,7 +218,7 @@ def cpu_verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = heading(record, record["packages"])
+    head = harness.heading(record, record["packages"])
     if "results" in record:
         return "\n\n".join([f"{head}.", cpu_table(record), "\n".join(cpu_verdicts(record))])
     speed = record["copy"]["bytes_per_second"] / 1e12
@@ -263,7 +242,7 @@ def blocks(records: list[Record]) -> dict[str, str]:
     on_gpu = [record for record in records if "cases" in record]
     return {
         "docs/generation.md": "\n\n".join(map(show, records)),
-        "README.md": summary(newest(on_gpu)),
+        "README.md": summary(harness.newest(on_gpu)),
     }
 
 
@@ -305,16 +284,9 @@ def run_cpu(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="generate",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=tuple(case.name for case in CASES),
-    blocks=blocks,
-    options=(("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"}),),
-    unless="cpu",
-)
+CPU = ("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"})
+NAMES = [case.name for case in CASES]
+BENCH = Bench("generate", __doc__, run, show, NAMES, blocks=blocks, options=[CPU], unless="cpu")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -4,7 +4,6 @@
 """
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,27 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-from bench.compare_side import LLAMA_1B
+from bench.compare_side import config
 from bench.measure import Run
-from bench.peers import imported
+from bench.peers import imported, random_model
 
-LLAMA_8B: dict[str, Any] = LLAMA_1B | {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-    "bos_token_id": None,
-    "eos_token_id": None,  # nobody stops early
-}
+LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
+LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "bos_token_id": None}
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"rope_theta": 5e5, "original_max_position_embeddings": 8192}
+LLAMA_8B["rope_parameters"] = SCALING
 OURS, INT8, EAGER = "tigon", "tigon, int8 cache", "tigon, no CUDA graph"
 DYNAMIC, THEIRS = "tigon, dynamic cache", "transformers"
 CACHES = {OURS: None, INT8: "quantized", EAGER: None, DYNAMIC: "dynamic"}  # cache_implementation
@@ -136,19 +123,7 @@ def ours(config: dict[str, Any], device: str = "cuda") -> Any:
 
 def theirs(config: dict[str, Any], device: str = "cuda") -> Any:
     torch.manual_seed(0)
-    config = {key: value for key, value in config.items() if key != "model_type"}
-    own: Any = imported("transformers:LlamaConfig")(**config, dtype=torch.bfloat16)
-    model_class: Any = imported("transformers:LlamaForCausalLM")
-    with torch.device(device):
-        model = model_class._from_config(own, attn_implementation="sdpa")
-    return model.to(torch.bfloat16).eval()
-
-
-def caches() -> tuple[str, ...]:
-    """Ours, in as many ways as `generate` has."""
-    if "cache_implementation" not in inspect.signature(tigon.Llama.generate).parameters:
-        return (OURS,)
-    return tuple(CACHES)
+    return random_model("Llama", config, device).eval()
 
 
 @contextmanager

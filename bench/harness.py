@@ -1,4 +1,9 @@
-"""What every benchmark in bench/ shares: the command line, the record of a run, the report."""
+"""What every benchmark in bench/ shares: the command line, the record of a run, the report.
+
+A script measures, prints tables and verdicts, and writes the figures as JSON as they come: a whole
+run into bench/results, a part of one into bench/out. With --table and --write-docs it needs no GPU
+and shows the newest whole runs, as Markdown or in documents, between <!-- kind:begin --> and :end.
+"""
 
 import argparse
 import gc
@@ -101,6 +106,26 @@ def failure(row: Record, most: int = 90) -> str:
     return row["error"].splitlines()[0].replace("|", "\\|")[:most]
 
 
+def provider_table(
+    head: Iterable[str], rows: Iterable[Record], cells: Callable[[Record], Iterable[str]]
+) -> str:
+    """A row for every provider: its name and its cells, or the error of one that failed."""
+    found = [(row["name"], *([failure(row)] if "error" in row else cells(row))) for row in rows]
+    return markdown(head, found)
+
+
+def named(providers: Record) -> list[Record]:
+    """The rows of a record that holds them by name."""
+    return [row | {"name": name} for name, row in providers.items()]
+
+
+def host_table(title: str, rows: Iterable[Record]) -> str:
+    def cells(row: Record) -> Iterable[str]:
+        return (figure(row[key][1] if key in row else None) for key in ("forward_us", "both_us"))
+
+    return provider_table((title, "forward, µs", "forward + backward, µs"), rows, cells)
+
+
 def heading(record: Record, libraries: Mapping[str, str | None]) -> str:
     """Where, with what, of which commit and when, without the full stop."""
     where = record.get("machine") or record["gpu"]
@@ -165,24 +190,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark: what it measures, and how its records are shown.
+    """A benchmark: what it measures, and how its records are shown."""
 
-    Its runs are bench/results/<kind>-<machine>.json, its markers in documents <!-- kind:begin -->.
-    """
-
-    kind: str
+    kind: str  # names its records, bench/results/<kind>-<machine>.json, and its markers
     about: str | None  # the script's docstring
     run: Callable[[Run], str]  # returns what is printed at the end
     show: Callable[[Record], str]  # a record as Markdown
-    cases: tuple[str, ...]
-    unasked: tuple[str, ...] = ()  # cases that are measured only if --only names them
-    # Of each document, what stands between the markers; records are of one machine each
-    blocks: Callable[[list[Record]], dict[str, str]] = lambda _: {}
+    cases: Sequence[str]
+    document: str = ""  # that shows the newest record, unless `blocks` says what shows what
+    blocks: Callable[[list[Record]], dict[str, str]] | None = None
+    unasked: Sequence[str] = ()  # cases that are measured only if --only names them
     picture: str = ""  # the document that `draw` makes
     draw: Callable[[Record, Path], None] | None = None
-    options: tuple[tuple[str, dict[str, Any]], ...] = ()  # more of them
+    options: Sequence[tuple[str, dict[str, Any]]] = ()  # more of them
     needs_gpu: bool = True
     unless: str = ""  # an option with which it does not
+
+    def shown(self, records: list[Record]) -> dict[str, str]:
+        """What stands between the markers of each document."""
+        if self.blocks is not None:
+            return self.blocks(records)
+        return {self.document: self.show(newest(records))} if self.document else {}
 
 
 def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
@@ -197,9 +225,8 @@ def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
 
 
 def parser_of(bench: Bench) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=bench.about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=bench.about, formatter_class=keep_lines)
     add = parser.add_argument
     add("--only", help=f"cases or parts of their names, with commas: {', '.join(bench.cases)}")
     add("--quick", action="store_true", help="few repetitions")
@@ -249,7 +276,7 @@ def records(kind: str) -> list[Record]:
 def report(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
-        write_docs(bench.blocks(found), bench.kind)
+        write_docs(bench.shown(found), bench.kind)
     if options.table:
         print("\n\n".join(map(bench.show, found)))
     if bench.draw is not None:

@@ -1,18 +1,11 @@
 """Every operator beside its peers, and beside what the hardware allows, in one run on one GPU.
 
-python bench/kernels.py [--only OPERATOR,...] [--quick] [--out FILE]
-python bench/kernels.py --table | --plot FILE.svg | --write-docs
-
-The first form measures, prints a table per operator and writes the figures as JSON as they come: a
-whole run into bench/results, a part of one into bench/out. The others need no GPU: they show the
-newest whole run, as Markdown, as a plot, or between the markers in README.md and docs/kernels.md.
-docs/kernels.md says how to read the figures.
+docs/kernels.md says how to read the figures; --write-docs puts them there and into README.md.
 
 # N rows, C model dim, I intermediate size, V vocab, B batch, T tokens, H heads, K kv heads, D head
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +16,7 @@ if not __package__:  # a script: runs where nothing is installed, and bench/kern
 import torch
 import triton
 
-from bench import harness, kernels_report, losses, streaming
+from bench import harness, kernels_report, operators
 from bench.harness import Bench, Record, Run, installed, progress
 from bench.measure import ONCE, Effort, Problem, host_time, measure
 from bench.timing import MIB
@@ -35,17 +28,6 @@ STREAMING = Effort(rounds=2, total=50.0, least=5, most=60)
 GEMMS = Effort(rounds=2, total=60.0, least=3, most=10)
 PEERS = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
 HOST, HOST_SHAPE = "host", (2048, 4096)
-BUILD: dict[str, Callable[..., Problem]] = {
-    "rms_norm": streaming.rms_norm,
-    "rms_norm_residual": streaming.rms_norm_residual,
-    "sandwich_norm": streaming.sandwich_norm,
-    "gated_act": streaming.gated_act,
-    "rope": streaming.rope,
-    "qk_norm_rope": streaming.qk_norm_rope,
-    "cross_entropy": losses.cross_entropy,
-    "linear_cross_entropy": losses.linear_cross_entropy,
-}
-OPERATORS = (*BUILD, HOST)
 
 
 @dataclass(frozen=True)
@@ -141,11 +123,16 @@ CASES: list[Case] = [
 ]
 
 
+OPERATORS = (*dict.fromkeys(case.operator for case in CASES), HOST)
+
+
 def build(case: Case, device: str, libraries: dict[str, str | None]) -> Problem:
     """The case's problem, with the providers that are installed."""
     torch.manual_seed(0)
     with torch.device(device):
-        problem = BUILD[case.operator](*case.sizes, *([case.variant] if case.variant else []))
+        problem = getattr(operators, case.operator)(
+            *case.sizes, *([case.variant] if case.variant else [])
+        )
     problem.providers = [
         p for p in problem.providers if libraries.get(p.name.split()[0], "ours") is not None
     ]
@@ -211,22 +198,9 @@ def run(run: Run) -> str:
     return ""
 
 
-def draw(record: Record, path: Path) -> None:
-    from bench.plot_kernels import plot  # matplotlib is an extra
-
-    plot(record, path)
-
-
-BENCH = Bench(
-    kind="kernels",
-    about=__doc__,
-    run=run,
-    show=kernels_report.summary,
-    cases=OPERATORS,
-    blocks=kernels_report.blocks,
-    picture=kernels_report.PICTURE,
-    draw=draw,
-)
+SUMMARY, BLOCKS = kernels_report.summary, kernels_report.blocks
+DRAWN = {"picture": kernels_report.PICTURE, "draw": kernels_report.plot}
+BENCH = Bench("kernels", __doc__, run, SUMMARY, OPERATORS, blocks=BLOCKS, **DRAWN)
 
 if __name__ == "__main__":
     harness.main(BENCH)

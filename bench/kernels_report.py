@@ -1,10 +1,19 @@
-"""The figures of bench/kernels.py as text."""
+"""The figures of bench/kernels.py as text, and as one bar chart."""
 
-from bench.harness import Record, failure, figure, heading, markdown, newest, verdict, worst
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from bench import harness
+from bench.harness import Record, failure, figure, host_table, markdown, verdict
 
 PICTURE = "docs/kernels.svg"
 COLUMNS = ("tigon", "eager", "torch.compile", "Liger", "QuACK", "CCE")
 MODES = {"forward": "forward", "both": "forward + backward"}
+# the same figures give the same file, with text that can be searched
+STYLE: dict[Any, Any] = {"svg.hashsalt": "tigon", "svg.fonttype": "none"}
+TOP = 3.0  # where bars end
+SHADES = ("#c1272d", "#9a9a9a", "#e3a857", "#4f7cac", "#6a9a5b", "#8d6a9f")
 NOT_TARGET = "dweight, no target"  # gradient error where CCE's filter bites
 
 
@@ -45,7 +54,9 @@ def ratio(record: Record, case: Record, result: Record | None, mode: str) -> flo
 def gradient_error(result: Record) -> float | str | None:
     """The worst of the whole gradients."""
     errors = result.get("errors", {}).items()
-    return worst(error for name, error in errors if name.startswith("d") and name != NOT_TARGET)
+    return harness.worst(
+        error for name, error in errors if name.startswith("d") and name != NOT_TARGET
+    )
 
 
 def verdicts(record: Record, case: Record, result: Record) -> dict[str, tuple[float, float, bool]]:
@@ -71,7 +82,7 @@ def label(record: Record, name: str) -> str:
 def stamped(record: Record) -> str:
     libraries = {"triton": record["triton"], **record["peers"]}
     speed = record["copy"]["bytes_per_second"] / 1e12
-    return f"{heading(record, libraries)}; a large copy in the same run: {speed:.2f} TB/s."
+    return f"{harness.heading(record, libraries)}; a large copy in the same run: {speed:.2f} TB/s."
 
 
 def cell(record: Record, case: Record, name: str) -> str:
@@ -151,58 +162,98 @@ def detail(record: Record, operator: str) -> str:
     return markdown([*head, "targets"], rows)
 
 
-def host(record: Record) -> str:
-    rows = [
-        [p["name"], figure(p["forward_us"][1]), figure(p["both_us"][1])]
-        for p in record["host"]["providers"]
-        if "error" not in p
-    ]
-    return markdown(["provider", "forward, µs", "forward + backward, µs"], rows)
-
-
 def details(record: Record) -> str:
     parts = [summary(record)]
     for operator in dict.fromkeys(case["operator"] for case in record["cases"]):
         parts.append(f"### `{operator}`, all figures\n\n{detail(record, operator)}")
     if "host" in record:
+        table = host_table("provider", record["host"]["providers"])
         shape = record["host"]["shape"]
-        parts.append(f"### Host time per call, `rms_norm` {shape}\n\n{host(record)}")
+        parts.append(f"### Host time per call, `rms_norm` {shape}\n\n{table}")
     return "\n\n".join(parts)
 
 
 def console(record: Record, operator: str) -> str:
     """What a run prints of one operator."""
     if operator == "host":
-        return f"\nhost time per call, rms_norm {record['host']['shape']}\n{host(record)}"
-    lines = [f"\n{detail(record, operator)}"]
-    for case in record["cases"]:
-        if case["operator"] != operator:
-            continue
+        return host_table("host time per call, rms_norm", record["host"]["providers"])
+    lines = []
+    for case in (case for case in record["cases"] if case["operator"] == operator):
         name = f"{operator} {title(case)}"
-        for mode, floor in case["floor_ms"].items():
-            copied = case["copy_ms"][mode][1]
-            time = took(provider(case, "tigon"), mode)
-            behind = f", tigon {time / copied:.3f} x copy" if time else ""
-            lines.append(
-                f"{name}: {MODES[mode]} floor {floor:.4f} ms, copy {copied:.4f} ms{behind}"
-            )
+        bounds = {f"{MODES[mode]} floor": ms for mode, ms in case["floor_ms"].items()}
+        bounds |= {f"{MODES[mode]} copy": ms[1] for mode, ms in case["copy_ms"].items()}
         if "gemms_ms" in case:
-            parts = ", ".join(f"{k} {q[1]:.3f}" for k, q in case["gemm_parts_ms"].items())
-            lines.append(f"{name}: three GEMMs {case['gemms_ms'][1]:.3f} ms (alone {parts})")
-        lines += [f"{name}: {note} {value:.3f}" for note, value in case["notes"].items()]
+            parts = {"three GEMMs": case["gemms_ms"], **case["gemm_parts_ms"]}
+            bounds |= {k: ms[1] for k, ms in parts.items()}
+        bounds |= case["notes"]
+        lines.append(f"{name}: " + ", ".join(f"{k} {value:.4g}" for k, value in bounds.items()))
         for result in case["providers"]:
             if result["name"].split()[0] == "tigon":
                 for what, (reached, most, _) in verdicts(record, case, result).items():
                     what = f"{name}: {result['name']}, {what}"
                     lines.append(verdict(what, reached, most, most=True))
-    return "\n".join(lines)
+    return "\n".join([detail(record, operator), "", *lines])
 
 
 def blocks(records: list[Record]) -> dict[str, str]:
     """What stands between the markers of each file."""
-    record = newest(records)
+    record = harness.newest(records)
     link, path = "![times the bound, per operator and library]", PICTURE
     return {
         "README.md": f"{link}({path})\n\n{summary(record, short=True)}",
         "docs/kernels.md": f"{link}({path.removeprefix('docs/')})\n\n{details(record)}",
     }
+
+
+def tick(case: Record) -> str:
+    lines = [case["operator"].replace("_", " "), case["variant"].replace("_", " "), case["shape"]]
+    return "\n".join(fill(line, 13, break_long_words=False) for line in lines if line)
+
+
+def plot(record: Record, path: Path) -> None:
+    """A group of bars per operator: how many times the bound each library takes."""
+    import matplotlib  # an extra
+    from matplotlib.figure import Figure
+
+    alike = ("30 % valid", "peaked")  # of what is drawn already
+    cases = [case for case in first_shapes(record) if case["variant"] not in alike]
+    width = 0.84 / len(COLUMNS)
+    whole = Figure(figsize=(11, 4.5))
+    axes = whole.subplots()
+    for index, (name, shade) in enumerate(zip(COLUMNS, SHADES, strict=True)):
+        offset = (index - (len(COLUMNS) - 1) / 2) * width
+        bars = {
+            place + offset: value
+            for place, case in enumerate(cases)
+            if (value := ratio(record, case, provider(case, name), "both")) is not None
+        }
+        if not bars:
+            continue
+        heights = [min(value, TOP) for value in bars.values()]
+        axes.bar(list(bars), heights, 0.95 * width, label=label(record, name), color=shade)
+        for (x, value), height in zip(bars.items(), heights, strict=True):
+            axes.annotate(
+                f"{value:.2f}",
+                (x, height),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6,
+                rotation=90,
+            )
+    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_ylim(0, 1.12 * TOP)
+    axes.set_ylabel("forward + backward, times the bound")
+    axes.set_xticks(range(len(cases)), map(tick, cases), fontsize=7)
+    axes.margins(x=0.01)
+    axes.set_title(
+        "1 is what the hardware allows: the bytes at the bandwidth of a copy; for "
+        f"linear_cross_entropy its three GEMMs\n{record['gpu']}, bf16; bars end at {TOP:g}",
+        fontsize=8,
+    )
+    axes.legend(fontsize=7, ncols=len(COLUMNS), loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    with matplotlib.rc_context(STYLE):
+        whole.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)

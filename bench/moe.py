@@ -1,12 +1,9 @@
 """Mixtures of experts beside transformers and Liger, and beside dense products, in one run.
 
-python bench/moe.py [--only CASE,...] [--quick] [--commit DESCRIBED]
-python bench/moe.py --write-docs        # needs no GPU: the newest figures into docs/kernels.md
-
 Measures `grouped_mlp` with a given random routing at two shapes, forward and backward, against the
 experts of transformers and of Liger; what the products would take if they were dense, as one
 large matrix product each; and a training step of a stack of 4 layers of the shape of
-Qwen3-30B-A3B. Prints a table and writes bench/results/moe-<gpu>.json.
+Qwen3-30B-A3B. --write-docs puts the figures into docs/kernels.md.
 
 Liger tunes its kernels over far more than a hundred configurations, which takes minutes for each
 shape: here only over those that `likely` names, in any number of stages, and at the first shape.
@@ -16,6 +13,7 @@ shape: here only over those that `likely` names, in any number of stages, and at
 
 import importlib
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,10 @@ from torch import Tensor
 import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
-from bench.harness import Bench, Record, Run, heading, installed, markdown, newest, worst
+from bench.harness import Bench, Record, Run, failure, heading, markdown, named, provider_table
 from bench.kernels import PEERS
 from bench.measure import ONCE, Effort, Problem, Provider
-from bench.peers import call, imported
+from bench.peers import call, imported, random_model
 from tigon.kernels import grouped_mlp_ref
 
 # N, C, I, E, K; and transformers' experts
@@ -153,12 +151,7 @@ def our_stack(config: Record, device: str) -> Any:
 def their_stack(config: Record, device: str, *, with_liger: bool) -> Any:
     if with_liger:
         imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
-    own = {key: value for key, value in config.items() if key != "model_type"}
-    options = imported("transformers:Qwen3MoeConfig")(**own, dtype=torch.bfloat16)
-    with torch.device(device):
-        make: Any = imported("transformers:Qwen3MoeForCausalLM")
-        model = make._from_config(options, attn_implementation="sdpa")
-    return model.to(torch.bfloat16)
+    return random_model("Qwen3Moe", config, device)
 
 
 def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
@@ -172,13 +165,9 @@ def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
         "transformers": partial(their_stack, with_liger=False),
         "transformers + Liger": partial(their_stack, with_liger=True),
     }.items():
-        row, _ = measure.training_step(
-            provider,
-            partial(make, config, device),
-            {"input_ids": ids, "labels": ids},
-            ONCE if quick else STEP,
-            adam,
-        )
+        load, inputs = partial(make, config, device), {"input_ids": ids, "labels": ids}
+        effort = ONCE if quick else STEP
+        row, _ = measure.training_step(provider, load, inputs, effort, adam)
         if "ms" in row:
             row["tokens_per_second"] = 1e3 * b * t / row["ms"][1]
         found[row.pop("name")] = row
@@ -193,34 +182,34 @@ def layer_table(layers: Record) -> str:
     head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
     head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
     rows = []
-    for name, case in layers.items():
-        dense = case["providers"]["dense"]
-        for provider, row in case["providers"].items():
-            cells = [name, provider]
-            rows.append(cells)
-            if "error" in row:
-                cells.append(row["error"].partition(":")[0])
-                continue
-            for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
-                rate = row[f"{mode}_tflops"]
-                cells += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
-            if "errors" in row:
-                error = worst(row["errors"].values())
-                cells.append(error if isinstance(error, str) else f"{error:.1e}")
-                cells.append(f"{row['peak_mib']:.0f}")
+    for name, provider, row, dense in (
+        (name, provider, row, case["providers"]["dense"])
+        for name, case in layers.items()
+        for provider, row in case["providers"].items()
+    ):
+        rows.append([name, provider])
+        if "error" in row:
+            rows[-1].append(failure(row))
+            continue
+        for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
+            rate = row[f"{mode}_tflops"]
+            rows[-1] += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
+        if "errors" in row:
+            error = harness.worst(row["errors"].values())
+            rows[-1].append(error if isinstance(error, str) else f"{error:.1e}")
+            rows[-1].append(f"{row['peak_mib']:.0f}")
     return markdown(head, rows)
 
 
 def stack_table(stack: Record) -> str:
-    b, t = stack["tokens"]
-    rows = []
-    for provider, row in stack["providers"].items():
-        if "error" in row:
-            rows.append([provider, row["error"].partition(":")[0]])
-            continue
-        memory = f"{row['peak_mib'] / 1024:.1f}"
-        rows.append([provider, f"{row['ms'][1]:.4g}", f"{row['tokens_per_second']:.0f}", memory])
-    table = markdown(("provider", "ms", "tokens/s", "extra GiB"), rows)
+    (b, t), rows = stack["tokens"], named(stack["providers"])
+
+    def cells(row: Record) -> Iterator[str]:
+        yield f"{row['ms'][1]:.4g}"
+        yield f"{row['tokens_per_second']:.0f}"
+        yield f"{row['peak_mib'] / 1024:.1f}"
+
+    table = provider_table(("provider", "ms", "tokens/s", "extra GiB"), rows, cells)
     title = f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:"
     return f"{title}\n\n{table}"
 
@@ -237,7 +226,7 @@ def show(record: Record) -> str:
 
 def run(run: Run) -> str:
     peers = {**PEERS, "transformers": "transformers"}
-    run.record["peers"] = {name: installed(package) for name, package in peers.items()}
+    run.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
     run.record["layers"] = {}
     for name in SHAPES:
         if name in run.only:
@@ -247,14 +236,7 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="moe",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=(*SHAPES, STACK),
-    blocks=lambda records: {"docs/kernels.md": show(newest(records))},
-)
+BENCH = Bench("moe", __doc__, run, show, (*SHAPES, STACK), "docs/kernels.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

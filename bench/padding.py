@@ -1,16 +1,14 @@
 """A training step over padded rows, beside transformers, in one run.
 
-python bench/padding.py [--quick] [--commit DESCRIBED]
-python bench/padding.py --write-docs    # needs no GPU: the newest figures into docs/attention.md
-
 Forward and backward of Llama-3.2-1B's shape with random weights in bf16, over 16 rows of log-normal
 lengths that are padded on the right to the longest: as Tigon does it, which leaves padding out of
-the blocks; as it would if it did not; and transformers with SDPA. Prints a table and writes
-bench/results/padding-<gpu>.json.
+the blocks; as it would if it did not; and transformers with SDPA. --write-docs puts the figures
+into docs/attention.md.
 """
 
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ import tigon
 from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Record, Run, failure, heading, installed, markdown, newest
+from bench.harness import Bench, Record, Run, heading, installed, named, provider_table
 from bench.measure import ONCE, Effort, training_step
 from bench.peers import imported
 from bench.timing import relative_l2
@@ -47,7 +45,7 @@ def batch(vocab: int, rows: int, mean: int) -> dict[str, Tensor]:
 def ours(directory: str, device: str, *, leave_out: bool) -> Any:
     model: Any = tigon.from_pretrained(directory, dtype=torch.bfloat16, device=device)
     if not leave_out:
-        model._may_unpad = lambda _: False
+        model.drop_padding = False
     return model
 
 
@@ -82,21 +80,19 @@ def measured(config: Record, inputs: dict[str, Tensor], effort: Effort) -> Recor
 def show(record: Record) -> str:
     """The record as Markdown."""
     (b, t), real = record["shape"], record["real"]
-    head = "provider", "ms", "real tokens/s", "times transformers", "extra GiB", "loss"
     peer = record["providers"][THEIRS].get("ms")
-    rows = []
-    for name, row in record["providers"].items():
-        if "error" in row:
-            rows.append([name, failure(row)])
-            continue
+
+    def cells(row: Record) -> Iterator[str]:
         ms = row["ms"][1]
-        rate, memory = f"{1e3 * real / ms:,.0f}", f"{row['peak_mib'] / 1024:.1f}"
-        times = f"{peer[1] / ms:.2f}" if peer else ""
-        rows.append([name, f"{ms:.4g}", rate, times, memory, f"{row['loss']:.4f}"])
+        yield from (f"{ms:.4g}", f"{1e3 * real / ms:,.0f}", f"{peer[1] / ms:.2f}" if peer else "")
+        yield from (f"{row['peak_mib'] / 1024:.1f}", f"{row['loss']:.4f}")
+
+    head = "provider", "ms", "real tokens/s", "times transformers", "extra GiB", "loss"
     return (
         f"{heading(record, {'transformers': record['transformers']})}. "
         f"Forward and backward of Llama-3.2-1B's shape over {b} rows of up to {t} tokens, "
-        f"{real / (b * t):.0%} of them real:\n\n{markdown(head, rows)}"
+        f"{real / (b * t):.0%} of them real:\n\n"
+        f"{provider_table(head, named(record['providers']), cells)}"
     )
 
 
@@ -107,14 +103,7 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="padding",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=("padding",),
-    blocks=lambda records: {"docs/attention.md": show(newest(records))},
-)
+BENCH = Bench("padding", __doc__, run, show, ["padding"], "docs/attention.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -1,7 +1,7 @@
 """What Tigon's operators are compared with: the usual plain-torch formulas, and other libraries.
 
-The formulas are those of transformers' modelling files. `up` is the dtype that they compute in
-where those files upcast: fp32 as there, fp64 for the truth that errors are measured against.
+The formulas are those of transformers' modelling files. Where those upcast to fp32, fp64 stays:
+the truth that errors are measured against is the same formula in fp64.
 """
 
 import importlib
@@ -54,6 +54,16 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
+def random_model(name: str, config: dict[str, Any], device: str) -> Any:
+    """A model of transformers with random weights in bf16, by the name of its classes."""
+    given = {key: value for key, value in config.items() if key != "model_type"}
+    own = imported(f"transformers:{name}Config")(**given, dtype=torch.bfloat16)
+    make: Any = imported(f"transformers:{name}ForCausalLM")
+    with torch.device(device):
+        model = make._from_config(own, attn_implementation="sdpa")
+    return model.to(torch.bfloat16)
+
+
 def cce(*, exact: bool) -> Callable[..., Any]:
     """CCE as it is by default, which leaves out small gradients, or without that filter."""
     function = imported("cut_cross_entropy:linear_cross_entropy")
@@ -61,39 +71,37 @@ def cce(*, exact: bool) -> Callable[..., Any]:
         return function
     kinds = imported("cut_cross_entropy.linear_cross_entropy:LinearCrossEntropyImpl").__members__
     # 25.1.1, the newest on PyPI, has no such name: there the filter is an argument
-    return partial(
-        function, **({"impl": "cce_exact"} if "CCE_EXACT" in kinds else {"filter_eps": None})
-    )
+    without = {"impl": "cce_exact"} if "CCE_EXACT" in kinds else {"filter_eps": None}
+    return partial(function, **without)
 
 
-def llama_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
-    h = x.to(up)
-    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def gemma_norm(x: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32) -> Tensor:
-    h = x.to(up)
-    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-    return (h * (1.0 + weight.to(up))).to(x.dtype)
+def normed(x: Tensor, eps: float) -> Tensor:
+    h = wide(x)
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
 
 
-def add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, up: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * normed(x, eps).to(x.dtype)
+
+
+def gemma_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (normed(x, eps) * (1.0 + wide(weight))).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return llama_norm(total, weight, eps, up), total
+    return llama_norm(total, weight, eps), total
 
 
 def sandwich(
-    x: Tensor,
-    residual: Tensor,
-    post_weight: Tensor,
-    weight: Tensor,
-    eps: float,
-    up: torch.dtype = torch.float32,
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    total = residual + gemma_norm(x, post_weight, eps, up)
-    return gemma_norm(total, weight, eps, up), total
+    total = residual + gemma_norm(x, post_weight, eps)
+    return gemma_norm(total, weight, eps), total
 
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -113,25 +121,14 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 def norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float,
-    up: torch.dtype = torch.float32,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    return rope(llama_norm(q, q_weight, eps, up), llama_norm(k, k_weight, eps, up), cos, sin)
+    return rope(llama_norm(q, q_weight, eps), llama_norm(k, k_weight, eps), cos, sin)
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
-) -> Tensor:
-    return F.cross_entropy(logits.to(up), targets, reduction=reduction)
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(wide(logits), targets, reduction=reduction)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str, up: torch.dtype = torch.float32
-) -> Tensor:
-    return cross_entropy(hidden @ weight.T, targets, reduction, up)
+def linear_cross_entropy(hidden: Tensor, targets: Tensor, weight: Tensor, reduction: str) -> Tensor:
+    return cross_entropy(hidden @ weight.T, targets, reduction)

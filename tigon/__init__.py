@@ -4,8 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tigon.models import Batch as Batch
     from tigon.models import CausalLM as CausalLM
     from tigon.models import CausalLMOutput as CausalLMOutput
+    from tigon.models import Targets as Targets
     from tigon.models import from_pretrained as from_pretrained
     from tigon.models.families import *  # noqa: F403
     from tigon.tokenizer import Tokenizer as Tokenizer
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # Beside the families, and where they are
 EXPORTS = {
+    "Batch": "models",
     "CausalLM": "models",
     "CausalLMOutput": "models",
+    "Targets": "models",
     "Tokenizer": "tokenizer",
     "from_pretrained": "models",
 }

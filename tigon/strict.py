@@ -8,7 +8,6 @@ config.json refuse, and its messages would be written anew from the hints as her
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields, is_dataclass
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -46,7 +45,6 @@ def setting(
     return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
 
 
-@cache
 def hints(cls: type) -> dict[str, Any]:
     """The types of a dataclass' fields."""
     types = get_type_hints(cls)
@@ -62,20 +60,21 @@ def read(
     which `values` may do too. `parse` reads text where a field needs something else, as on a
     command line. Raises ConfigError for names that are no field's and values that do not fit.
     """
+    kinds, settings = hints(cls), {f.name: f for f in fields(cls)}
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{group}{key}"
         first, dot, rest = str(key).partition(".")
-        inner = _dataclass(hints(cls).get(first))
+        inner = _dataclass(kinds.get(first))
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
             found |= read(inner, inside, parse=parse, group=f"{group}{first}.")
-        elif key not in hints(cls):
-            known = suggest(str(key), hints(cls)) or f"known: {', '.join(hints(cls))}"
+        elif key not in kinds:
+            known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
             raise ConfigError(f"unknown setting {name!r}; {known}")
         else:
-            found[name] = check(name, value, hints(cls)[key], parse)
-            _check_bounds(name, found[name], cls.__dataclass_fields__[key].metadata)
+            found[name] = check(name, value, kinds[key], parse)
+            _check_bounds(name, found[name], settings[key].metadata)
     return found
 
 
@@ -89,7 +88,8 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
             groups.setdefault(first, {})[rest] = value
         else:
             own[key] = value
-    inner = {name: make(_dataclass(hints(cls)[name]), inside) for name, inside in groups.items()}
+    kinds = hints(cls)
+    inner = {name: make(_dataclass(kinds[name]), inside) for name, inside in groups.items()}
     return cls(**own | inner)
 
 

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import cross_entropy
-from tigon.kernels.cross_entropy import METRICS, Options, _loss_rows, _rescale, flat
+from tigon.kernels._head_pass import Plan, _head_pass
+from tigon.kernels._logits import _rescale
+from tigon.kernels.cross_entropy import METRICS, Options
 
 N, V = 37, 211
 OPTIONS = {
@@ -219,13 +221,16 @@ def test_the_operators_are_what_they_say(path: str) -> None:
         pytest.skip("there is no operator")
     logits, targets = inputs()
     logits, w = logits.detach(), torch.rand(N)
-    names = " ".join(m for m in METRICS if m != "accuracy")
+    names = tuple(m for m in METRICS if m != "accuracy")
     tests = ("test_schema", "test_faketensor")
-    for row_scale in (None, w):
-        arguments = (logits, targets, row_scale, None, *flat(Options()), names)
-        torch.library.opcheck(_loss_rows.op, arguments, test_utils=tests)
-    arguments = (logits, targets, w, logits.logsumexp(-1), *flat(Options()), "")
-    torch.library.opcheck(_loss_rows.op, arguments, test_utils=tests)
+    z = logits.logsumexp(-1)
+    for metrics, known in ((names, (None, None)), ((), (z, torch.zeros(N)))):
+        plan = Plan("cross_entropy", Options(), metrics=metrics)
+        slots = [targets, None, None, None, *known]
+        for need in (False, True):
+            arguments = (logits, None, None, slots, [w], plan.word(), plan.numbers())
+            arguments += ([need, False, False], None, None, 2**30, False)
+            torch.library.opcheck(_head_pass.op, arguments, test_utils=tests)
     torch.library.opcheck(_rescale.op, (logits, w[0], torch.bfloat16), test_utils=tests)
 
 

@@ -1,4 +1,5 @@
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from tests.kernels.conftest import CUDA
 from tests.kernels.test_cross_entropy import OPTIONS
 from tests.kernels.test_cross_entropy import exact as exact_losses
 from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
-from tigon.kernels.cross_entropy import METRICS, Options, flat
+from tigon.kernels._head_pass import Plan
+from tigon.kernels.cross_entropy import METRICS, Options
 
-MODULE = sys.modules["tigon.kernels.linear_cross_entropy"]
+MODULE = sys.modules["tigon.kernels._head_pass"]
 N, C, V = 37, 19, 211
 rows = pytest.mark.parametrize("rows", [4, 10_000])
 
@@ -265,9 +267,9 @@ def test_rows_that_do_not_count_are_not_computed(
     seen: list[int] = []
     loss_rows = MODULE.loss_rows
 
-    def counted(logits: Tensor, *rest: object) -> object:
+    def counted(logits: Tensor, *rest: Any, **more: Any) -> object:
         seen.append(logits.shape[0])
-        return loss_rows(logits, *rest)
+        return loss_rows(logits, *rest, **more)
 
     monkeypatch.setattr(MODULE, "loss_rows", counted)
     loss, found = linear_cross_entropy(
@@ -364,13 +366,16 @@ def test_the_operator_is_what_it_says(path: str) -> None:
     if path == "reference":
         pytest.skip("there is no operator")
     hidden, weight, bias, targets = (t.detach() for t in inputs())
-    names = " ".join(m for m in METRICS if m != "accuracy")
+    names = tuple(m for m in METRICS if m != "accuracy")
+    plan = Plan("cross_entropy", Options(softcap=3.0), metrics=names)
+    slots = [targets, None, None, None, None, None]
     for needs in ([False] * 3, [True] * 3):
         for index in (None, torch.arange(9)):
-            arguments = (hidden, weight, bias, targets, torch.rand(N), None, *flat(Options()))
-            arguments += (names, needs, index, 2**30)
+            arguments = (hidden, weight, bias, slots, [torch.rand(N)], plan.word(), plan.numbers())
             torch.library.opcheck(
-                MODULE._chunked_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
+                MODULE._head_pass.op,
+                (*arguments, needs, index, None, 2**30, False),
+                test_utils=("test_schema", "test_faketensor"),
             )
 
 

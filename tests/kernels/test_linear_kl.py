@@ -1,4 +1,3 @@
-import sys
 from typing import Any
 
 import pytest
@@ -7,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.kernels.conftest import CUDA
-from tigon.kernels import linear_kl, linear_kl_ref
+from tigon.kernels import kl_ref, linear_kl, linear_kl_ref
+from tigon.kernels._head_pass import Plan, _head_pass
 from tigon.kernels.cross_entropy import Options
 
-MODULE = sys.modules["tigon.kernels.linear_kl"]
 N, C, D, V = 21, 19, 13, 211
 BETAS = [0.0, 0.3, 1.0]
 CASES: dict[str, dict[str, Any]] = {
@@ -158,17 +157,14 @@ def test_compiled() -> None:
 @pytest.mark.traced
 def test_the_operator_is_what_it_says() -> None:
     x = {k: t.detach() for k, t in inputs().items()}
-    arguments = (
-        *(x[k] for k in ("hidden", "weight", "bias")),
-        *(x[f"teacher_{k}"] for k in ("hidden", "weight", "bias")),
-        torch.rand(N),
-        [0.3, 1.0, 0.0, 1.0, 0.0, 1.0],
-    )
+    teacher = (x[f"teacher_{k}"] for k in ("hidden", "weight", "bias"))
+    plan = Plan("divergence", Options(), 0.3)
+    slots = [next(teacher), None, *teacher, None, None]
     for needs in ([False] * 3, [True] * 3):
+        arguments = (x["hidden"], x["weight"], x["bias"], slots, [torch.rand(N)])
+        arguments += (plan.word(), plan.numbers(), needs, None, None, 2**30, False)
         torch.library.opcheck(
-            MODULE._chunked_pass.op,
-            (*arguments, needs, 2**30),
-            test_utils=("test_schema", "test_faketensor"),
+            _head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
         )
 
 
@@ -185,7 +181,7 @@ def test_bf16_at_real_sizes(beta: float) -> None:
     expected = linear_kl_ref(**wide, beta=beta)
     student = F.linear(*learned).float().log_softmax(-1)
     teacher = F.linear(*(x[f"teacher_{k}"] for k in names)).float().log_softmax(-1)
-    eager = MODULE.kl_ref(student, teacher, beta).sum()
+    eager = kl_ref(student, teacher, beta).sum()
     exact = torch.autograd.grad(expected, [wide[k] for k in names])
     for a, b, c in zip(
         torch.autograd.grad(loss, learned), torch.autograd.grad(eager, learned), exact, strict=True

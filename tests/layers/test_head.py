@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.models.contract import assert_same_gradients, gradients
+from tigon.kernels import CrossEntropy
 from tigon.layers import LMHead
 
 B, T, C, V = 2, 7, 23, 131
@@ -61,15 +62,15 @@ def compare(head: LMHead, options: dict[str, Any], reduction: str, return_logits
     losses = losses.view(B, T) * weights
     upstream = torch.randn(B, T)
     expected = losses.sum() / 17 if reduction == "sum" else (losses * upstream).sum()
-    out = head(
-        hidden,
-        targets,
-        token_weights=weights,
-        denominator=17 if reduction == "sum" else 1.0,
+    criterion = CrossEntropy(
+        targets=targets,
+        weights=weights,
+        denominator=17 if reduction == "sum" else None,
         reduction=reduction,
-        return_logits=return_logits,
     )
-    actual = out.loss if reduction == "sum" else (out.loss * upstream).sum()
+    out = head(hidden, [criterion], return_logits=return_logits)
+    value = out.values[0].value
+    actual = value if reduction == "sum" else (value * upstream).sum()
     assert actual.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(
         *torch.autograd.grad(actual, hidden, retain_graph=True),
@@ -105,7 +106,8 @@ def test_lora_on_the_head(options: dict[str, Any], frozen_weight: bool, reductio
     for return_logits in (False, True):
         compare(head, options, reduction, return_logits)
     hidden, targets, _ = inputs()
-    found = gradients(head(hidden, targets).loss, head)
+    loss = head(hidden, [CrossEntropy(targets=targets)]).values[0].value
+    found = gradients(loss, head)
     assert found["parametrizations.weight.0.a"].abs().max() > 0
 
 
@@ -114,7 +116,7 @@ def test_logits_without_targets(options: dict[str, Any]) -> None:
     head, (hidden, _, _) = make_head(**options), inputs()
     expected = plain_logits(hidden, head, options.get("softcap"), options.get("logit_scale", 1.0))
     out = head(hidden)
-    assert out.loss is None
+    assert out.values == []
     torch.testing.assert_close(out.logits.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -129,7 +131,8 @@ def test_each_gradient_alone(frozen: str, reduction: str) -> None:
     rest = [x for name, x in tensors.items() if name != frozen]
     expected = torch.autograd.grad(loss, rest)
     tensors[frozen].requires_grad_(False)
-    actual = head(hidden, targets, reduction=reduction).loss.sum()
+    criterion = CrossEntropy(targets=targets, reduction=reduction)
+    actual = head(hidden, [criterion]).values[0].value.sum()
     for a, b in zip(torch.autograd.grad(actual, rest), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -140,9 +143,8 @@ def test_metrics_are_of_the_final_logits(options: dict[str, Any], return_logits:
     head, (hidden, targets, _) = make_head(**options), inputs()
     z = plain_logits(hidden, head, options.get("softcap"), options.get("logit_scale", 1.0))
     valid = targets != -100
-    out = head(hidden, targets, metrics=("z", "max_logit"), return_logits=return_logits)
+    criterion = CrossEntropy(targets=targets, metrics=("z", "max_logit"))
+    metrics = head(hidden, [criterion], return_logits=return_logits).values[0].metrics
     z_expected, max_expected = z.logsumexp(-1) * valid, z.amax(-1) * valid
-    torch.testing.assert_close(out.metrics["z"].double(), z_expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        out.metrics["max_logit"].double(), max_expected, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(metrics["z"].double(), z_expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics["max_logit"].double(), max_expected, rtol=1e-5, atol=1e-5)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
 
@@ -74,3 +75,21 @@ def tokens(batch: int = 2, length: int = 13, ignored: float = 0.3) -> tuple[Tens
     """Random ids and labels, of which a share is ignored."""
     ids = torch.randint(0, V, (batch, length))
     return ids, ids.masked_fill(torch.rand(batch, length) < ignored, -100)
+
+
+class Outputs(TorchDispatchMode):
+    """Shapes of everything computed, and of the results of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+        self.products: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.shapes.append(tensor.shape)
+                if func._opname in ("mm", "addmm", "bmm"):
+                    self.products.append(tensor.shape)
+        return out

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.contract import (
+    Outputs,
     V,
     assert_same_gradients,
     gradients,
@@ -24,24 +24,6 @@ T = 13
 
 def storage(tensor: Tensor) -> bytes:
     return tensor.detach().numpy().tobytes()
-
-
-class Outputs(TorchDispatchMode):
-    """Shapes of everything computed, and of the results of matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[torch.Size] = []
-        self.products: list[torch.Size] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self.shapes.append(tensor.shape)
-                if func._opname in ("mm", "addmm", "bmm"):
-                    self.products.append(tensor.shape)
-        return out
 
 
 def test_no_logits_tensor_exists(model: CausalLM) -> None:

@@ -1,11 +1,12 @@
 """Bad input is an error that names the value."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from tests.models.contract import tokens
+from tests.models.contract import assert_same_gradients, gradients, tokens
 from tigon.layers import KVCache
 from tigon.models import CausalLM
 
@@ -33,12 +34,16 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
             r"loss_weights \(2, 12\) is not \[batch, tokens\]",
         ),
         ({"loss_weights": torch.ones(2, 13)}, "loss_weights without labels"),
-        ({"metrics": ("entropy",)}, r"metrics=\('entropy',\) without labels"),
+        ({"metrics": ("entropy", "nll")}, r"metrics=\('nll',\) without labels"),
+        ({"metrics": "accuracy"}, r"metrics=\('accuracy',\) without labels"),
         ({"labels": changed((1, 5), 97)}, r"label 97 at .* neither -100 nor in \[0, 97\)"),
         ({"labels": changed((0, 12), -1)}, r"label -1 at .* neither -100 nor in \[0, 97\)"),
         ({"shift_labels": changed((0, 0), -101)}, r"label -101 at .* neither -100 nor"),
         ({"labels": LABELS, "loss_reduction": "mean"}, "loss_reduction='mean' is not one of"),
-        ({"labels": LABELS, "num_items_in_batch": -3}, "num_items_in_batch=-3 is negative"),
+        (
+            {"labels": LABELS, "num_items_in_batch": -3},
+            "num_items_in_batch=-3 is no number of items",
+        ),
         (
             {"labels": LABELS, "num_items_in_batch": torch.tensor([3, 4])},
             r"num_items_in_batch \(2,\) is not one number",
@@ -104,9 +109,8 @@ def test_ids_or_embeddings(model: CausalLM) -> None:
 def test_no_tokens(model: CausalLM, shape: tuple[int, int]) -> None:
     ids = torch.zeros(shape).long()
     for given in ({"input_ids": ids}, {"inputs_embeds": model.model.embed_tokens(ids)}):
-        with pytest.raises(
-            ValueError, match=rf"input_ids \({shape[0]}, {shape[1]}\) has no tokens"
-        ):
+        (name,) = given
+        with pytest.raises(ValueError, match=rf"{name} \({shape[0]}, {shape[1]}\) has no tokens"):
             model(**given)
 
 
@@ -129,8 +133,8 @@ def test_positions_that_agree_with_the_bounds(model: CausalLM) -> None:
 
 
 def test_num_items_needs_labels(model: CausalLM) -> None:
-    with pytest.raises(ValueError, match="num_items needs labels or shift_labels"):
-        model.num_items(attention_mask=torch.ones(2, 13))
+    with pytest.raises(ValueError, match="items need labels or shift_labels"):
+        model.num_items(input_ids=IDS, attention_mask=torch.ones(2, 13))
     with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
         model.num_items(LABELS, cu_seq_lens_q=ROWS, cu_seq_lens_k=ROWS[:2])
 
@@ -145,3 +149,104 @@ def test_attention_mask_covers_the_cache(model: CausalLM) -> None:
         model(ids[:, 9:], past_key_values=cache, cu_seq_lens=torch.tensor([0, 4, 8]))
     continued = model(ids[:, 9:], past_key_values=cache, attention_mask=torch.ones(2, 13))
     torch.testing.assert_close(continued.logits, model(ids).logits[:, 9:])
+
+
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+PATHS: dict[str, dict[str, Any]] = {
+    "fused": {},
+    "with logits": {"return_logits": True},
+    "metrics": {"metrics": ("accuracy", "nll")},
+    "none": {"loss_reduction": "none"},
+    "sequence": {"loss_reduction": "sequence", "loss_weights": torch.rand(2, 13)},
+    "kept": {"logits_to_keep": 5},
+    "packed": {"cu_seq_lens": torch.tensor([0, 4, 13, 26])},
+}
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_labels_of_every_dtype(model: CausalLM, name: str, path: dict[str, Any]) -> None:
+    for dtype in WHOLE:
+        labels = LABELS if dtype == torch.uint8 else changed((1, 5), -100)
+        given, exact = {name: labels.to(dtype)}, {name: labels}
+        assert torch.equal(model(IDS, **given, **path).loss, model(IDS, **exact, **path).loss)
+        assert torch.equal(model.num_items(**given, **path), model.num_items(**exact, **path))
+    for dtype in (torch.bool, torch.float32, torch.bfloat16, torch.complex64):
+        message = f"{name} is {dtype}: labels are integers, -100 is ignored"
+        given = {name: LABELS.to(dtype), **path}
+        with pytest.raises(TypeError, match=message):
+            model(IDS, **given)
+        with pytest.raises(TypeError, match=message):
+            model.num_items(**given)
+    for wrong in (LABELS.tolist(), LABELS.numpy()):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, not (list|ndarray)"):
+            model(IDS, **{name: wrong}, **path)
+
+
+def test_loss_weights_of_every_dtype(model: CausalLM) -> None:
+    weights = torch.rand(2, 13, dtype=torch.float64).requires_grad_()
+    out = model(IDS, labels=LABELS, loss_weights=weights)
+    assert out.loss.dtype == torch.float32
+    assert torch.equal(out.loss, model(IDS, labels=LABELS, loss_weights=weights.float()).loss)
+    (grad,) = torch.autograd.grad(out.loss, weights)
+    assert grad.dtype == torch.float64 and grad[:, 1:].all()
+    for dtype in (torch.bool, torch.uint8, torch.int64):
+        ones = torch.ones(2, 13, dtype=dtype)
+        loss = model(IDS, labels=LABELS, loss_weights=ones, loss_reduction="none").loss
+        assert torch.equal(loss, model(IDS, labels=LABELS, loss_reduction="none").loss)
+    for wrong, kind in ((weights.tolist(), "list"), (weights.to(torch.complex64), "complex64")):
+        given: dict[str, Any] = {"labels": LABELS, "loss_weights": wrong}
+        with pytest.raises(TypeError, match=f"loss_weights must be a tensor .*, not .*{kind}"):
+            model(IDS, **given)
+
+
+@pytest.mark.parametrize("wrong", [-3, -0.5, math.nan, math.inf])
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_numbers_of_items_that_are_none(model: CausalLM, wrong: float, reduction: str) -> None:
+    for given in (wrong, torch.tensor(wrong), torch.tensor([wrong], dtype=torch.float64)):
+        batch: dict[str, Any] = {"labels": LABELS, "loss_reduction": reduction}
+        with pytest.raises(ValueError, match=f"num_items_in_batch={wrong}(.0)? is no number of it"):
+            model(IDS, **batch, num_items_in_batch=given)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_zero_items_of_a_batch_that_has_some(model: CausalLM, zero: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_items_in_batch=0.*or 0 where no micro-batch has"):
+        model(IDS, labels=LABELS, num_items_in_batch=zero)
+    nothing = torch.full_like(LABELS, -100)
+    assert model(IDS, labels=nothing, num_items_in_batch=zero).loss == 0
+
+
+@pytest.mark.parametrize("wrong", ["7", True, [7]])
+def test_numbers_of_items_of_another_type(model: CausalLM, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="num_items_in_batch must be a number or a tensor, not"):
+        model(IDS, labels=LABELS, num_items_in_batch=wrong)
+
+
+def test_a_wrong_number_of_items_in_one_graph(model: CausalLM) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for wrong in (torch.tensor(-3.0), torch.tensor(math.nan)):
+        with pytest.raises(RuntimeError, match="num_items_in_batch is no number of items"):
+            compiled(IDS, labels=LABELS, num_items_in_batch=wrong)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+def test_weights_of_ignored_positions_mean_nothing(
+    model: CausalLM, path: dict[str, Any], wrong: float
+) -> None:
+    path, labels = dict(path), changed((1, 5), -100)
+    weights = path.pop("loss_weights", torch.rand(2, 13)).clone()
+    given = {"labels": labels, "loss_weights": weights, **path}
+    expected = model(IDS, **given)
+    grads = gradients(expected.loss.sum(), model)
+    strange = weights.clone()
+    strange[1, 5] = strange[0, 0] = wrong  # ignored, and nobody's target
+    strange.requires_grad_()
+    out = model(IDS, **given | {"loss_weights": strange})
+    assert torch.equal(out.loss, expected.loss)
+    (grad,) = torch.autograd.grad(out.loss.sum(), strange, retain_graph=True)
+    assert grad.isfinite().all() and grad[1, 5] == 0
+    assert_same_gradients(gradients(out.loss.sum(), model), grads)

@@ -20,6 +20,8 @@ KEEPS: dict[str, tuple[Any, list[list[int]]]] = {
     "more than T": (T + 7, [list(range(T))] * 2),
     "index": (torch.tensor([5, 0, 11, 12, 3]), [[5, 0, 11, 12, 3]] * 2),
     "int32 index": (torch.tensor([2, 9], dtype=torch.int32), [[2, 9]] * 2),
+    "uint8 index": (torch.tensor([2, 9, 12], dtype=torch.uint8), [[2, 9, 12]] * 2),
+    "int8 per row": (torch.tensor([[-1, 2], [-13, -5]], dtype=torch.int8), [[12, 2], [0, 8]]),
     "negative index": (torch.tensor([-13, -3, 4]), [[0, 10, 4]] * 2),
     "bool": (BOOL, [[1, 4, 5, 8, 11, 12]] * 2),
     "per row": (torch.tensor([[1, 8, 3], [0, 12, 6]]), [[1, 8, 3], [0, 12, 6]]),
@@ -157,6 +159,7 @@ def test_a_default_is_set_once_and_the_call_wins(model: CausalLM) -> None:
     [
         (-1, ValueError, "logits_to_keep=-1 is negative"),
         (torch.tensor([0, 13]), ValueError, r"index outside \[-13, 13\): \[13\]"),
+        (torch.tensor([13], dtype=torch.uint8), ValueError, r"index outside \[-13, 13\): \[13\]"),
         (torch.tensor([-14]), ValueError, r"index outside \[-13, 13\): \[-14\]"),
         (torch.tensor([[0], [13]]), ValueError, r"index outside \[-13, 13\)"),
         (torch.ones(B, T).bool(), ValueError, r"bool tensor \(2, 13\); it must be \[13\]"),

@@ -12,8 +12,7 @@ import tigon
 from tests.flash import played
 from tests.models.contract import assert_same_gradients, gradients, mean, tokens
 from tigon.layers import KVCache
-from tigon.models import CausalLM
-from tigon.models._inputs import resolve_inputs
+from tigon.models import Batch, CausalLM
 
 __all__ = ["played"]
 LENGTHS = (5, 1, 9, 4)
@@ -227,11 +226,11 @@ def test_left_padding_with_positions_can_be_continued(model: CausalLM) -> None:
     torch.testing.assert_close(continued.logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_positions_restart_in_every_sequence() -> None:
+def test_positions_restart_in_every_sequence(model: CausalLM) -> None:
     for way in (WAYS["cu_seq_lens"], WAYS["position_ids"], WAYS["padded cu_seq_lens"]):
-        inputs = resolve_inputs(1, TOTAL, torch.device("cpu"), **way)
-        assert torch.equal(inputs.position_ids, RESTARTS)
-    rows = resolve_inputs(2, 5, torch.device("cpu"), cu_seq_lens=torch.tensor([0, 2, 5, 10]))
+        batch = Batch.of(model, packed()[0], **way)
+        assert torch.equal(batch.position_ids, RESTARTS)
+    rows = Batch.of(model, tokens(2, 5)[0], cu_seq_lens=torch.tensor([0, 2, 5, 10]))
     assert rows.position_ids.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import tigon
 from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama, tokens
-from tigon.models import CausalLM
+from tigon.models import Batch, CausalLM
 
 B, T = 3, 16
 CUDA = torch.cuda.is_available()
@@ -43,6 +43,12 @@ def build(family: str) -> CausalLM:
     return cls.from_config(config | {"num_hidden_layers": 2, "initializer_range": 0.2})
 
 
+def dropping() -> CausalLM:
+    model = tiny_llama()
+    model.drop_padding = True
+    return model
+
+
 class Rows(list[tuple[int, ...]]):
     """Shapes of what the blocks were given."""
 
@@ -52,20 +58,12 @@ class Rows(list[tuple[int, ...]]):
         layer.register_forward_pre_hook(lambda _, given: self.append(given[0].shape[:2]))
 
 
-@pytest.fixture
-def unpads(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As on a GPU in 16 bits."""
-    monkeypatch.setattr(CausalLM, "_may_unpad", lambda *_: True)
-    return monkeypatch
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_real_tokens_are_as_before(
-    unpads: pytest.MonkeyPatch, family: str, mask: Tensor, packed: bool
-) -> None:
+def test_real_tokens_are_as_before(family: str, mask: Tensor, packed: bool) -> None:
     model = build(family)
+    model.drop_padding = True
     ids, _ = tokens(B, T)
     labels = ids.masked_fill(~mask, -100)
     labels[:, 1:][~mask[:, :-1]] = -100  # what padding says of a first token means nothing
@@ -76,7 +74,7 @@ def test_real_tokens_are_as_before(
     out = model(ids, labels=labels, return_logits=True, metrics=metrics, **batch)
     found = gradients(out.loss, model)
     assert rows == [(1, int(mask.sum()))]
-    unpads.undo()
+    model.drop_padding = False
     plain = model(ids, labels=labels, return_logits=True, metrics=metrics, **batch)
     assert rows[1] == (B, T)
     torch.testing.assert_close(out.loss, plain.loss, rtol=1e-5, atol=1e-5)
@@ -86,8 +84,8 @@ def test_real_tokens_are_as_before(
     assert_same_gradients(found, gradients(plain.loss, model), 2e-5)
 
 
-def test_positions_given_for_padded_rows(unpads: pytest.MonkeyPatch) -> None:
-    model, mask = tiny_llama(), MASKS["left"]
+def test_positions_given_for_padded_rows() -> None:
+    model, mask = dropping(), MASKS["left"]
     ids, _ = tokens(B, T)
     given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     rows = Rows(model)
@@ -98,11 +96,13 @@ def test_positions_given_for_padded_rows(unpads: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(logits[row, -n:], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_recomputed_blocks(unpads: pytest.MonkeyPatch) -> None:
-    model, mask = tiny_llama(), MASKS["right"]
+def test_recomputed_blocks() -> None:
+    model, mask = dropping(), MASKS["right"]
     ids, _ = tokens(B, T)
     labels = ids.masked_fill(~mask, -100)
+    rows = Rows(model)
     expected = gradients(model(ids, labels=labels, attention_mask=mask).loss, model)
+    assert rows == [(1, int(mask.sum()))]
     model.activation_checkpointing = True
     found = gradients(model(ids, labels=labels, attention_mask=mask).loss, model)
     assert_same_gradients(found, expected)
@@ -117,30 +117,51 @@ def test_recomputed_blocks(unpads: pytest.MonkeyPatch) -> None:
     ],
     ids=["little", "holes", "nothing"],
 )
-def test_padding_that_stays(unpads: pytest.MonkeyPatch, mask: Tensor) -> None:
-    model = tiny_llama()
+def test_padding_that_stays(mask: Tensor) -> None:
+    model = dropping()
     rows = Rows(model)
     model(tokens(B, T)[0], attention_mask=mask)
     assert rows[0] == (B, T)
 
 
-def test_bounds_that_make_sequences_of_padding(unpads: pytest.MonkeyPatch) -> None:
-    model = tiny_llama()
+def test_bounds_that_make_sequences_of_padding() -> None:
+    model = dropping()
     rows = Rows(model)
     cu = torch.tensor([0, 9, T, T + 3, 2 * T, 3 * T])
     model(tokens(B, T)[0], attention_mask=MASKS["right"], cu_seq_lens=cu)
     assert rows[0] == (B, T)
 
 
+def drops(model: CausalLM, x: Tensor) -> bool:
+    """Whether a half-empty batch is computed without its padding."""
+    mask = torch.tensor([[1, 0], [1, 1]], device=x.device)
+    batch = Batch.of(model, mask, attention_mask=mask)
+    return batch.without_padding(x.expand(2, 2, -1))[3] is not None
+
+
+ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
 def test_where_it_is_done() -> None:
     """Not where attention would spell out a mask over the longer row, or RoPE turns."""
-    model, x = tiny_llama(), torch.zeros(1, 2, 56)
-    assert not model._may_unpad(x)
-    assert not model._may_unpad(x.bfloat16())
+    model, x = tiny_llama(), torch.zeros(1, 1, 56)
+    assert not drops(model, x)
+    assert not drops(model, x.bfloat16())
     if CUDA:
-        assert not model._may_unpad(x.cuda())
-        assert not model._may_unpad(x.double().cuda())
-        assert model._may_unpad(x.bfloat16().cuda())
-        assert not model.use_attention("sdpa")._may_unpad(x.bfloat16().cuda())
-        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-        assert not tiny_llama(rope_parameters=rope)._may_unpad(x.bfloat16().cuda())
+        assert not drops(model, x.cuda())
+        assert not drops(model, x.double().cuda())
+        assert drops(model, x.bfloat16().cuda())
+        assert not drops(model.use_attention("sdpa"), x.bfloat16().cuda())
+        assert not drops(tiny_llama(rope_parameters=ROPE), x.bfloat16().cuda())
+
+
+def test_the_switch() -> None:
+    model, x = dropping(), torch.zeros(1, 1, 56)
+    assert drops(model, x)
+    cached = Batch.of(model, torch.zeros(2, 2).long(), attention_mask=torch.eye(2), use_cache=True)
+    assert cached.without_padding(x.expand(2, 2, -1))[3] is None
+    model.drop_padding = False
+    assert not drops(model, x)
+    turning = tiny_llama(rope_parameters=ROPE)
+    turning.drop_padding = True
+    assert not drops(turning, x)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models import MODELS, Batch, CausalLM, Targets, build, load_weights, materialize
 from tigon.weights import Repository
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,11 +46,14 @@ CONFIG = {
 IDS = torch.arange(48).view(2, 24) % 40
 
 
-def shard(model: CausalLM) -> None:
+def shard(model: CausalLM, *, inside: Any = None, root: Any = None) -> None:
+    """With these policies of mixed precision, if given."""
+    plain = MixedPrecisionPolicy()
     for block in model.model.layers:
-        fully_shard(block)
-    fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])  # type: ignore[list-item]
-    fully_shard(model)
+        fully_shard(block, mp_policy=inside or plain)
+    rest = [model.model.embed_tokens, model.model.norm, model.lm_head]
+    fully_shard(rest, mp_policy=inside or plain)  # type: ignore[arg-type]
+    fully_shard(model, mp_policy=root or plain)
 
 
 class Tokenizer:
@@ -66,6 +69,23 @@ def outcome(model: CausalLM, directory: Path, **options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "written"
+
+
+def mixed_losses(repository: Repository) -> list[float]:
+    """In bf16, of inputs that FSDP casts too: by keywords, and for two denominators."""
+    model, checkpoint = build(repository, MODELS)
+    inside = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+    shard(model, inside=inside, root=MixedPrecisionPolicy(torch.bfloat16))
+    materialize(model, torch.device("cpu"))
+    load_weights(model, checkpoint)
+    batch = Batch.of(model, IDS)
+    targets = Targets.of(batch, labels=IDS, loss_weights=torch.full(IDS.shape, 1.001))
+    plain = model(batch=batch, targets=Targets.of(batch, labels=IDS)).loss
+    losses = [model(batch=batch, targets=targets).loss, model(IDS, labels=IDS).loss]
+    for items in (1000.0, 1001.0):  # the same number in bf16
+        losses.append(model(batch=batch, targets=targets.with_num_items(torch.tensor(items))).loss)
+    sum(losses, plain).backward()
+    return [loss.item() for loss in (plain, *losses)]
 
 
 def rank_main(root: Path, kind: str) -> dict[str, Any]:
@@ -93,6 +113,11 @@ def rank_main(root: Path, kind: str) -> dict[str, Any]:
     optimizer.step()
     result["loss"] = loss.item()
     result["trained"] = outcome(model, root / f"{kind}-trained")
+
+    batch = Batch.of(model, IDS)
+    resolved = model(batch=batch, targets=Targets.of(batch, labels=IDS)).loss
+    result["resolved"] = [resolved.item(), model(IDS, labels=IDS).loss.item()]
+    result["mixed"] = mixed_losses(Repository(root / kind))
 
     (root / "full").mkdir(exist_ok=True)
     (root / "full" / "notes.txt").write_text("mine")
@@ -173,6 +198,18 @@ def test_a_step_is_that_of_one_process(ranks: Ranks) -> None:
     for name, p in model.named_parameters():
         assert (trained[name] - p).abs().max() < 1e-6, name
     assert [result["loss"] for result in results] == pytest.approx([loss.item()] * 2, rel=1e-6)
+
+
+def test_resolved_arguments_pass_unharmed(ranks: Ranks) -> None:
+    """FSDP's mixed precision casts every float tensor that it finds in arguments."""
+    for result in ranks[2]:
+        resolved, keywords = result["resolved"]
+        assert resolved == keywords
+        plain, weighted, keywords, larger, smaller = result["mixed"]
+        assert plain == keywords
+        if ranks[1] != "experts":  # a part of its loss has no weights
+            assert weighted == pytest.approx(1.001 * plain, rel=1e-6)
+        assert larger == pytest.approx(1.001 * smaller, rel=1e-6)
 
 
 @pytest.mark.parametrize(

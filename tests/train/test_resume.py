@@ -93,7 +93,7 @@ def test_a_run_may_be_made_longer_and_finished_ones_are_left_alone(workspace, ca
     assert "is finished: nothing left to do" in capsys.readouterr().out
     main([*settings, "resume=auto", "epochs=2", "lr=1e-3"])
     printed = capsys.readouterr().out
-    assert "epochs 1.0 -> 2.0" in printed and "lr 0.003 -> 0.001" in printed
+    assert "epochs 1 -> 2" in printed and "lr 0.003 -> 0.001" in printed
     assert workspace.metrics("longer", "step") == list(range(1, 2 * steps + 1))
     assert workspace.metrics("longer", "lr")[-1] == 1e-3
     assert (workspace.root / "longer/hf/model.safetensors").exists()

@@ -1,9 +1,12 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
+from tigon.kernels._check import checks
+from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels._triton import use
 from tigon.kernels.append_attention import KVBuffers, append_attention, append_attention_ref
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
-from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref
+from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
+from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref, divergence, kl_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
@@ -16,18 +19,26 @@ from tigon.kernels.sandwich_norm import sandwich_norm, sandwich_norm_ref
 from tigon.kernels.selected_logprobs import selected_logprobs, selected_logprobs_ref
 
 __all__ = [
+    "KL",
     "AttentionMask",
+    "CrossEntropy",
+    "Head",
+    "HeadValue",
     "KVBuffers",
+    "LogProbs",
     "append_attention",
     "append_attention_ref",
     "attention",
     "attention_ref",
+    "checks",
     "cross_entropy",
     "cross_entropy_ref",
+    "divergence",
     "gated_act",
     "gated_act_ref",
     "grouped_mlp",
     "grouped_mlp_ref",
+    "kl_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "linear_kl",
@@ -40,6 +51,7 @@ __all__ = [
     "rope_ref",
     "row_linear",
     "row_linear_ref",
+    "run_criteria",
     "sandwich_norm",
     "sandwich_norm_ref",
     "selected_logprobs",

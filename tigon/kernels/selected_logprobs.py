@@ -7,13 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tigon.kernels.cross_entropy import PLAIN, Options
-from tigon.kernels.linear_cross_entropy import (
-    LOGITS_BYTES,
-    ActiveRows,
-    linear_cross_entropy,
-    linear_cross_entropy_ref,
-)
+from tigon.kernels._logits import PLAIN, Options
+from tigon.kernels._run_criteria import LOGITS_BYTES, HeadValue, run_criteria
+from tigon.kernels.criteria import ActiveRows, LogProbs
+from tigon.kernels.linear_cross_entropy import linear_cross_entropy_ref
 
 
 def selected_logprobs_ref(
@@ -40,7 +37,7 @@ def selected_logprobs(
     metrics: Sequence[str] = (),
     active: ActiveRows | None = None,
     logits_bytes: int = LOGITS_BYTES,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> HeadValue:
     """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
 
     Differentiable with any upstream gradient: one matrix product forward, three backward (the
@@ -50,15 +47,10 @@ def selected_logprobs(
     """
     if options.label_smoothing or options.z_loss:
         raise ValueError(f"{options}: a log-probability has no label_smoothing and no z_loss")
-    losses, values = linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        reduction="none",
-        options=options,
-        metrics=metrics,
-        active=active,
-        logits_bytes=logits_bytes,
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden {tuple(hidden.shape)} is not [N, C]")
+    criterion = LogProbs(targets=targets, metrics=metrics, active=active)
+    (found,) = run_criteria(
+        hidden, weight, bias, [criterion], options=options, logits_bytes=logits_bytes
     )
-    return -losses, values
+    return found

@@ -1,23 +1,23 @@
-"""The head: hidden states to logits, or to a loss without logits.
+"""The head: hidden states to logits, or to criteria over them without logits.
 
 # B batch, T kept tokens, C model dim, V vocab
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels.cross_entropy import Options, Reduction, cross_entropy, scale_and_cap
-from tigon.kernels.linear_cross_entropy import LOGITS_BYTES, ActiveRows, linear_cross_entropy
+from tigon.kernels._run_criteria import LOGITS_BYTES, HeadValue, run_criteria
+from tigon.kernels.criteria import Criterion
+from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.row_linear import linear
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
-    loss: Tensor | None
-    logits: Tensor | None
-    metrics: dict[str, Tensor]
+    values: list[HeadValue]  # of each criterion, per-row ones [B, T]
+    logits: Tensor | None  # [B, T, V]
 
 
 class LMHead(nn.Module):
@@ -39,57 +39,39 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
-        self.logits_bytes = LOGITS_BYTES  # that a loss may hold of logits at a time
+        self.logits_bytes = LOGITS_BYTES  # that criteria may hold of logits at a time
 
     def forward(
         self,
-        hidden: Tensor,  # [B, T, C]
-        targets: Tensor | None = None,  # [B, T], already shifted
+        hidden: Tensor | None,  # [B, T, C]
+        criteria: Sequence[Criterion] = (),
         *,
-        token_weights: Tensor | None = None,  # [B, T]
-        denominator: Tensor | float = 1.0,
-        reduction: Reduction = "sum",
-        active: ActiveRows | None = None,
         return_logits: bool = False,
-        metrics: Sequence[str] = (),
-    ) -> HeadOutput:
-        weight = self.weight  # once: a parametrised weight is computed at each access
-        raw = None
-        if return_logits or targets is None:
-            raw = linear(hidden, weight, self.bias)
-        logits = None if raw is None else scale_and_cap(raw, self.options)
-        if targets is None:
-            return HeadOutput(None, logits, {})
+        lend: Callable[[Tensor, Tensor | None], Any] | None = None,
+    ) -> Any:
+        """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
 
-        shape = targets.shape
-        targets = targets.flatten()
-        token_weights = None if token_weights is None else token_weights.flatten()
-        if raw is None:
-            loss, values = linear_cross_entropy(
-                hidden.flatten(0, 1),
+        With `return_logits` the criteria are of those logits, which nobody overwrites. As a
+        teacher's head it is called by the student's pass: `lend` then gets weight and bias while
+        they are gathered, and its result is returned.
+        """
+        weight = self.weight  # once: a parametrised weight is computed at each access
+        if lend is not None:
+            return lend(weight, self.bias)
+        if hidden is None:
+            raise ValueError("the head has no hidden states")
+        if criteria and not return_logits:
+            values = run_criteria(
+                hidden,
                 weight,
-                targets,
-                bias=self.bias,
-                token_weights=token_weights,
-                denominator=denominator,
-                reduction=reduction,
+                self.bias,
+                criteria,
                 options=self.options,
-                metrics=metrics,
-                active=active,
                 logits_bytes=self.logits_bytes,
             )
-        else:
-            loss, values = cross_entropy(
-                raw.flatten(0, 1),
-                targets,
-                token_weights=token_weights,
-                denominator=denominator,
-                reduction=reduction,
-                options=self.options,
-                metrics=metrics,
-            )
-        return HeadOutput(
-            loss=loss.view(shape) if reduction == "none" else loss,
-            logits=logits,
-            metrics={name: v.view(shape) if v.dim() else v for name, v in values.items()},
+            return HeadOutput(values, None)
+        raw = linear(hidden, weight, self.bias)
+        values = run_criteria(
+            raw, None, None, criteria, options=self.options, logits_bytes=self.logits_bytes
         )
+        return HeadOutput(values, scale_and_cap(raw, self.options))

@@ -4,9 +4,11 @@ import os
 from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import _load, families
+from tigon.models._batch import Batch
 from tigon.models._load import LoadOptions, build, load_weights, materialize
-from tigon.models._model import CausalLMOutput
 from tigon.models._moe import MoEConfig, aux_loss_coef
+from tigon.models._output import CausalLMOutput
+from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
 
@@ -33,9 +35,11 @@ def from_pretrained(
 
 __all__ = [
     "MODELS",
+    "Batch",
     "CausalLM",
     "CausalLMOutput",
     "MoEConfig",
+    "Targets",
     "aux_loss_coef",
     "build",
     "from_pretrained",

@@ -54,6 +54,9 @@ class Decoder(nn.Module):
             dim = int(dim * rope.get("partial_rotary_factor", 1.0))
             longest = c.max_position_embeddings
             self.rotary_embs.append(RotaryEmbedding(dim, rope, longest) if rope else NoRotary(dim))
+        turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
+        first = min(turns, default=math.inf)
+        self._turning = None if first == math.inf else turns.index(first)
         # What a cache of this model has to hold, layer by layer
         one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.holds = tuple(state.holds for state in one)
@@ -61,9 +64,9 @@ class Decoder(nn.Module):
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """The one whose table turns with the shortest text; None: no table ever does."""
-        ropes = [r for r in self.rotary_embs if isinstance(r, RotaryEmbedding)]
-        first = min(ropes, key=lambda rope: rope.turn, default=None)
-        return None if first is None or first.turn == math.inf else first
+        if self._turning is None:
+            return None
+        return cast(RotaryEmbedding, self.rotary_embs[self._turning])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[State]:
         """An empty state for each layer; see MakeStates."""

@@ -33,7 +33,7 @@ def entries(parameters: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype
             found = [
                 whole(piece.parameter)
                 .reshape(-1, *shape[1:])
-                .narrow(0, piece.rows.target, piece.rows.count)
+                .narrow(0, piece.rows.target, piece.rows.length)
                 for piece in sorted(pieces)
             ]
             tensor = found[0] if len(found) == 1 else torch.cat(found)
@@ -48,7 +48,7 @@ def entries(parameters: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype
             shapes[part.name] = part.shape
             pieces.setdefault(part.name, []).extend(_Piece(s, parameter) for s in part.slices)
     for name, shape in shapes.items():
-        spans = [(piece.rows.source, piece.rows.count) for piece in pieces[name]]
+        spans = [(piece.rows.source, piece.rows.length) for piece in pieces[name]]
         if not tiles(spans, shape[0] if shape else 1):
             owners = ", ".join(sorted({piece.parameter for piece in pieces[name]}))
             raise ValueError(

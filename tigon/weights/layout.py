@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """`count` rows of a tensor from `source` on are those of a parameter from `target` on."""
+    """`length` rows of a tensor from `source` on are those of a parameter from `target` on."""
 
     source: int
     target: int
-    count: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def fills(parts: Sequence[Part], parameter: Tensor) -> bool:
         return False
     for part in parts:
         height = part.shape[0] if part.shape else 1
-        if any(s.source < 0 or s.source + s.count > height for s in part.slices):
+        if any(s.source < 0 or s.source + s.length > height for s in part.slices):
             return False
-    spans = [(s.target, s.count) for part in parts for s in part.slices]
+    spans = [(s.target, s.length) for part in parts for s in part.slices]
     return tiles(spans, math.prod(parameter.shape[:lead]))
 
 

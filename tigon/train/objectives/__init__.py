@@ -1,5 +1,6 @@
 """What a run learns from, and how: one file each, under the name that `task` takes."""
 
+from tigon.strict import suggest
 from tigon.train.objectives.base import Inputs, Objective, Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.objectives.pretrain import Pretrain
@@ -12,5 +13,6 @@ __all__ = ["OBJECTIVES", "CrossEntropyObjective", "Inputs", "Objective", "Part",
 
 def find_objective(task: str) -> type[Objective]:
     if task not in OBJECTIVES:
-        raise ValueError(f"task={task!r} is not one of {', '.join(OBJECTIVES)}")
+        hint = suggest(task, OBJECTIVES) or f"known: {', '.join(OBJECTIVES)}"
+        raise ValueError(f"no objective is called task={task!r}; {hint}")
     return OBJECTIVES[task]

@@ -1,0 +1,273 @@
+"""Criteria over a head's logits: several in one pass, stored log-probabilities, class weights."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels import (
+    KL,
+    CrossEntropy,
+    Head,
+    LogProbs,
+    cross_entropy,
+    divergence,
+    kl_ref,
+    linear_cross_entropy,
+    linear_cross_entropy_ref,
+    run_criteria,
+)
+from tigon.kernels import _head_pass as head_pass
+from tigon.kernels.cross_entropy import Options, scale_and_cap
+
+N, C, D, V, K = 21, 19, 13, 211, 5
+BETAS = [0.0, 0.3, 1.0]
+heads = pytest.mark.parametrize(
+    "options", [Options(), Options(softcap=2.0, logit_scale=0.7)], ids=["plain", "cap"]
+)
+
+
+class Batch:
+    """A student, a teacher and targets, some of them ignored."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.randn(N, C, requires_grad=True)
+        self.weight = (0.5 * torch.randn(V, C)).requires_grad_()
+        self.bias = torch.randn(V, requires_grad=True)
+        self.teacher_hidden = torch.randn(N, D)
+        self.teacher = Head(0.5 * torch.randn(V, D), torch.randn(V))
+        self.targets = torch.randint(0, V, (N,))
+        self.targets[::5] = -100
+        self.weights = torch.rand(N)
+        full = self.teacher_logits().log_softmax(-1)
+        self.logprobs, self.tokens = full.topk(K)
+        self.tokens[3, 2:] = -1
+        self.learned = (self.hidden, self.weight, self.bias)
+
+    def teacher_logits(self) -> Tensor:
+        return F.linear(self.teacher_hidden, *self.teacher[:2])
+
+    def run(self, criteria: list[Any], options: Options = Options(), **more: Any) -> list[Tensor]:  # noqa: B008
+        found = run_criteria(self.hidden, self.weight, self.bias, criteria, options=options, **more)
+        return [x.value for x in found]
+
+    def expected(self, criteria: list[Any], options: Options = Options()) -> list[Tensor]:  # noqa: B008
+        """From the definitions, float64."""
+        z = F.linear(*(x.double() for x in self.learned))
+        return [self.one(c, scale_and_cap(z, options)) for c in criteria]
+
+    def one(self, c: Any, z: Tensor) -> Tensor:
+        valid = self.targets != -100
+        index = self.targets.clamp(min=0)[:, None]
+        logp = z.log_softmax(-1)
+        if isinstance(c, LogProbs):
+            return logp.gather(1, index)[:, 0] * valid
+        if isinstance(c, CrossEntropy):
+            losses = -logp.gather(1, index)[:, 0] * valid
+            losses = (
+                losses + c.label_smoothing * (logp.gather(1, index)[:, 0] - logp.mean(-1)) * valid
+            )
+            if c.class_weights is not None:
+                losses = losses * c.class_weights.double()[index[:, 0]]
+        else:
+            student = (z / c.temperature).log_softmax(-1)
+            teacher = (self.teacher_logits().double() / c.temperature).log_softmax(-1)
+            if c.teacher_tokens is not None:
+                student, teacher = self.coarse(student, c)
+            losses = kl_ref(student, teacher, c.beta)
+            losses = losses * valid if c.targets is not None else losses
+        if c.weights is not None:
+            losses = losses * c.weights
+        if c.reduction == "none":
+            return losses * c.coefficient
+        return losses.sum() * c.coefficient / (1 if c.denominator is None else c.denominator)
+
+    @staticmethod
+    def coarse(student: Tensor, c: KL) -> tuple[Tensor, Tensor]:
+        """The stored tokens and all others as one, row by row."""
+        rows = []
+        for p, tokens, logprobs in zip(student.exp(), c.teacher_tokens, c.teacher_logprobs):  # noqa: B905
+            there = tokens >= 0
+            named, q = p[tokens[there]], logprobs[there].double().exp()
+            p = torch.cat((named, (p.sum() - named.sum())[None], p.new_zeros(K - len(named))))
+            q = torch.cat((q, (1 - q.sum())[None], q.new_zeros(K - len(q))))
+            rows.append((p.log(), q.log()))
+        a, b = (torch.stack(x) for x in zip(*rows, strict=True))
+        return a, b
+
+
+def assert_same(found: Tensor, expected: Tensor, learned: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad(found, learned, upstream, retain_graph=True),
+        torch.autograd.grad(expected, learned, upstream.double(), retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+
+
+def criteria_of(b: Batch, reduction: str = "sum") -> list[Any]:
+    mine = {"targets": b.targets, "weights": b.weights, "reduction": reduction}
+    if reduction == "sum":
+        mine["denominator"] = 7.0
+    return [
+        CrossEntropy(**mine, label_smoothing=0.1, coefficient=0.5),
+        KL(**mine, teacher_hidden=b.teacher_hidden, teacher=b.teacher, beta=0.3, temperature=2.0),
+        KL(**mine, teacher_tokens=b.tokens, teacher_logprobs=b.logprobs, coefficient=2.0),
+    ]
+
+
+@heads
+@pytest.mark.parametrize("logits_bytes", [2**30, 2**15])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_several_criteria(options: Options, logits_bytes: int, reduction: str) -> None:
+    b = Batch()
+    criteria = criteria_of(b, reduction)
+    expected = b.expected(criteria, options)
+    found = b.run(criteria, options, logits_bytes=logits_bytes)
+    assert_same(sum(found), sum(expected), b.learned)
+    # Sums that count differently, and one that does not count at all
+    assert_same(found[0] - 3 * found[2], expected[0] - 3 * expected[2], b.learned)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_logits_are_computed_once_and_once_more_at_most(
+    monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    b = Batch()
+    widths: list[int] = []
+    product = head_pass._product
+
+    def counted(h: Tensor, *rest: Any) -> Tensor:
+        widths.append(h.shape[1])
+        return product(h, *rest)
+
+    monkeypatch.setattr(head_pass, "_product", counted)
+    criteria = criteria_of(b) + ([LogProbs(targets=b.targets)] if mixed else [])
+    total = sum(x.sum() for x in b.run(criteria))
+    assert widths == [C, D]
+    total.backward()
+    assert widths == ([C, D] * 2 if mixed else [C, D])
+    for x, expected in zip(
+        b.learned,
+        torch.autograd.grad(sum(x.sum() for x in b.expected(criteria)), b.learned),
+        strict=True,
+    ):
+        torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=2e-5)
+
+
+@heads
+def test_of_logits_that_exist(options: Options) -> None:
+    b = Batch()
+    logits = F.linear(*b.learned).detach().requires_grad_()
+    criteria = [*criteria_of(b), LogProbs(targets=b.targets)]
+    before = logits.detach().clone()
+    for logits_bytes in (2**30, 2**15):
+        found = run_criteria(
+            logits, None, None, criteria, options=options, logits_bytes=logits_bytes
+        )
+        z = scale_and_cap(logits.double(), options)
+        for c, x in zip(criteria, found, strict=True):
+            assert_same(x.value, b.one(c, z), (logits,))
+        assert torch.equal(logits, before) and logits._version == 0
+
+
+@heads
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_stored_logprobs(options: Options, beta: float, reduction: str) -> None:
+    b = Batch()
+    c = KL(
+        teacher_tokens=b.tokens,
+        teacher_logprobs=b.logprobs,
+        beta=beta,
+        temperature=1.5,
+        reduction=reduction,
+    )
+    assert_same(b.run([c], options)[0], b.expected([c], options)[0], b.learned)
+
+
+def test_stored_logprobs_of_a_student_sure_of_them() -> None:
+    """What is left for other tokens is far below what 1 - sum can tell; so is its gradient."""
+    b = Batch()
+    b.bias.detach()[b.tokens.clamp(min=0).flatten()] += 60
+    c = KL(teacher_tokens=b.tokens, teacher_logprobs=b.logprobs)
+    found, expected = b.run([c])[0], b.expected([c])[0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    grad, exact = (torch.autograd.grad(x, b.bias)[0] for x in (found, expected))
+    torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_that_do_not_count_may_hold_anything() -> None:
+    b = Batch()
+    dead = b.targets == -100
+    b.tokens[dead], b.logprobs[dead] = -100, torch.nan
+    c = KL(targets=b.targets, teacher_tokens=b.tokens, teacher_logprobs=b.logprobs)
+    loss = b.run([c])[0]
+    grads = torch.autograd.grad(loss, b.learned)
+    assert loss.isfinite() and all(g.isfinite().all() for g in grads)
+    with pytest.raises(ValueError, match="teacher_tokens are not in"):
+        b.run([KL(teacher_tokens=b.tokens, teacher_logprobs=b.logprobs)])
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_class_weights(reduction: str) -> None:
+    b = Batch()
+    classes = torch.rand(V)
+    classes[b.targets[1]] = 0
+    d = 7.0 if reduction == "sum" else 1.0
+    mine = {"token_weights": b.weights, "class_weights": classes, "reduction": reduction}
+    expected = linear_cross_entropy_ref(
+        b.hidden, b.weight, b.targets, bias=b.bias, denominator=d, **mine
+    )
+    found, _ = linear_cross_entropy(
+        b.hidden, b.weight, b.targets, bias=b.bias, denominator=d, **mine
+    )
+    assert_same(found, expected.double(), b.learned)
+    logits = F.linear(*b.learned)
+    found, _ = cross_entropy(logits, b.targets, denominator=d, **mine)
+    assert_same(found, expected.double(), b.learned)
+    plain = F.cross_entropy(logits, b.targets, weight=classes, reduction=reduction)
+    found, _ = cross_entropy(logits, b.targets, class_weights=classes, reduction=reduction)
+    torch.testing.assert_close(found, plain)
+    with pytest.raises(ValueError, match=r"class_weights \(3,\) is not \[V\] = \[211\]"):
+        cross_entropy(logits, b.targets, class_weights=classes[:3])
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_divergence_of_logprobs(beta: float, reduction: str) -> None:
+    a = torch.randn(N, V).log_softmax(-1).requires_grad_()
+    t = (2 * torch.randn(N, V)).log_softmax(-1)
+    w = torch.rand(N)
+    found = divergence(a, t, beta=beta, token_weights=w, reduction=reduction)
+    expected = kl_ref(a.double(), t.double(), beta) * w
+    assert_same(found, expected if reduction == "none" else expected.sum(), (a,))
+    with pytest.raises(ValueError, match="are not"):
+        divergence(a, t[:, :3])
+
+
+def test_targets_of_a_batch_fill_what_is_missing() -> None:
+    b = Batch()
+    plain = LogProbs().with_targets(b.targets, b.weights, 7.0)
+    assert plain.targets is b.targets
+    mine = CrossEntropy(weights=b.weights).with_targets(b.targets, torch.ones(N), 7.0)
+    assert mine.weights is b.weights and mine.denominator == 7.0 and mine.targets is b.targets
+
+
+@pytest.mark.parametrize(
+    ("criterion", "message"),
+    [
+        (CrossEntropy(), "CrossEntropy has no targets"),
+        (KL(), "KL wants teacher_hidden and teacher, or"),
+        (KL(teacher_tokens=torch.zeros(3, 2).long(), teacher_logprobs=torch.zeros(3, 2)), "for 21"),
+        (CrossEntropy(label_smoothing=1.5, targets=torch.zeros(N).long()), "is not in"),
+    ],
+    ids=str,
+)
+def test_bad_criteria(criterion: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Batch().run([criterion])

@@ -1,0 +1,178 @@
+"""Batch and Targets: the arguments of a forward pass, resolved once and ahead of it."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.contract import assert_same_gradients, gradients, tiny_llama, tokens
+from tigon.models import Batch, CausalLM, Targets
+
+B, T = 2, 13
+PAD = torch.tensor([[1] * 9 + [0] * 4, [1] * T])
+BATCHES: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "padded": {"attention_mask": PAD},
+    "packed": {"cu_seq_lens": torch.tensor([0, 4, 13, 26]), "max_length_q": 13},
+    "restarting": {"position_ids": torch.tensor([[*range(6), *range(7)]] * 2)},
+    "cached": {"use_cache": True},
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "token": {"labels": tokens(B, T)[1]},
+    "sequence": {
+        "shift_labels": tokens(B, T)[1],
+        "loss_weights": torch.rand(B, T),
+        "loss_reduction": "sequence",
+        "num_items_in_batch": 7,
+    },
+    "kept": {"labels": tokens(B, T)[1], "loss_reduction": "none", "logits_to_keep": 5},
+}
+
+
+@pytest.mark.parametrize("of_targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("of_batch", BATCHES.values(), ids=BATCHES)
+def test_equal_to_the_keywords(
+    model: CausalLM, of_batch: dict[str, Any], of_targets: dict[str, Any]
+) -> None:
+    ids, _ = tokens(B, T)
+    expected = model(ids, **of_batch, **of_targets)
+    batch = Batch.of(model, ids, **of_batch)
+    targets = Targets.of(batch, **of_targets)
+    out = model(batch=batch, targets=targets)
+    value, truth = (x.logits if x.loss is None else x.loss for x in (out, expected))
+    assert torch.equal(value, truth)
+    found, grads = gradients(value.sum(), model), gradients(truth.sum(), model)
+    assert [name for name in grads if not torch.equal(found[name], grads[name])] == []
+    if of_targets:
+        assert torch.equal(targets.items, model.num_items(**of_batch, **of_targets))
+
+
+def test_a_batch_with_keywords_of_targets(model: CausalLM) -> None:
+    ids, labels = tokens(B, T)
+    loss = model(batch=Batch.of(model, ids, attention_mask=PAD), labels=labels).loss
+    assert torch.equal(loss, model(ids, attention_mask=PAD, labels=labels).loss)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_items_of_micro_batches_make_the_denominator(model: CausalLM, reduction: Any) -> None:
+    ids, labels = tokens(batch=5)
+    labels[0], labels[1, 3:], labels[4, :11] = -100, -100, -100  # one, none and many targets
+    whole = model(ids, labels=labels, loss_reduction=reduction).loss
+    expected = gradients(whole, model)
+    parts = [slice(0, 1), slice(1, 2), slice(2, 5)]
+    batches = [Batch.of(model, ids[p]) for p in parts]
+    targets = [
+        Targets.of(batch, labels=labels[p], loss_reduction=reduction)
+        for batch, p in zip(batches, parts, strict=True)
+    ]
+    items = torch.stack([t.items for t in targets]).sum()
+    losses = [
+        model(batch=batch, targets=t.with_num_items(items)).loss
+        for batch, t in zip(batches, targets, strict=True)
+    ]
+    total = torch.stack(losses).sum()
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=0.0)
+    assert_same_gradients(gradients(total, model), expected)
+    torch.testing.assert_close(  # each on its own is still a mean of its own
+        model(batch=batches[2], targets=targets[2]).loss,
+        model(ids[2:], labels=labels[2:], loss_reduction=reduction).loss,
+    )
+
+
+def test_defaults_of_the_model_hold(model: CausalLM) -> None:
+    ids, labels = tokens(B, T)
+    model.defaults.loss_reduction, model.defaults.logits_to_keep = "sequence", 4
+    expected = model(ids, labels=labels)
+    batch = Batch.of(model, ids)
+    targets = Targets.of(batch, labels=labels)
+    assert targets.reduction == "sequence" and targets.items == B
+    assert torch.equal(model(batch=batch, targets=targets).loss, expected.loss)
+
+
+def test_resolved_once(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, labels = tokens(B, T)
+    batch = Batch.of(model, ids, attention_mask=PAD)
+    targets = Targets.of(batch, labels=labels)
+    for resolver in (Batch, Targets):
+        monkeypatch.setattr(resolver, "of", None)
+    assert model(batch=batch, targets=targets).loss.isfinite()
+
+
+def test_one_declaration() -> None:
+    """Whoever inspects `forward`, as help() and transformers' Trainer do, finds the keywords."""
+    names = inspect.signature(tiny_llama().forward).parameters
+    assert [n for n in names][:3] == ["input_ids", "batch", "targets"]
+    assert all(p.kind != p.VAR_KEYWORD for p in names.values())
+    parts = inspect.signature(Batch.of).parameters, inspect.signature(Targets.of).parameters
+    resolved = {*parts[0], *parts[1]} - {"model"}
+    assert resolved | {"metrics", "return_logits"} == set(names) - {"targets"}
+    assert names["labels"].default is None and "labels" not in parts[0]
+    counted = inspect.signature(CausalLM.num_items).parameters
+    assert set(counted) - {"self"} == set(names) - {"batch", "targets"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"lables": 1},
+            r"forward\(\) got an unexpected keyword argument 'lables'; did you mean 'la",
+        ),
+        ({"output_attentions": True}, r"unexpected keyword argument 'output_attentions'$"),
+    ],
+)
+def test_unknown_keywords(model: CausalLM, given: dict[str, Any], message: str) -> None:
+    ids, labels = tokens(B, T)
+    with pytest.raises(TypeError, match=message):
+        model(ids, **given)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        model.num_items(labels, **given)
+    with pytest.raises(
+        TypeError, match=r"Batch.of\(\) got an unexpected keyword argument 'labels'"
+    ):
+        Batch.of(model, ids, labels=labels)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Targets.of\(\) got an unexpected .* 'metrics'"):
+        Targets.of(Batch.of(model, ids), metrics=())  # type: ignore[call-arg]
+
+
+def test_resolved_arguments_come_alone(model: CausalLM) -> None:
+    ids, labels = tokens(B, T)
+    batch = Batch.of(model, ids)
+    targets = Targets.of(batch, labels=labels)
+    with pytest.raises(TypeError, match="batch= with attention_mask, input_ids: these belong into"):
+        model(ids, batch=batch, attention_mask=PAD)
+    with pytest.raises(TypeError, match="targets= with labels: these belong into the targets"):
+        model(batch=batch, targets=targets, labels=labels)
+    with pytest.raises(TypeError, match="targets= without batch=: give the batch"):
+        model(ids, targets=targets)
+    with pytest.raises(ValueError, match="items need labels or shift_labels"):
+        Targets.of(batch).items  # noqa: B018
+
+
+@pytest.mark.parametrize("of_batch", ["rows", "padded", "packed"])
+def test_in_one_graph(model: CausalLM, of_batch: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ids, labels = tokens(B, T)
+        batch = Batch.of(model, ids, **BATCHES[of_batch])
+        targets = Targets.of(batch, labels=labels).with_num_items(torch.tensor(9 + seed))
+        loss = compiled(batch=batch, targets=targets).loss
+        plain = model(batch=batch, targets=targets).loss
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+        assert_same_gradients(gradients(loss, model), gradients(plain, model))
+    torch._dynamo.reset()
+
+
+def test_tensors_alone(model: CausalLM) -> None:
+    ids, labels = tokens(B, T)
+    given: dict[str, Any] = {"attention_mask": PAD.tolist()}
+    with pytest.raises(TypeError, match="attention_mask must be a tensor, not list"):
+        model(ids, **given)
+    with pytest.raises(TypeError, match="input_ids must be a tensor, not list"):
+        Batch.of(model, ids.tolist())
+    with pytest.raises(ValueError, match=r"inputs_embeds \(2, 13, 55\) is not \[batch, tokens, 56"):
+        model(inputs_embeds=torch.zeros(B, T, 55), labels=labels)

@@ -1,0 +1,105 @@
+"""What a forward pass returns: read as transformers' outputs are, exported, and without labels."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tests.models.contract import Outputs, V, tokens
+from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
+
+IDS, LABELS = tokens()
+NO_TARGET = ("predicted_tokens", "entropy", "max_logit", "z")
+
+
+@pytest.mark.parametrize("given", ["loss", "logits", "loss logits", "logits past_key_values"])
+def test_as_transformers_outputs(given: str) -> None:
+    names = given.split()
+    values: dict[str, Any] = {name: torch.rand(3) for name in names}
+    ours, theirs = CausalLMOutput(**values), CausalLMOutputWithPast(**values)
+    assert list(ours) == list(theirs) == list(ours.keys()) == names
+    assert len(ours) == len(theirs)
+    for i, name in enumerate(names):
+        assert ours[name] is theirs[name] is ours[i] is values[name]
+        assert name in ours and ours.to_tuple()[i] is values[name]
+    assert ours[-1] is theirs[-1] and ours[:1] == theirs[:1]
+    assert dict(ours) == values and dict(**ours) == values
+    assert dict(ours.items()) == values and list(ours.values()) == list(values.values())
+    assert ("loss" in ours) == ("loss" in theirs)
+    with pytest.raises(KeyError, match="'aux_loss': this output has"):
+        ours["aux_loss"]
+    with pytest.raises(IndexError):
+        ours[len(names)]
+
+
+def test_unpacked(model: CausalLM) -> None:
+    out = model(IDS, labels=LABELS, return_logits=True, metrics=("nll",))
+    loss, logits = out[:2]
+    assert loss is out.loss and logits is out.logits and out["metrics"] is out.metrics
+    assert "past_key_values" not in out and "metrics" not in model(IDS)
+
+
+def test_a_pytree(model: CausalLM) -> None:
+    out = model(IDS, labels=LABELS, metrics=("nll", "z"))
+    leaves, spec = torch.utils._pytree.tree_flatten(out)
+    assert [x.shape for x in leaves if x is not None] == [(), IDS.shape, IDS.shape]
+    again = torch.utils._pytree.tree_unflatten(leaves, spec)
+    assert isinstance(again, CausalLMOutput) and again.loss is out.loss
+    assert again.metrics == out.metrics
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(model: CausalLM, strict: bool) -> None:
+    given = {"labels": LABELS, "return_logits": True}
+    expected = model(IDS, **given)
+    exported = torch.export.export(model, (IDS,), given, strict=strict)
+    out = exported.module()(IDS, **given)
+    assert isinstance(out, CausalLMOutput)
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.logits, expected.logits)
+    other, labels = tokens()
+    out = exported.module()(other, **given | {"labels": labels})
+    torch.testing.assert_close(out.loss, model(other, labels=labels).loss)
+
+
+def test_one_name_for_metrics(model: CausalLM) -> None:
+    out = model(IDS, labels=LABELS, metrics="accuracy")
+    expected = model(IDS, labels=LABELS, metrics=("accuracy",))
+    assert out.metrics == expected.metrics and len(out.metrics) == 1
+    model.defaults.metrics = "accuracy"
+    assert model(IDS, labels=LABELS).metrics == expected.metrics
+
+
+@pytest.mark.parametrize("keep", [0, 3, torch.tensor([[0, 7], [12, 4]])], ids=["all", "3", "rows"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_metrics_without_labels(model: CausalLM, keep: Any, padded: bool) -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, 9:] = 0
+    given = {"logits_to_keep": keep, **({"attention_mask": mask} if padded else {})}
+    z = model(IDS, **given).logits.double()
+    batch = Batch.of(model, IDS)
+    real = Targets.of(batch, logits_to_keep=keep).take(mask if padded else mask**0) == 1
+    p = z.softmax(-1)
+    expected = {
+        "entropy": -(p * p.log()).sum(-1) * real,
+        "max_logit": z.amax(-1) * real,
+        "z": z.logsumexp(-1) * real,
+        "predicted_tokens": z.argmax(-1).where(real, -100).double(),
+    }
+    for return_logits in (None, True):
+        out = model(IDS, **given, metrics=NO_TARGET, return_logits=return_logits)
+        assert out.loss is None and out.metrics.keys() == expected.keys()
+        assert (out.logits is None) == (return_logits is None)
+        for name, value in expected.items():
+            torch.testing.assert_close(out.metrics[name].double(), value, rtol=1e-5, atol=1e-5)
+            assert not out.metrics[name].requires_grad
+    assert out.logits is not None and out.logits.requires_grad
+
+
+def test_metrics_without_labels_make_no_logits(model: CausalLM) -> None:
+    model.lm_head.logits_bytes = 16 * V * 30  # 30 rows at a time
+    with Outputs() as seen:
+        out = model(tokens(batch=16)[0], metrics=NO_TARGET)
+    assert out.logits is None and set(out.metrics) == set(NO_TARGET)
+    assert [s for s in seen.shapes if s[-1:] == (V,) and s.numel() > 56 * V] == []

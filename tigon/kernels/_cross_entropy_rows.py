@@ -1,0 +1,364 @@
+"""Cross-entropy of the rows of a chunk of logits: losses, statistics, metrics, gradient.
+
+# N rows, V vocab
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._logits import (
+    IGNORE_INDEX,
+    LOG2E,
+    PLAIN,
+    Options,
+    scale_and_cap,
+    transform,
+    transform_arguments,
+)
+from tigon.kernels._triton import runs_triton, tl, triton
+
+
+def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLAIN) -> Tensor:
+    """Per-row cross-entropy of raw logits, fp32 inside; 0 where the target is ignored."""
+    z = scale_and_cap(logits.float(), options)
+    loss = F.cross_entropy(
+        z,
+        targets,
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+        label_smoothing=options.label_smoothing,
+    )
+    if options.z_loss:
+        loss = loss + options.z_loss * z.logsumexp(-1).square() * (targets != IGNORE_INDEX)
+    return loss
+
+
+@dataclass
+class Rows:
+    """What a pass over logits leaves behind; everything is 0 where the target is ignored.
+
+    The logsumexp is `peak + log_mass`: in two numbers it keeps its precision far from 0.
+    """
+
+    loss: Tensor  # [N] fp32
+    peak: Tensor  # [N] fp32: the largest logit
+    log_mass: Tensor  # [N] fp32: log of the sum of exp(logit - peak)
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
+
+
+def loss_rows(
+    logits: Tensor,  # [N, V] raw
+    targets: Tensor,  # [N]
+    options: Options,
+    metrics: Sequence[str] = (),
+    row_scale: Tensor | None = None,  # [N]: the gradient of each row's loss
+    out: Tensor | None = None,  # [N, V], may be `logits`: takes their gradient
+    known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
+    *,
+    add: bool = False,  # add the gradient to what `out` holds
+    holes: bool = False,  # raw logits of -inf have no probability, with a softcap either
+) -> Rows:
+    """One pass over the logits: losses, metrics and, with `row_scale` and `out`, the gradient.
+
+    Where `row_scale` is 0, so is the gradient, whatever the logits are.
+    """
+    run = _launch_rows if runs_triton(logits) else _reference_rows
+    return run(logits, targets, options, metrics, row_scale, out, known, add, holes)
+
+
+def _reference_rows(
+    logits: Tensor,
+    targets: Tensor,
+    options: Options,
+    metrics: Sequence[str],
+    row_scale: Tensor | None,
+    out: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    add: bool,
+    holes: bool,
+) -> Rows:
+    z = scale_and_cap(logits.to(torch.float32, copy=True), options)
+    smoothing, softcap = options.label_smoothing, options.softcap
+    chain = 1 - (z / softcap).square() if softcap is not None and row_scale is not None else None
+    if holes:
+        z.masked_fill_(logits == -torch.inf, -torch.inf)
+    valid = targets != IGNORE_INDEX
+    index = targets.clamp(min=0)[:, None]
+    mean = z.mean(-1) if smoothing else None
+    predicted = z.argmax(-1) if "predicted_tokens" in metrics else None
+    peak = z.amax(-1)
+    if holes:  # perhaps nothing else: -inf - -inf is NaN
+        peak = peak.clamp(min=-1e38) if known is None else known[0]
+    z.sub_(peak[:, None])
+    target = z.gather(1, index).squeeze(1)
+    shifted = z.clone() if "entropy" in metrics else None
+    mass = z.exp_().sum(-1)
+    log_mass = mass.log()
+    nll, lse = log_mass - target, peak + log_mass
+    values = {"nll": nll, "z": lse, "max_logit": peak}
+    if shifted is not None:
+        # Where p is 0, the logit may be -inf
+        values["entropy"] = log_mass - shifted.mul_(z).where(z > 0, 0).sum(-1) / mass
+    kept = {name: values[name].where(valid, 0) for name in metrics if name != "predicted_tokens"}
+    if predicted is not None:
+        kept["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
+
+    loss = nll if mean is None else torch.lerp(nll, lse - mean, smoothing)
+    if options.z_loss:
+        loss = loss + options.z_loss * lse.square()
+    if row_scale is not None and out is not None:
+        slope = row_scale * valid * options.logit_scale
+        z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
+        if smoothing:
+            z.sub_((slope * smoothing / logits.shape[1])[:, None])
+        z.scatter_add_(1, index, (slope * (smoothing - 1))[:, None])
+        d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
+        out.copy_(d.add_(out) if add else d)
+    return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
+
+
+@triton.jit
+def _value(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr):
+    z = transform(x, scale, cap, SCALED, CAPPED)
+    if HOLES and CAPPED:
+        z = tl.where(x == -float("inf"), -float("inf"), z)
+    return z
+
+
+@triton.jit
+def _probability(z, highest, log_mass, logits):
+    """exp(z - highest - log_mass); in one operation where the logits are coarse."""
+    if logits.dtype.element_ty == tl.float32:
+        p = tl.exp2((z - highest) * LOG2E - log_mass * LOG2E)
+    else:
+        p = tl.exp2(z * LOG2E - (highest * LOG2E + log_mass * LOG2E))
+    return p
+
+
+@triton.jit
+def _rows_kernel(
+    logits,
+    out,
+    targets,
+    row_scale,
+    loss,
+    peaks,
+    log_masses,
+    entropy,
+    nll,
+    predicted,
+    V,
+    stride,
+    out_stride,
+    scale,
+    cap,
+    smoothing,
+    z_loss,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    GRAD: tl.constexpr,
+    ADD: tl.constexpr,
+    MASS_KNOWN: tl.constexpr,
+    HOLES: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    NLL: tl.constexpr,
+    PREDICTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One row per program: a pass for the logsumexp, a second, out of L2, for the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    out += row * out_stride
+    target = tl.load(targets + row)
+    # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
+    groups = tl.arange(0, BLOCK // K)[:, None]
+    columns = groups * K + tl.arange(0, K)[None, :]
+    slope = 0.0
+    if GRAD:
+        slope = tl.load(row_scale + row).to(tl.float32)
+        slope = tl.where(target == -100, 0.0, slope)
+        if SCALED:
+            slope = slope * scale
+
+    highest = tl.full([], 0.0, tl.float32)
+    log_mass = tl.full([], 0.0, tl.float32)
+    z_target = tl.full([], 0.0, tl.float32)
+    if target == -100:
+        tl.store(loss + row, 0.0)
+        if not MASS_KNOWN:
+            tl.store(peaks + row, 0.0)
+            tl.store(log_masses + row, 0.0)
+        if ENTROPY:
+            tl.store(entropy + row, 0.0)
+        if NLL:
+            tl.store(nll + row, 0.0)
+        if PREDICTED:
+            tl.store(predicted + row, -100)
+    else:
+        z_target = _value(tl.load(logits + target), scale, cap, SCALED, CAPPED, HOLES)
+        if MASS_KNOWN:
+            highest = tl.load(peaks + row)
+            log_mass = tl.load(log_masses + row)
+        else:
+            peak = tl.full((BLOCK // K,), -1.0e38, tl.float32)  # finite: -inf - -inf is NaN
+            mass = tl.zeros((BLOCK // K,), tl.float32)
+            moment = tl.zeros((BLOCK // K,), tl.float32)  # sum of p (z - peak), for the entropy
+            total = tl.zeros((BLOCK // K,), tl.float32)
+            best = tl.zeros((BLOCK // K,), tl.int32)
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                x = tl.load(logits + at, mask=at < V, other=-float("inf"))
+                z = _value(x, scale, cap, SCALED, CAPPED, HOLES)
+                if CAPPED:
+                    z = tl.where(at < V, z, -float("inf"))
+                top = tl.max(z, axis=1)
+                if PREDICTED:
+                    first = tl.min(tl.where(z == top[:, None], at, 2147483647), axis=1)
+                    best = tl.where(top > peak, first.to(tl.int32), best)
+                higher = tl.maximum(peak, top)
+                shrink = tl.exp2((peak - higher) * LOG2E)
+                if logits.dtype.element_ty == tl.float32:
+                    p = tl.exp2((z - higher[:, None]) * LOG2E)  # exact near the maximum
+                else:
+                    p = tl.exp2(z * LOG2E - (higher * LOG2E)[:, None])  # one operation
+                if ENTROPY:
+                    moment = (moment + mass * (peak - higher)) * shrink
+                    moment += tl.sum(p * tl.where(p > 0, z - higher[:, None], 0.0), axis=1)
+                mass = mass * shrink + tl.sum(p, axis=1)
+                if SMOOTHED:
+                    total += tl.sum(tl.where(at < V, z, 0.0), axis=1)
+                peak = higher
+            highest = tl.max(peak, axis=0)
+            shrink = tl.exp2((peak - highest) * LOG2E)
+            if ENTROPY:
+                moment += mass * (peak - highest)
+            row_mass = tl.sum(mass * shrink, axis=0)
+            log_mass = tl.log(row_mass)
+            tl.store(peaks + row, highest)
+            tl.store(log_masses + row, log_mass)
+            row_nll = log_mass + (highest - z_target)
+            row_loss = row_nll
+            if SMOOTHED:
+                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / V)
+            if Z_LOSS:
+                row_loss += z_loss * (highest + log_mass) * (highest + log_mass)
+            tl.store(loss + row, row_loss)
+            if NLL:
+                tl.store(nll + row, row_nll)
+            if ENTROPY:
+                tl.store(entropy + row, log_mass - tl.sum(moment * shrink, axis=0) / row_mass)
+            if PREDICTED:
+                first = tl.min(tl.where(peak == highest, best, 2147483647), axis=0)
+                tl.store(predicted + row, first.to(tl.int64))
+
+    if GRAD:
+        if slope == 0.0:  # not 0 * NaN
+            if not ADD:
+                for start in range(0, V, BLOCK):
+                    at = start + columns
+                    tl.store(out + at, tl.zeros_like(at).to(out.dtype.element_ty), mask=at < V)
+        else:
+            steep, flat = slope, 0.0
+            if Z_LOSS:
+                steep = slope * (1 + 2 * z_loss * (highest + log_mass))
+            d_target = _probability(z_target, highest, log_mass, logits) * steep
+            if SMOOTHED:
+                flat = slope * smoothing / V
+                d_target -= flat + slope * (1 - smoothing)
+            else:
+                d_target -= slope
+            if CAPPED:
+                d_target *= 1 - (z_target / cap) * (z_target / cap)
+            if ADD:
+                d_target += tl.load(out + target).to(tl.float32)
+            # Everybody has read what belongs to the target before anybody writes there
+            tl.debug_barrier()
+            # Backwards: what was read last is still in L2, even if the rows in flight are not
+            blocks = tl.cdiv(V, BLOCK)
+            for i in range(blocks):
+                at = (blocks - 1 - i) * BLOCK + columns
+                x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first")
+                z = _value(x, scale, cap, SCALED, CAPPED, HOLES)
+                d = _probability(z, highest, log_mass, logits) * steep
+                if SMOOTHED:
+                    d -= flat
+                if CAPPED:
+                    d *= 1 - (z / cap) * (z / cap)
+                if ADD:
+                    d += tl.load(out + at, mask=at < V, other=0.0).to(tl.float32)
+                tl.store(
+                    out + at, d.to(out.dtype.element_ty), mask=at < V, eviction_policy="evict_first"
+                )
+            # One column differs: cheaper to store it again than to compare every column
+            tl.debug_barrier()
+            tl.store(out + target, d_target.to(out.dtype.element_ty))
+
+
+def _launch_rows(
+    logits: Tensor,
+    targets: Tensor,
+    options: Options,
+    metrics: Sequence[str],
+    row_scale: Tensor | None,
+    out: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    add: bool,
+    holes: bool,
+) -> Rows:
+    n, vocab = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+
+    def rows(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n if wanted else 0, dtype=dtype, device=logits.device)
+
+    loss = rows()
+    peak, log_mass = known or (rows(), rows())
+    entropy, nll = (rows(name in metrics) for name in ("entropy", "nll"))
+    predicted = rows("predicted_tokens" in metrics, torch.int64)
+    if n:
+        # 64 KiB of a row at a time keep an SM's loads in flight; 32 warps hold them
+        block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
+        _rows_kernel[(n,)](
+            logits,
+            logits if out is None else out,
+            targets.contiguous(),
+            # An upstream gradient may be one number, expanded
+            loss if row_scale is None else row_scale.contiguous(),
+            loss,
+            peak.contiguous(),
+            log_mass.contiguous(),
+            entropy,
+            nll,
+            predicted,
+            vocab,
+            logits.stride(0),
+            logits.stride(0) if out is None else out.stride(0),
+            **transform_arguments(options),
+            smoothing=float(options.label_smoothing),
+            z_loss=float(options.z_loss),
+            SMOOTHED=options.label_smoothing != 0,
+            Z_LOSS=options.z_loss != 0,
+            GRAD=out is not None,
+            ADD=add,
+            MASS_KNOWN=known is not None,
+            HOLES=holes,
+            ENTROPY="entropy" in metrics,
+            NLL="nll" in metrics,
+            PREDICTED="predicted_tokens" in metrics,
+            BLOCK=block,
+            K=4,
+            num_warps=min(32, max(1, block // 1024)),
+        )
+    found = {"entropy": entropy, "nll": nll, "predicted_tokens": predicted}
+    for name in metrics:
+        if name in ("z", "max_logit"):
+            found[name] = peak + log_mass if name == "z" else peak.clone()
+    return Rows(loss, peak, log_mass, {name: found[name] for name in metrics})

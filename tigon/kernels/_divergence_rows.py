@@ -1,0 +1,295 @@
+"""Divergences of the rows of a chunk of logits from a teacher's: losses and gradient.
+
+# N rows, V vocab, k tokens whose log-probabilities a teacher stored
+"""
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._cross_entropy_rows import loss_rows
+from tigon.kernels._logits import LOG2E, Options, scale_and_cap, transform, transform_arguments
+from tigon.kernels._triton import runs_triton, tl, triton
+
+SMALLEST_REST = 2.0**-24  # in fp32, 1 less the sum of other probabilities says nothing below
+
+
+def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Per-row generalised Jensen-Shannon divergence of log-probabilities [..., V]."""
+    if beta == 0:
+        difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
+        return (teacher.exp() * difference).sum(-1)
+    if beta == 1:
+        return kl_ref(teacher, student, 0)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    return beta * kl_ref(mixture, teacher, 0) + (1 - beta) * kl_ref(mixture, student, 0)
+
+
+def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
+    """The derivative of `kl_ref(a, b, beta)` by a, up to a multiple of exp(a) in each row."""
+    if beta == 0:
+        return -b.exp()
+    p = a.exp()
+    m = b if beta == 1 else (beta * b.exp() + (1 - beta) * p).log()
+    return p * (a - m).masked_fill(p == 0, 0) * (1 if beta == 1 else 1 - beta)
+
+
+def divergence_rows(
+    student: Tensor,  # [N, V] raw
+    teacher: Tensor,  # [N, V] raw
+    options: Options,
+    teacher_options: Options,
+    beta: float,
+    row_scale: Tensor | None = None,  # [N]: the gradient of each row's loss
+    out: Tensor | None = None,  # [N, V], may be `student`: takes the gradient
+    *,
+    add: bool = False,  # add the gradient to what `out` holds
+    normalized: bool = False,  # both are log-probabilities, to be taken as they are
+) -> Tensor:
+    """Losses [N] and, with `row_scale` and `out`, the gradient: 0 where `row_scale` is."""
+    run = _launch if runs_triton(student) else _reference
+    return run(student, teacher, options, teacher_options, beta, row_scale, out, add, normalized)
+
+
+def _reference(
+    student: Tensor,
+    teacher: Tensor,
+    options: Options,
+    teacher_options: Options,
+    beta: float,
+    row_scale: Tensor | None,
+    out: Tensor | None,
+    add: bool,
+    normalized: bool,
+) -> Tensor:
+    z = a = scale_and_cap(student.float(), options)
+    b = scale_and_cap(teacher.float(), teacher_options)
+    if not normalized:
+        a, b = a.log_softmax(-1), b.log_softmax(-1)
+    if row_scale is not None and out is not None:
+        d = _slope(a, b, beta)
+        if not normalized:
+            d -= a.exp() * d.sum(-1, keepdim=True)
+        elif beta == 1:
+            d += a.exp()
+        d *= (row_scale * options.logit_scale)[:, None]
+        if options.softcap is not None:
+            d *= 1 - (z / options.softcap).square()
+        d.masked_fill_((row_scale == 0)[:, None], 0)
+        losses = kl_ref(a, b, beta)
+        out.copy_(d.add_(out) if add else d)
+        return losses
+    return kl_ref(a, b, beta)
+
+
+@triton.jit
+def _mass(logits, V, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
+    columns = tl.arange(0, BLOCK)
+    peak = tl.full((BLOCK,), -1.0e38, tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        z = transform(tl.load(logits + at, mask=at < V, other=0.0), scale, cap, SCALED, CAPPED)
+        z = tl.where(at < V, z, -float("inf"))
+        higher = tl.maximum(peak, z)
+        mass = mass * tl.exp2((peak - higher) * LOG2E) + tl.exp2((z - higher) * LOG2E)
+        peak = higher
+    highest = tl.max(peak, axis=0)
+    return highest, tl.log2(tl.sum(mass * tl.exp2((peak - highest) * LOG2E), axis=0))
+
+
+@triton.jit
+def _divergence(a, b, beta, MIX: tl.constexpr, REVERSE: tl.constexpr):
+    """For log2-probabilities of student and teacher: p, q, the loss of a logit, and its g.
+
+    The gradient of the student's logit is p (g - sum p g), all in units of log2; a forward
+    divergence needs no g.
+    """
+    p = tl.exp2(a)
+    q = tl.exp2(b)
+    if MIX:
+        m = tl.log2(beta * q + (1 - beta) * p)
+        g = tl.where(p == 0, 0.0, (1 - beta) * (a - m))
+        loss = tl.where(q == 0, 0.0, beta * q * (b - m)) + p * g
+    elif REVERSE:
+        g = tl.where(p == 0, 0.0, a - b)
+        loss = p * g
+    else:
+        g = p * 0.0
+        loss = tl.where(q == 0, 0.0, q * (b - a))
+    return p, q, loss, g
+
+
+@triton.jit
+def _divergence_kernel(
+    student,
+    teacher,
+    out,
+    row_scale,
+    loss,
+    V,
+    s_stride,
+    t_stride,
+    out_stride,
+    beta,
+    scale,
+    cap,
+    t_scale,
+    t_cap,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    T_SCALED: tl.constexpr,
+    T_CAPPED: tl.constexpr,
+    MIX: tl.constexpr,
+    REVERSE: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GRAD: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program: two passes for the normalisers, one or two for loss and gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    student += row * s_stride
+    teacher += row * t_stride
+    out += row * out_stride
+    columns = tl.arange(0, BLOCK)
+    s_peak, s_mass, t_peak, t_mass = 0.0, 0.0, 0.0, 0.0
+    if not NORMALIZED:
+        s_peak, s_mass = _mass(student, V, scale, cap, SCALED, CAPPED, BLOCK)
+        t_peak, t_mass = _mass(teacher, V, t_scale, t_cap, T_SCALED, T_CAPPED, BLOCK)
+    FORWARD: tl.constexpr = not (MIX or REVERSE)
+    slope = 0.0
+    if GRAD:
+        slope = tl.load(row_scale + row).to(tl.float32)
+        if SCALED:
+            slope = slope * scale
+
+    total = tl.zeros((BLOCK,), tl.float32)
+    mean_g = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + columns
+        z = transform(tl.load(student + at, mask=at < V, other=0.0), scale, cap, SCALED, CAPPED)
+        y = tl.load(teacher + at, mask=at < V, other=0.0)
+        y = transform(y, t_scale, t_cap, T_SCALED, T_CAPPED)
+        a = tl.where(at < V, (z - s_peak) * LOG2E - s_mass, -float("inf"))
+        b = tl.where(at < V, (y - t_peak) * LOG2E - t_mass, -float("inf"))
+        p, q, each, g = _divergence(a, b, beta, MIX, REVERSE)
+        total += each
+        mean_g += p * g
+        if GRAD and FORWARD:
+            d = (p - q) * slope
+            if NORMALIZED:
+                d = -q * slope
+            _store(out + at, d, z, slope, cap, at < V, CAPPED, ADD)
+    tl.store(loss + row, tl.sum(total, axis=0) / LOG2E)
+
+    if GRAD and not FORWARD:
+        mean = tl.sum(mean_g, axis=0)
+        if NORMALIZED:
+            mean = -LOG2E if REVERSE else 0.0
+        for start in range(0, V, BLOCK):
+            at = start + columns
+            z = tl.load(student + at, mask=at < V, other=0.0)
+            z = transform(z, scale, cap, SCALED, CAPPED)
+            y = tl.load(teacher + at, mask=at < V, other=0.0)
+            y = transform(y, t_scale, t_cap, T_SCALED, T_CAPPED)
+            a, b = (z - s_peak) * LOG2E - s_mass, (y - t_peak) * LOG2E - t_mass
+            p, q, each, g = _divergence(a, b, beta, MIX, REVERSE)
+            d = p * (g - mean) * (slope / LOG2E)
+            _store(out + at, d, z, slope, cap, at < V, CAPPED, ADD)
+
+
+@triton.jit
+def _store(at, d, z, slope, cap, mask, CAPPED: tl.constexpr, ADD: tl.constexpr):
+    if CAPPED:
+        d *= 1 - (z / cap) * (z / cap)
+    d = tl.where(slope == 0.0, 0.0, d)  # not 0 * NaN
+    if ADD:
+        d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, d.to(at.dtype.element_ty), mask=mask)
+
+
+def _launch(
+    student: Tensor,
+    teacher: Tensor,
+    options: Options,
+    teacher_options: Options,
+    beta: float,
+    row_scale: Tensor | None,
+    out: Tensor | None,
+    add: bool,
+    normalized: bool,
+) -> Tensor:
+    n, vocab = student.shape
+    student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
+    losses = torch.empty(n, dtype=torch.float32, device=student.device)
+    if n:
+        block = min(8192, max(128, triton.next_power_of_2(vocab)))
+        _divergence_kernel[(n,)](
+            student,
+            teacher,
+            student if out is None else out,
+            losses if row_scale is None else row_scale.contiguous(),  # perhaps one, expanded
+            losses,
+            vocab,
+            student.stride(0),
+            teacher.stride(0),
+            student.stride(0) if out is None else out.stride(0),
+            beta=float(beta),
+            **transform_arguments(options),
+            **transform_arguments(teacher_options, "t_"),
+            MIX=0 < beta < 1,
+            REVERSE=beta == 1,
+            NORMALIZED=normalized,
+            GRAD=out is not None,
+            ADD=add,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return losses
+
+
+def topk_rows(
+    logits: Tensor,  # [N, V] raw
+    tokens: Tensor,  # [N, k], each once in a row; negative after the last, where there are fewer
+    logprobs: Tensor,  # [N, k]
+    options: Options,
+    beta: float,
+    row_scale: Tensor | None = None,
+    out: Tensor | None = None,  # [N, V], may be `logits`
+    *,
+    add: bool = False,
+) -> Tensor:
+    """Losses [N] against stored log-probabilities: all other tokens are one outcome.
+
+    Logits at the tokens are -inf for a while, so that one pass sums up the others.
+    """
+    index = tokens.where(tokens >= 0, tokens[:, :1])
+    raw = logits.gather(1, index)
+    z = scale_and_cap(raw.float(), options)
+    others = logits if out is logits else logits.clone()
+    others.scatter_(1, index, -torch.inf)
+    target = index[:, 0].contiguous()
+    rest = loss_rows(others, target, options.of_logits(), holes=True)
+    lse = torch.where(rest.log_mass == -torch.inf, -torch.inf, rest.peak + rest.log_mass)
+    absent = tokens < 0
+    student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
+    teacher = logprobs.float().masked_fill(absent, -torch.inf)
+    left = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
+    teacher = torch.cat((teacher, left.log()), 1)
+    if row_scale is not None and out is not None:
+        d = _slope(student, teacher, beta)
+        d -= student.exp() * d.sum(-1, keepdim=True)
+        d = (d * row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0)
+        exact = d[:, :-1] * options.logit_scale
+        if options.softcap is not None:
+            exact = exact * (1 - (z / options.softcap).square())
+        exact = exact.where(~absent, exact[:, :1])
+        if add:
+            exact = exact + out.gather(1, index)
+        known = (rest.peak, rest.log_mass)
+        loss_rows(
+            others, target, options.of_logits(), (), d[:, -1], out, known, add=add, holes=True
+        )
+        out.scatter_(1, index, exact.to(out.dtype))
+    return kl_ref(student, teacher, beta)

@@ -1,0 +1,272 @@
+"""Autograd of criteria over a head's logits: one node for all criteria of a pass.
+
+# N rows (tokens), C model dim, V vocab, k criteria
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._head_pass import Plan, Slots, run_pass
+from tigon.kernels._logits import rescale, rescale_
+from tigon.kernels._triton import refuse_second_derivative
+
+INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
+Grads = tuple[Tensor | None, ...]
+
+
+class Pass(NamedTuple):
+    """What a pass does, apart from tensors."""
+
+    name: str  # in messages
+    plans: tuple[Plan, ...]
+    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
+    learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
+    teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
+    needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
+    late: bool  # fp16: gradients are made as of rows whose largest scale is 1
+    ahead: bool  # gradients are made in the forward pass, for the sum of the values
+    overwrite: bool
+    logits_bytes: int
+
+    @property
+    def instead(self) -> str:
+        if not self.name.startswith("linear_"):
+            return 'compute it inside `with tigon.kernels.use("reference")`'
+        return (
+            "the plain definitions, such as linear_cross_entropy_ref, have one, and so has a model "
+            'with return_logits=True and attention="reference" inside '
+            '`with tigon.kernels.use("reference")`'
+        )
+
+
+def _run(
+    p: Pass,
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    index: Tensor | None,
+    live: Tensor | None,
+    flat: Sequence[Tensor | None],
+    row_scales: list[Tensor],
+    needs: tuple[bool, bool, bool],
+    known: Slots,
+) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
+    """The pass, with the heads of teachers that are modules lent for as long as it takes.
+
+    The last result multiplies the gradients, if it is not None: in fp16, those of logits would
+    under- or overflow with the scales that rows have.
+    """
+    slots: Slots = []
+    for i in range(len(p.plans)):
+        slots += [*flat[INPUTS * i : INPUTS * i + 4], *known[2 * i : 2 * i + 2]]
+    top = None
+    if p.late and any(needs):
+        top = torch.cat(row_scales).abs().amax()
+        top = torch.where(top > 0, top, 1)
+        row_scales = [r / top for r in row_scales]
+
+    def lend(i: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        if i == len(p.plans):
+            return run_pass(
+                hidden,
+                weight,
+                bias,
+                p.plans,
+                slots,
+                row_scales,
+                needs,
+                index,
+                live,
+                p.logits_bytes,
+                p.overwrite,
+            )
+        teacher, at = p.teachers[i], 6 * i
+        if teacher is None:
+            return lend(i + 1)
+
+        def use(head: Tensor, bias: Tensor | None) -> Any:
+            states = slots[at]
+            assert states is not None
+            vocab = hidden.shape[1] if weight is None else len(weight)
+            if len(head) != vocab:
+                raise ValueError(f"the student has {vocab} tokens, the teacher {len(head)}")
+            slots[at + 2] = head.detach().to(states.dtype)
+            slots[at + 3] = None if bias is None else bias.detach().to(states.dtype)
+            return lend(i + 1)
+
+        return teacher(None, lend=use)
+
+    return *lend(0), top
+
+
+class Criteria(torch.autograd.Function):
+    """Values of k criteria, then metrics, then what the backward pass needs."""
+
+    @staticmethod
+    def forward(
+        p: Pass,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        index: Tensor | None,
+        live: Tensor | None,
+        *flat: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        row_scales: list[Tensor] = []
+        for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
+            if p.ahead and scale is not None:
+                one = scale.new_ones(()) if w is None else w
+                row_scales.append((one * scale).expand(hidden.shape[0]))
+        needs = p.needs if p.ahead else (False, False, False)
+        nothing: Slots = [None, None] * len(p.plans)
+        grads, rows_of, top = _run(
+            p, hidden, weight, bias, index, live, flat, row_scales, needs, nothing
+        )
+        values, metrics, losses = [], [], []
+        for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
+            w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+            loss = rows["loss"]
+            weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
+            values.append(weighted if p.per_token[i] else weighted.sum() * scale)
+            metrics += [rows[name] for name in plan.metrics]
+            if p.learned[i]:
+                losses.append(loss if p.per_token[i] else loss * scale)
+        if not p.ahead:
+            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if "peak" in plan.names]
+            grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
+        return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        p, hidden, weight, bias, index, live, *flat = inputs
+        k = len(p.plans)
+        kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
+        ctx.mark_non_differentiable(*output[k:])
+        ctx.set_materialize_grads(False)
+        ctx.p, ctx.kept, ctx.spent, ctx.grad = p, len(kept), False, None
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.transformed = is_transformed(hidden, weight, bias)
+        if p.ahead and weight is None and not ctx.transformed:
+            # The gradient is handed out once, scaled where it lies: saved_tensors would keep it
+            ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
+        given = (hidden, weight, bias, index, live, *flat)
+        if p.ahead and len(p.plans) == 1 and not ctx.transformed:
+            given = (None,) * len(given)
+        ctx.save_for_backward(*given, *kept)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        p, saved = ctx.p, ctx.saved_tensors
+        ups = grads[: len(p.plans)]
+        if ctx.transformed:
+            found = Backward.apply(p, ctx.kept, *ctx.dtypes, *ups, *saved)
+        else:
+            refuse_second_derivative(p.name, p.instead)
+            if ctx.spent:
+                raise RuntimeError(
+                    f"a second backward through {p.name}: its gradient was handed out; "
+                    'reduction="none" computes it each time'
+                )
+            if ctx.grad is not None and _same(ups):
+                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
+                ctx.spent = not torch.compiler.is_compiling()
+                d_logits, ctx.grad = rescale_(ctx.grad, factor), None
+                found = (d_logits, None, None, *losses)
+            else:
+                found = _differentiate(p, ctx.kept, *ctx.dtypes, *ups, *saved)
+        of_flat: list[Tensor | None] = []
+        rest = iter(found[3:])
+        for learns in p.learned:
+            of_flat += [None] * 4 + [next(rest) if learns else None, None]
+        return (None, *found[:3], None, None, *of_flat)
+
+
+class Backward(torch.autograd.Function):
+    """`Criteria.backward` where torch.func would differentiate it again, which is an error."""
+
+    @staticmethod
+    def forward(p: Pass, *flat: Any) -> Grads:
+        return _differentiate(p, *flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grads) -> None:
+        ctx.p = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of torch.func is at work on one of them."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
+
+
+def _same(ups: Sequence[Tensor | None]) -> bool:
+    """Whether all values count alike: what a sum of them hands down."""
+    if len(ups) == 1:
+        return True
+    if torch.compiler.is_compiling() or any(up is None for up in ups) or is_transformed(*ups):
+        return False
+    return len({(up.data_ptr(), up.dtype) for up in ups if up is not None}) == 1
+
+
+def _unpack(
+    p: Pass, kept: Sequence[Tensor], ups: Sequence[Tensor | None]
+) -> tuple[Grads, Tensor | None, Sequence[Tensor]]:
+    """Gradients of the rows' weights, the factor of gradients made ahead, and what else is kept."""
+    learned = [up for up, learns in zip(ups, p.learned, strict=True) if learns]
+    of_weights = [None if up is None else x * up for up, x in zip(learned, kept, strict=False)]
+    kept, factor = kept[len(learned) :], ups[0]
+    if p.late and p.ahead:
+        factor, kept = None if factor is None else factor * kept[0], kept[1:]
+    return tuple(of_weights), factor, kept
+
+
+def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
+    """Gradients of hidden, weight and bias, then of the weights of rows that learn."""
+    k = len(p.plans)
+    dtypes, ups, saved = flat[:3], flat[3 : 3 + k], flat[3 + k :]
+    split = len(saved) - count
+    of_weights, factor, kept = _unpack(p, saved[split:], ups)
+    if p.ahead and factor is not None and _same(ups):
+        grads = [
+            rescale(g, factor, dtype) if need else None
+            for g, need, dtype in zip(kept, p.needs, dtypes, strict=True)
+        ]
+        return *grads, *of_weights
+    hidden, weight, bias, index, live, *inputs = saved[:split]
+    row_scales = []
+    for i, up in enumerate(ups):
+        w, scale = inputs[INPUTS * i + 4], inputs[INPUTS * i + 5]
+        rows = hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
+        rows = rows if p.per_token[i] else rows * scale
+        rows = rows if w is None else rows * w
+        row_scales.append(rows.expand(hidden.shape[0]))
+    statistics = iter([] if p.ahead else kept)
+    known: Slots = []
+    for plan in p.plans:
+        has = not p.ahead and "peak" in plan.names
+        known += [next(statistics), next(statistics)] if has else [None, None]
+    made, _, top = _run(
+        p._replace(overwrite=False),
+        hidden,
+        weight,
+        bias,
+        index,
+        live,
+        inputs,
+        row_scales,
+        p.needs,
+        known,
+    )
+    grads = [
+        None if not need else g.to(dtype) if top is None else rescale(g, top, dtype)
+        for g, need, dtype in zip(made, p.needs, dtypes, strict=True)
+    ]
+    return *grads, *of_weights

@@ -1,0 +1,316 @@
+"""A pass over the logits of a head, chunk by chunk: every criterion's losses, and gradients.
+
+# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._cross_entropy_rows import loss_rows
+from tigon.kernels._divergence_rows import divergence_rows, topk_rows
+from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options
+from tigon.kernels._triton import operator, runs_triton
+
+SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
+Slots = list[Tensor | None]
+
+
+class Plan(NamedTuple):
+    """What of a criterion is no tensor; an operator takes it as a word and numbers."""
+
+    kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
+    options: Options
+    beta: float = 0.0
+    teacher_options: Options | None = None  # None: plain. Dynamo traces no default of our own class
+    normalized: bool = False
+    metrics: tuple[str, ...] = ()
+
+    def word(self) -> str:
+        return ":".join((self.kind, ",".join(self.metrics)))
+
+    def numbers(self) -> list[float]:
+        o, t = self.options, self.teacher_options or PLAIN
+        heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
+        return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What comes out for each row."""
+        statistics = ("peak", "log_mass") if self.kind == "cross_entropy" else ()
+        return ("loss", *statistics, *self.metrics)
+
+
+def _plans(words: str, numbers: list[float]) -> list[Plan]:
+    plans = []
+    for i, word in enumerate(words.split()):
+        kind, metrics = word.split(":")
+        cap, scale, t_cap, t_scale, smoothing, z_loss, beta, normalized = numbers[8 * i : 8 * i + 8]
+        options = Options(cap or None, scale, smoothing, z_loss)
+        teacher = Options(t_cap or None, t_scale)
+        names = tuple(name for name in metrics.split(",") if name)
+        plans.append(Plan(kind, options, beta, teacher, bool(normalized), names))
+    return plans
+
+
+def run_pass(
+    hidden: Tensor,  # [N, C]; or raw logits [N, V], where there is no weight
+    weight: Tensor | None,  # [V, C]
+    bias: Tensor | None,  # [V]
+    plans: tuple[Plan, ...],
+    slots: Slots,
+    row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
+    needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
+    index: Tensor | None,  # [m]: the rows to compute; None: all
+    live: Tensor | None,  # [N]: rows that have a gradient; None: all that are computed
+    logits_bytes: int,
+    overwrite: bool = False,  # the logits by their gradient, which is then not returned
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Three gradients (empty unless needed), and for each criterion values [N] by name.
+
+    On the CPU it is visible to torch.compile, elsewhere one opaque op.
+    """
+    plain = hidden.device.type == "cpu" and not runs_triton(hidden)
+    run = _head_pass.__wrapped__ if plain else _head_pass
+    words = " ".join(plan.word() for plan in plans)
+    numbers = [x for plan in plans for x in plan.numbers()]
+    out = run(
+        hidden,
+        weight,
+        bias,
+        slots,
+        row_scales,
+        words,
+        numbers,
+        list(needs),
+        index,
+        live,
+        logits_bytes,
+        overwrite,
+    )
+    rest = iter(out[3:])
+    return out[:3], [{name: next(rest) for name in plan.names} for plan in plans]
+
+
+def _outputs(
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    slots: Slots,
+    row_scales: list[Tensor],
+    words: str,
+    numbers: list[float],
+    needs: list[bool],
+    index: Tensor | None,
+    live: Tensor | None,
+    logits_bytes: int,
+    overwrite: bool,
+) -> list[Tensor]:
+    plans = _plans(words, numbers)
+    n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
+    late = hidden.dtype == torch.float16 and weight is not None
+    only = m <= _chunk(hidden, weight, plans, logits_bytes, any(needs)) and not late
+    full = torch.float32
+    dtypes = (full if late else hidden.dtype, weight.dtype if only and weight is not None else full)
+    shapes = (hidden.shape, *((0,) if w is None else w.shape for w in (weight, bias)))
+    wanted = (needs[0] and not overwrite, *needs[1:])
+    rows = [name for plan in plans for name in plan.names]
+    return [
+        *(
+            hidden.new_empty(shape if need else (0,), dtype=dtype)
+            for shape, dtype, need in zip(shapes, (*dtypes, full), wanted, strict=True)
+        ),
+        *(
+            hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
+            for r in rows
+        ),
+    ]
+
+
+@operator("head_pass", _outputs)
+def _head_pass(
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    slots: list[Tensor | None],
+    row_scales: list[Tensor],
+    words: str,
+    numbers: list[float],
+    needs: list[bool],
+    index: Tensor | None,
+    live: Tensor | None,
+    logits_bytes: int,
+    overwrite: bool,
+) -> list[Tensor]:
+    """The gradients, then the rows of each criterion in the order of `Plan.names`.
+
+    The weight's gradient is fp32 if chunks add up to it, the bias's always; in fp16 all are.
+    """
+    plans, n = _plans(words, numbers), hidden.shape[0]
+    rows = _chunk(hidden, weight, plans, logits_bytes, any(needs))
+    if index is not None:
+        hidden, row_scales = hidden[index], [r[index] for r in row_scales]
+        slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
+        live = None if live is None else live[index]
+    chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
+    found: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
+    d_hidden = hidden
+    if not overwrite:
+        d_hidden = hidden.new_empty(hidden.shape if needs[0] else (0,))
+    d_weight = d_bias = None
+    for start in chunks:
+        part = slice(start, start + rows)
+        h = hidden[part]
+        logits = h if weight is None else _product(h, weight, bias)
+        out = None
+        if weight is None and needs[0]:
+            out = logits if overwrite else d_hidden[part]
+        elif any(needs):
+            out = logits if len(plans) == 1 else _like(logits)
+        values: list[Tensor] = []
+        for i, plan in enumerate(plans):
+            mine = slots[SLOTS * i : SLOTS * (i + 1)]
+            mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
+            scale = None if out is None else row_scales[i][part]
+            values += _rows(plan, logits, mine, scale, out, add=i > 0)
+        for parts, value in zip(found, values, strict=True):
+            parts.append(value)
+        if out is None or weight is None:
+            continue
+        if needs[0] and h.is_cuda:
+            torch.mm(out, weight, out=d_hidden[part])
+        elif needs[0]:
+            d_hidden[part] = out @ weight
+        if needs[1]:
+            if live is not None:  # where the gradient is 0, not 0 * NaN
+                h = h.where(live[part, None], 0)
+            d_weight = add_product(d_weight, out.T, h, only=len(chunks) == 1)
+        if needs[2]:
+            total = out.sum(0, dtype=torch.float32)
+            d_bias = total if d_bias is None else d_bias + total
+        del logits, out
+    fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
+    late = hidden.dtype == torch.float16 and weight is not None
+    if needs[0] and not overwrite:
+        d_hidden = _spread(d_hidden.float() if late else d_hidden, index, n)
+    return [
+        hidden.new_empty(0) if overwrite else d_hidden,
+        hidden.new_empty(0) if d_weight is None else d_weight,
+        hidden.new_empty(0) if d_bias is None else d_bias,
+        *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
+    ]
+
+
+def _of_head(slot: int) -> bool:
+    return slot % SLOTS in (2, 3)
+
+
+def _spread(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
+    """The computed rows at their places among all N."""
+    if index is None:
+        return rows
+    return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
+
+
+def _rows(
+    plan: Plan,
+    logits: Tensor,  # [n, V]
+    slots: Slots,
+    row_scale: Tensor | None,
+    out: Tensor | None,
+    *,
+    add: bool,
+) -> list[Tensor]:
+    """What a criterion says about a chunk; its gradient goes to `out`."""
+    first, second, weight, bias, *statistics = slots
+    assert first is not None
+    if plan.kind == "topk":
+        assert second is not None
+        arguments = logits, first, second, plan.options, plan.beta, row_scale, out
+        return [topk_rows(*arguments, add=add)]
+    if plan.kind == "divergence":
+        teacher = first if weight is None else _product(first, weight, bias)
+        return [
+            divergence_rows(
+                logits,
+                teacher,
+                plan.options,
+                plan.teacher_options or PLAIN,
+                plan.beta,
+                row_scale,
+                out,
+                add=add,
+                normalized=plan.normalized,
+            )
+        ]
+    peak, log_mass = statistics
+    known = None if peak is None or log_mass is None else (peak, log_mass)
+    rows = loss_rows(logits, first, plan.options, plan.metrics, row_scale, out, known, add=add)
+    return [rows.loss, rows.peak, rows.log_mass, *(rows.metrics[name] for name in plan.metrics)]
+
+
+def _chunk(
+    hidden: Tensor, weight: Tensor | None, plans: list[Plan], logits_bytes: int, grads: bool
+) -> int:
+    """Rows of a chunk: the logits, a teacher's, and a sum of gradients share the budget."""
+    several = len(plans) > 1 and grads
+    buffers = int(weight is not None) + int(weight is not None and several)
+    buffers += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    buffers += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
+    if not buffers:
+        return max(1, hidden.shape[0])
+    vocab = hidden.shape[1] if weight is None else weight.shape[0]
+    return chunk_rows(vocab, hidden, logits_bytes // buffers)
+
+
+def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
+    """Rows whose logits fit the budget; in place on a GPU, with fp32 copies elsewhere.
+
+    A multiple of 1024, or else of 128: matrix products of other sizes are slower, as are smaller.
+    """
+    if not runs_triton(hidden):
+        return max(1, logits_bytes // (16 * vocab))
+    rows = max(1, logits_bytes // (hidden.element_size() * _padded(vocab)))
+    step = next(step for step in (1024, 128, 1) if rows >= step)
+    return rows // step * step
+
+
+def _padded(vocab: int) -> int:
+    return -(-vocab // 64) * 64
+
+
+def _like(logits: Tensor) -> Tensor:
+    """Room for as many logits; rows start at multiples of 128 bytes for the GPU."""
+    n, vocab = logits.shape
+    return logits.new_empty(n, _padded(vocab))[:, :vocab]
+
+
+def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits of a chunk, ours to overwrite."""
+    if not h.is_cuda:
+        return F.linear(h, weight, bias)
+    logits = h.new_empty(h.shape[0], _padded(weight.shape[0]))[:, : weight.shape[0]]
+    if bias is None:
+        return torch.mm(h, weight.T, out=logits)
+    return torch.addmm(bias, h, weight.T, out=logits)
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
+    """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
+    if only and a.dtype != torch.float16:
+        return a @ b
+    if total is None:
+        total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast multiplies in on the device of `x`; None where it is off."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

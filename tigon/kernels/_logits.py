@@ -1,0 +1,168 @@
+"""From raw logits to logits, what criteria over them have in common, and checks of both.
+
+# N rows (tokens), C model dim, V vocab
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._check import check, may_wait
+from tigon.kernels._triton import check_devices, multiprocessors, operator, runs_triton, tl, triton
+
+IGNORE_INDEX = -100
+METRICS = ("accuracy", "predicted_tokens", "entropy", "max_logit", "nll", "z")
+Reduction = Literal["sum", "none"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What turns raw logits into logits, and logits into a loss.
+
+    `z_loss` adds `z_loss * logsumexp(logits)^2` (PaLM, arXiv 2204.02311).
+    """
+
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise ValueError(f"softcap={self.softcap} is not positive; None means no softcap")
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={self.label_smoothing} is not in [0, 1]")
+
+    def of_logits(self) -> "Options":
+        """Softcap and scale alone."""
+        return Options(self.softcap, self.logit_scale)
+
+    def at_temperature(self, t: float) -> "Options":
+        """Softcap and scale whose logits are `t` times smaller."""
+        cap = None if self.softcap is None else self.softcap / t
+        return Options(cap, self.logit_scale / t)
+
+
+PLAIN = Options()
+
+
+def scale_and_cap(logits: Tensor, options: Options) -> Tensor:
+    """`softcap * tanh(scale * logits / softcap)`, in the dtype of `logits`."""
+    if options.logit_scale != 1.0:
+        logits = logits * options.logit_scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return logits
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tanh(y):
+    """As a series near 0, where 1 - 2 / (1 + exp(2 y)) cancels."""
+    s = y * y
+    near = y * (1 + s * (-0.33333333 + s * (0.13333333 + s * (-0.05396825 + s * 0.02186949))))
+    far = 1 - 2 / (1 + tl.exp2(tl.abs(y) * (2 * LOG2E)))
+    return tl.where(s < 0.0625, near, tl.where(y < 0, -far, far))
+
+
+@triton.jit
+def transform(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Scaled and capped, fp32."""
+    z = x.to(tl.float32)
+    if SCALED:
+        z = z * scale
+    if CAPPED:
+        z = cap * tanh(z * (1 / cap))
+    return z
+
+
+def transform_arguments(options: Options, prefix: str = "") -> dict[str, Any]:
+    """The last four arguments of `transform`; another value of one does not compile anew."""
+    return {
+        f"{prefix}scale": float(options.logit_scale),
+        f"{prefix}cap": float(options.softcap or 1.0),
+        f"{prefix}SCALED".upper(): options.logit_scale != 1.0,
+        f"{prefix}CAPPED".upper(): options.softcap is not None,
+    }
+
+
+@triton.jit
+def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    f = tl.load(factor).to(tl.float32)
+    if (not IN_PLACE) or f != 1.0:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, step):
+            at = start + tl.arange(0, BLOCK)
+            y = tl.load(x + at, mask=at < n).to(tl.float32) * f
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=at < n)
+
+
+def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    # Few programs that walk: half a million that find nothing to do would take longer than a pass
+    programs = min(triton.cdiv(x.numel(), 2048), 16 * multiprocessors(x))
+    if programs:
+        _rescale_kernel[(programs,)](
+            x, out, factor, x.numel(), IN_PLACE=out is x, BLOCK=2048, num_warps=8
+        )
+
+
+def _rescale_outputs(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@operator("rescale", _rescale_outputs)
+def _rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.contiguous()
+    out = _rescale_outputs(x, factor, dtype)
+    _launch_rescale(x, out, factor)
+    return out
+
+
+def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * factor` rounded once, to `dtype`; a bf16 product would round the factor, too."""
+    return _rescale(x, factor, dtype) if runs_triton(x) else (x.float() * factor).to(dtype)
+
+
+def rescale_(x: Tensor, factor: Tensor) -> Tensor:
+    """The same into `x` itself, without touching it where the factor is 1."""
+    if torch.compiler.is_compiling() or not x.is_contiguous() or not runs_triton(x):
+        return rescale(x, factor, x.dtype)
+    if x.device.type == "cuda":
+        with torch.cuda.device(x.device):
+            _launch_rescale(x, x, factor)
+    else:
+        _launch_rescale(x, x, factor)
+    return x
+
+
+def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:
+    """Each of `per_row` has one value for every row [..., C] or [..., V], on the same device."""
+    lead = rows.shape[:-1]
+    letters = "[N]" if len(lead) == 1 else "[B, n]"
+    for name, value in per_row.items():
+        if value is not None and value.shape not in (lead, (lead.numel(),)):
+            raise ValueError(f"{name} {tuple(value.shape)} is not {letters} = {list(lead)}")
+    check_devices(rows=rows, **per_row)
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is not 'sum' or 'none'")
+
+
+def check_targets(targets: Tensor, vocab_size: int) -> None:
+    """Every target is -100 or in [0, V); an error names it where the host may look."""
+    bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= vocab_size))
+    if may_wait(bad) and bad.any():
+        where = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"label {targets[tuple(where)].item()} at {where} is neither {IGNORE_INDEX} nor in "
+            f"[0, {vocab_size}), the vocabulary of the head"
+        )
+    if not may_wait(bad):
+        check(~bad.any(), f"a label is neither {IGNORE_INDEX} nor in [0, {vocab_size})")

@@ -1,0 +1,401 @@
+"""Criteria over the logits of a head: their tensors as rows, one pass, their values.
+
+# B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._check import check, has_values, integer_labels
+from tigon.kernels._cross_entropy_rows import cross_entropy_ref, loss_rows
+from tigon.kernels._head_autograd import Criteria, Pass, is_transformed
+from tigon.kernels._head_pass import Plan, autocast_dtype
+from tigon.kernels._logits import (
+    IGNORE_INDEX,
+    METRICS,
+    PLAIN,
+    Options,
+    check_reduction,
+    check_rows,
+    check_targets,
+)
+from tigon.kernels._triton import check_devices, runs_triton
+from tigon.kernels.criteria import (
+    KL,
+    ActiveRows,
+    Criterion,
+    CrossEntropy,
+    Divergence,
+    Head,
+    LogProbs,
+    Weighted,
+    host_may_count,
+)
+
+# Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
+LOGITS_BYTES = 2**30
+
+
+class HeadValue(NamedTuple):
+    """A criterion's value, summed or for each row, and its metrics."""
+
+    value: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Asked(NamedTuple):
+    """A criterion with its tensors as rows."""
+
+    given: Criterion
+    plan: Plan
+    tensors: tuple[Tensor | None, ...]  # the four of its pass
+    targets: Tensor | None  # [N]
+    weights: Tensor | None  # [N] fp32; 0 where a row does not count
+    scale: Tensor | None  # of a sum
+    teacher: Callable[..., Any] | None = None
+
+    @property
+    def weighs(self) -> bool:
+        """Whether rows are out because their weight is 0; none are where it learns."""
+        return self.weights is not None and not self.weights.requires_grad
+
+    def counted(self) -> Tensor | None:
+        """The rows [N] that have a gradient; None: all."""
+        valid = None if self.targets is None else self.targets != IGNORE_INDEX
+        if not self.weighs or self.weights is None:
+            return valid
+        return self.weights != 0 if valid is None else valid & (self.weights != 0)
+
+    def needed(self) -> Tensor | None:
+        """The rows [N] that have a gradient or metrics; None: all."""
+        if self.plan.metrics and self.targets is not None:
+            return self.targets != IGNORE_INDEX
+        return self.counted()
+
+
+def run_criteria(
+    hidden: Tensor,  # [..., C]; or raw logits [..., V], where there is no weight
+    weight: Tensor | None,  # [V, C]
+    bias: Tensor | None,  # [V]
+    criteria: Sequence[Criterion],
+    *,
+    options: Options = PLAIN,  # softcap and scale of the logits
+    logits_bytes: int = LOGITS_BYTES,
+    overwrite: bool = False,
+    name: str = "",  # in messages
+) -> list[HeadValue]:
+    """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
+
+    Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
+    On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
+    left out.
+    """
+    if not criteria:
+        return []
+    lead = hidden.shape[:-1]
+    vocab = hidden.shape[-1] if weight is None else weight.shape[0]
+    if weight is not None:
+        check_head(hidden, weight, bias)
+        check_devices(hidden=hidden, weight=weight, bias=bias)
+        hidden, weight, bias = narrow(hidden, weight, bias)
+    asked = [ask(hidden, c, options, vocab) for c in criteria]
+    rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
+    if (
+        weight is None
+        and not runs_triton(rows)
+        and all(a.plan.kind == "cross_entropy" for a in asked)
+    ):
+        return [_plain(rows, a, lead) for a in asked]
+    index, live = (None, None) if weight is None else select(rows, asked)
+    p = _pass(rows, weight, bias, asked, logits_bytes, overwrite)
+    if not torch.is_grad_enabled():
+        rows = rows.detach()
+        weight, bias = (None if x is None else x.detach() for x in (weight, bias))
+    flat: list[Tensor | None] = []
+    for a in asked:
+        flat += [*a.tensors, a.weights, a.scale]
+    out = iter(Criteria.apply(p, rows, weight, bias, index, live, *flat))
+    if p.overwrite:
+        torch.autograd.graph.increment_version(hidden)
+    values = [next(out) for _ in asked]
+    metrics = [{name: next(out) for name in a.plan.metrics} for a in asked]
+    return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, asked, strict=True)]
+
+
+def _pass(
+    rows: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    asked: Sequence[Asked],
+    logits_bytes: int,
+    overwrite: bool,
+) -> Pass:
+    grad = torch.is_grad_enabled()
+    needs = [grad and x is not None and x.requires_grad for x in (rows, weight, bias)]
+    per_token = tuple(a.scale is None for a in asked)
+    # Several sums: what they have upstream can be compared only where there are values
+    comparable = len(asked) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
+    ahead = any(needs) and comparable and not any(per_token)
+    overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
+    ours = overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
+    kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in asked]
+    if weight is not None:
+        kinds = [f"linear_{kind}" for kind in kinds]
+    return Pass(
+        name=" and ".join(dict.fromkeys(kinds)),
+        plans=tuple(a.plan for a in asked),
+        per_token=per_token,
+        learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in asked),
+        teachers=tuple(a.teacher for a in asked),
+        needs=(needs[0], needs[1], needs[2]),
+        late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
+        ahead=ahead,
+        overwrite=ours and runs_triton(rows),
+        logits_bytes=logits_bytes,
+    )
+
+
+def _finish(value: Tensor, found: dict[str, Tensor], a: Asked, lead: torch.Size) -> HeadValue:
+    """The value as the criterion has it, and the metrics asked for, [...] where per row."""
+    c = a.given
+    if isinstance(c, LogProbs):
+        value = -value
+    elif a.scale is None and isinstance(c, Weighted) and not _is_one(c.coefficient):
+        value = value * c.coefficient
+    metrics = {}
+    for name in rows_of(c):
+        if name == "accuracy":
+            assert a.targets is not None
+            valid = a.targets != IGNORE_INDEX
+            right = (found["predicted_tokens"] == a.targets) & valid
+            metrics[name] = right.sum() / valid.sum().clamp(min=1)
+        else:
+            metrics[name] = found[name].view(lead)
+    return HeadValue(value.view(lead) if a.scale is None else value, metrics)
+
+
+def rows_of(c: Criterion) -> Sequence[str]:
+    """The metrics that a criterion asks for."""
+    metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
+    return (metrics,) if isinstance(metrics, str) else metrics
+
+
+def ask(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Asked:
+    """The criterion's tensors, checked against the hidden states [..., C] and flattened."""
+    weights = scale = targets = None
+    if isinstance(c, Weighted):
+        check_reduction(c.reduction)
+        weights = c.weights
+        scale = _scale(c, hidden.device) if c.reduction == "sum" else None
+    if c.targets is not None:
+        targets = integer_labels(c.targets, "targets")
+    check_rows(hidden, targets=targets, token_weights=weights)
+    if targets is not None:
+        check_targets(targets, vocab)
+        targets = targets.flatten()
+    if weights is not None:
+        weights = weights.flatten().float()
+    if isinstance(c, KL | Divergence):
+        if targets is not None and weights is None:
+            weights = (targets != IGNORE_INDEX).float()
+        elif targets is not None and weights is not None:
+            weights = torch.where(targets != IGNORE_INDEX, weights, 0)
+        if isinstance(c, Divergence):
+            plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
+            given = c.teacher_logprobs.detach().flatten(0, -2)
+            return Asked(c, plan, (given, None, None, None), targets, weights, scale)
+        plan, tensors, teacher = _teacher(hidden, c, options, vocab, targets)
+        return Asked(c, plan, tensors, targets, weights, scale, teacher)
+    if targets is None:
+        raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
+    smoothing = z_loss = 0.0
+    if isinstance(c, CrossEntropy):
+        smoothing, z_loss = c.label_smoothing, c.z_loss
+        if c.class_weights is not None:
+            if c.class_weights.shape != (vocab,):
+                shape = tuple(c.class_weights.shape)
+                raise ValueError(f"class_weights {shape} is not [V] = [{vocab}]")
+            check_devices(hidden=hidden, class_weights=c.class_weights)
+            of_class = c.class_weights.float()[targets.clamp(min=0)]
+            weights = of_class if weights is None else weights * of_class
+    if weights is not None:
+        weights = torch.where(targets != IGNORE_INDEX, weights, 0)
+    options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
+    plan = Plan("cross_entropy", options, metrics=_rows_behind(rows_of(c)))
+    return Asked(c, plan, (targets, None, None, None), targets, weights, scale)
+
+
+def _scale(c: Weighted, device: torch.device) -> Tensor:
+    """What the sum is multiplied by."""
+    denominator, coefficient = c.denominator, c.coefficient
+    if not isinstance(denominator, Tensor):
+        # A fill, where as_tensor would copy from the host and wait
+        value = 1.0 if denominator is None else denominator
+        denominator = torch.full((), value, dtype=torch.float32, device=device)
+    scale = denominator.float().reciprocal()
+    return scale if _is_one(coefficient) else scale * coefficient
+
+
+def _is_one(x: Tensor | float) -> bool:
+    return not isinstance(x, Tensor) and x == 1
+
+
+def _teacher(
+    hidden: Tensor, c: KL, options: Options, vocab: int, targets: Tensor | None
+) -> tuple[Plan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
+    if not 0 <= c.beta <= 1:
+        raise ValueError(f"beta={c.beta} is not in [0, 1]")
+    if not c.temperature > 0:
+        raise ValueError(f"temperature={c.temperature} is not positive")
+    options = options.of_logits().at_temperature(c.temperature)
+    n = hidden.shape[:-1].numel()
+    stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
+    if stored == head or stored != (c.teacher_logprobs is not None) or head != bool(c.teacher):
+        raise ValueError(
+            "KL wants teacher_hidden and teacher, or teacher_tokens and teacher_logprobs"
+        )
+    if c.teacher_tokens is not None and c.teacher_logprobs is not None:
+        tokens, logprobs = _stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
+        check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
+        return Plan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
+    states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
+    of_teacher, module = c.teacher.options, None
+    weight = bias = None
+    if isinstance(c.teacher, Head) or not has_values(hidden):
+        weight, bias = c.teacher.weight.detach(), c.teacher.bias
+        bias = None if bias is None else bias.detach()
+        if hasattr(weight, "to_local"):
+            raise ValueError(
+                "the teacher's head is sharded, which torch.compile cannot gather: "
+                "call the head outside of what is compiled"
+            )
+        check_head(states, weight, bias, "teacher_")
+        check_devices(hidden=hidden, teacher_hidden=states, teacher_weight=weight)
+        if weight.shape[0] != vocab or len(states) != n:
+            raise ValueError(
+                f"the student has {n} rows and {vocab} tokens, the teacher {len(states)} and "
+                f"{len(weight)}: both must be the same"
+            )
+        states, weight, bias = narrow(states, weight, bias)
+    else:
+        module = c.teacher
+        states = states.to(autocast_dtype(states) or states.dtype)
+        if len(states) != n:
+            raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
+    teacher_options = of_teacher.of_logits().at_temperature(c.temperature)
+    plan = Plan("divergence", options, float(c.beta), teacher_options)
+    return plan, (states, None, weight, bias), module
+
+
+def _stored(
+    tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probabilities [N, K]; rows that do not count may hold anything."""
+    if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
+        raise ValueError(
+            f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
+            f"are not [..., K] for {n} rows"
+        )
+    tokens = integer_labels(tokens, "teacher_tokens").flatten(0, -2)
+    if targets is not None:
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        tokens = torch.where((targets != IGNORE_INDEX)[:, None], tokens, first.long() - 1)
+    ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
+    check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
+    return tokens, logprobs.detach().flatten(0, -2)
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)} "
+            "are not [..., C] and [V, C]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{prefix}bias {tuple(bias.shape)} is not [V] = [{weight.shape[0]}]")
+
+
+def narrow(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As autocast has them; an error if their dtypes differ."""
+    dtype = autocast_dtype(hidden)
+    if dtype is not None:
+        bias = None if bias is None else bias.to(dtype)
+        return hidden.to(dtype), weight.to(dtype), bias
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: cast one of them")
+    return hidden, weight, bias
+
+
+def select(rows: Tensor, asked: Sequence[Asked]) -> tuple[Tensor | None, Tensor | None]:
+    """The rows to compute and, if others are among them, which have a gradient; None: all."""
+    if not host_may_count(rows):
+        return None, _union([a.counted() for a in asked])
+    active = asked[0].given.active
+    metrics = any(a.plan.metrics for a in asked)
+    same = all(a.given.active is active for a in asked)
+    if active is None or not same or (metrics and active.weights is not None):
+        keep = _union([a.needed() for a in asked])
+        index = None if keep is None else ActiveRows(keep).index()
+        extra = metrics and any(a.weighs for a in asked)
+    else:
+        for a in asked:
+            _check_active(active, a, len(rows))
+        index = active.index()
+        extra = any(a.weights is not None and active.weights is not _given(a) for a in asked)
+    return index, _union([a.counted() for a in asked]) if extra else None
+
+
+def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
+    found = keeps[0]
+    for keep in keeps[1:]:
+        found = None if found is None or keep is None else found | keep
+    return found
+
+
+def _given(a: Asked) -> Tensor | None:
+    """The weights that alone decide which rows are out, if they do."""
+    if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
+        return None
+    return a.given.weights if isinstance(a.given, Weighted) else None
+
+
+def _check_active(active: ActiveRows, a: Asked, rows: int) -> None:
+    """The active rows hold all that the criterion needs."""
+    if len(active.keep) != rows:
+        raise ValueError(
+            f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
+        )
+    weights = a.given.weights if isinstance(a.given, Weighted) else None
+    same_weights = active.weights is None or active.weights is weights
+    if active.targets is not None and active.targets is a.given.targets and same_weights:
+        return
+    needed = a.needed()
+    missing = ~active.keep if needed is None else needed & ~active.keep
+    check(~missing.any(), "active leaves out rows that count: make it from the same targets")
+
+
+def _plain(logits: Tensor, a: Asked, lead: torch.Size) -> HeadValue:
+    """Cross-entropy by autograd, of logits that exist."""
+    assert a.targets is not None
+    loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
+    loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
+    if a.scale is not None and isinstance(a.given, Weighted):
+        loss = loss.sum() / (1.0 if a.given.denominator is None else a.given.denominator)
+        loss = loss * a.given.coefficient
+    found = {}
+    if a.plan.metrics:
+        found = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
+    return _finish(loss, found, a, lead)
+
+
+def _rows_behind(metrics: Sequence[str]) -> tuple[str, ...]:
+    """The per-row values that the metrics asked for are made of."""
+    unknown = [m for m in metrics if m not in METRICS]
+    if unknown:
+        raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")
+    return tuple(dict.fromkeys("predicted_tokens" if m == "accuracy" else m for m in metrics))

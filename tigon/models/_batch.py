@@ -1,0 +1,298 @@
+"""What a forward pass reads: tokens or embeddings, positions, sequences, padding and cache.
+
+# B batch, T new tokens, S all tokens (cached ones first), C model dim, N real tokens
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, Self, Unpack
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._attention_backends import HALF, PLAIN
+from tigon.kernels._triton import runs_triton
+from tigon.kernels.attention import AttentionMask, Backend
+from tigon.layers import Cache, KVCache
+from tigon.layers._check import on_host
+from tigon.models import _sequences
+from tigon.models._arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
+from tigon.models._config import Config
+from tigon.models._decoder import Decoder
+
+
+class Model(Protocol):
+    """What a batch has to know of its model."""
+
+    config: Config
+    model: Decoder
+    attention: Backend
+    defaults: Defaults
+    drop_padding: bool | None
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def turning_rope(self) -> Any: ...
+
+
+# No dataclass: FSDP's mixed precision would rebuild it with every float tensor in 16 bits
+class Batch:
+    """What a forward pass reads, checked and resolved; made by `Batch.of`.
+
+    It can be made outside of the model's forward, since it runs none of its modules.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor | None,  # [B, T], or else
+        inputs_embeds: Tensor | None,  # [B, T, C]; used in the dtype that they have
+        position_ids: Tensor,  # [B or 1, T]
+        segment_ids: Tensor | None,  # [B, T], over the whole batch; None: a row is a sequence
+        mask: AttentionMask,
+        cache: Cache | None,
+        defaults: Defaults,  # of the model, for what is asked of this batch
+        drop_padding: bool | None,  # as on the model, or False where it would change numbers
+    ):
+        self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
+        self.position_ids, self.segment_ids = position_ids, segment_ids
+        self.mask, self.cache = mask, cache
+        self.defaults = defaults
+        self._drop = drop_padding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and new tokens of each: (B, T)."""
+        given = self.inputs_embeds if self.input_ids is None else self.input_ids
+        assert given is not None
+        return given.shape[0], given.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.position_ids.device
+
+    @property
+    def real(self) -> Tensor | None:
+        """Bool [B, T], False on padding; None where the host knows of no padding."""
+        mask = self.mask.key_mask
+        return None if mask is None else mask[:, self.mask.past :]
+
+    @classmethod
+    @spelled_out
+    def of(
+        cls, model: Model, input_ids: Tensor | None = None, **given: Unpack[BatchArguments]
+    ) -> Self:
+        """Resolve what `forward` is given, for `model(batch=...)`.
+
+        Boundaries of packed sequences come from `cu_seq_lens`, or from `position_ids` that do not
+        increase. With a cache to fill, the host may wait for the device to learn whether there
+        are any.
+        """
+        check_keywords("Batch.of", given, BATCH)
+        _check_tensors(input_ids, given)
+        inputs_embeds = given.get("inputs_embeds")
+        b, t = _shape(input_ids, inputs_embeds, model.config)
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        assert tokens is not None
+        device = tokens.device
+        cache = given.get("past_key_values")
+        if cache is None and given.get("use_cache"):
+            cache = KVCache()
+        if cache is not None:
+            _check_cache(cache, model)
+        longest, position_ids = given.get("max_length_q"), given.get("position_ids")
+        bounds = [given.get("cu_seq_lens"), given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")]
+        cu_seq_lens = _sequences.same_bounds(device, *bounds)
+        positions, segment_ids, mask = _resolve(
+            (b, t),
+            device,
+            cache=cache,
+            attention_mask=given.get("attention_mask"),
+            position_ids=position_ids,
+            cu_seq_lens=cu_seq_lens,
+            longest=given.get("max_length_k") if longest is None else longest,
+            causal=model.causal,
+            attention=model.attention,
+        )
+        if cu_seq_lens is not None and position_ids is not None:
+            _sequences.check_positions(positions, segment_ids, mask.key_mask)
+        drop = model.drop_padding
+        if cache is not None or mask.key_mask is None or model.turning_rope is not None:
+            drop = False  # a RoPE that turns does so with the longest row, padding included
+        return cls(
+            input_ids, inputs_embeds, positions, segment_ids, mask, cache, model.defaults, drop
+        )
+
+    def without_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
+        """x [B, T, C], positions and mask for the blocks, and the places [N] of the rows of x.
+
+        Where padding is dropped, these are of the real tokens as one row [1, N]; elsewhere x,
+        positions and mask as they are, and None. See `LanguageModel.drop_padding`.
+        """
+        real = self.mask.unpadded() if self._drops(x) else None
+        if real is None:
+            return x, self.position_ids, self.mask, None
+        places, mask = real
+        position_ids = self.position_ids.expand(self.shape).flatten()[places][None]
+        return x.flatten(0, 1)[places][None], position_ids, mask, places
+
+    def with_padding(self, hidden: Tensor, places: Tensor | None) -> Tensor:
+        """Undo `without_padding`: hidden [1, N, C] goes to its places in [B, T, C]."""
+        if places is None:
+            return hidden
+        b, t = self.shape
+        padded = hidden.new_zeros(b * t, hidden.shape[-1]).index_copy(0, places, hidden[0])
+        return padded.view(b, t, -1)
+
+    def _drops(self, x: Tensor) -> bool:
+        if self._drop is False or torch.compiler.is_compiling():
+            return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._drop:
+            return True
+        # One long row would need a longer mask, where attention spells masks out
+        by_bounds = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
+        return by_bounds and runs_triton(x)
+
+
+def _check_tensors(input_ids: Any, given: Mapping[str, Any]) -> None:
+    names = "attention_mask", "position_ids", "inputs_embeds", "cu_seq_lens"
+    named = {name: given.get(name) for name in (*names, "cu_seq_lens_q", "cu_seq_lens_k")}
+    for name, value in {"input_ids": input_ids, **named}.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+
+
+def _shape(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: Config
+) -> tuple[int, int]:
+    """[B, T] of what is given of the two; raises unless it is one of them and well formed."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("give input_ids or inputs_embeds, one of them")
+    if input_ids is not None:
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids {tuple(input_ids.shape)} is not [batch, tokens]")
+        _check_ids(input_ids, config.vocab_size)
+        b, t = input_ids.shape
+    else:
+        assert inputs_embeds is not None
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds {tuple(inputs_embeds.shape)} is not [batch, tokens, "
+                f"{config.hidden_size}]"
+            )
+        b, t, _ = inputs_embeds.shape
+    if not b or not t:
+        name = "inputs_embeds" if input_ids is None else "input_ids"
+        raise ValueError(f"{name} {(b, t)} has no tokens: give at least one")
+    return b, t
+
+
+def _check_ids(input_ids: Tensor, vocab: int) -> None:
+    """Tokens on the host are below `vocab`; for those on a GPU nobody waits."""
+    if not on_host(input_ids) or not input_ids.numel():
+        return
+    least, most = (int(i) for i in input_ids.aminmax())
+    if least < 0 or most >= vocab:
+        wrong = least if least < 0 else most
+        raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
+
+
+def _check_cache(cache: Cache, model: Model) -> None:
+    """The model can use one, and this was made for, or filled by, a model of such layers."""
+    name, holds = type(model).__name__, model.model.holds
+    if not model.causal:
+        raise ValueError(
+            f"{name} with attention to both sides can neither use a cache nor "
+            "generate: each new token would change the ones before it"
+        )
+    if cache.holds and cache.holds != holds:
+        raise ValueError(
+            f"past_key_values has {_layers(cache.holds)}, but this {name} {_layers(holds)}: "
+            "give a cache of this model"
+        )
+
+
+def _layers(holds: Sequence[str]) -> str:
+    runs = ((len(list(run)), held) for held, run in itertools.groupby(holds))
+    return ", ".join(f"{n} layers of {held}" for n, held in runs)
+
+
+def _resolve(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    cache: Cache | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    longest: int | None,
+    causal: bool,
+    attention: str,
+) -> tuple[Tensor, Tensor | None, AttentionMask]:
+    """Positions [B or 1, T], segment ids [B, T] of packed sequences, and who sees whom."""
+    batch, tokens = shape
+    look, bounds = cache is not None, None
+    if position_ids is not None:
+        position_ids = _positions(position_ids, batch, tokens).to(device)
+    if cu_seq_lens is not None:
+        bounds, longest = _sequences.check_bounds(cu_seq_lens, longest, batch * tokens, device)
+    past: int | Tensor = 0
+    if cache is not None:
+        past = cache.begin(batch, tokens, attention_mask=attention_mask, cu_seq_lens=cu_seq_lens)
+    if isinstance(past, Tensor):  # the device knows, and the cache will mask
+        if position_ids is None:
+            position_ids = past[:, None] + torch.arange(tokens, device=device)
+        return position_ids, None, AttentionMask(tokens, backend=attention)
+    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
+    starts = None
+    if past == 0:
+        if bounds is not None:
+            starts = _sequences.starts_of(bounds, batch, tokens)
+            if key_mask is not None:
+                _sequences.check_padding(key_mask, starts)
+        elif position_ids is not None and tokens > 1:
+            starts = _sequences.restarts(position_ids, key_mask, batch)
+    if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
+        starts = bounds = None
+    segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
+    if position_ids is None:
+        position_ids = torch.arange(past, past + tokens, device=device)[None]
+        if starts is not None:
+            first = torch.where(starts, position_ids, 0).cummax(1).values
+            position_ids = position_ids - first
+    mask = AttentionMask(
+        tokens,
+        past=past,
+        segment_ids=segment_ids,
+        key_mask=key_mask,
+        causal=causal,
+        cu_seq_lens=bounds,
+        longest=longest,
+        backend=attention,
+    )
+    return position_ids, segment_ids, mask
+
+
+def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
+    if mask is None:
+        return None
+    if mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
+            f"[{batch}, {total}]"
+        )
+    if on_host(mask) and mask.all():
+        return None
+    return mask.to(device=device, dtype=torch.bool)
+
+
+def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if position_ids.shape not in ((1, tokens), (batch, tokens)):
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} is not [1 or {batch}, {tokens}]"
+        )
+    return position_ids

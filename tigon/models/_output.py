@@ -1,0 +1,61 @@
+"""What a forward pass returns.
+
+# B batch, n kept tokens, V vocab
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.layers import Cache
+
+
+@dataclass(eq=False)
+class CausalLMOutput:
+    """What a forward pass returns; `metrics` holds what the call asked for.
+
+    Also read as transformers' outputs are: `out["loss"]`, `out[0]`, `loss, logits = out[:2]`,
+    `dict(out)`, and iteration over the names. Only what is there counts in these: no None, no
+    empty metrics.
+    """
+
+    loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"
+    logits: Tensor | None = None  # [B, n, V] in the model's dtype
+    past_key_values: Cache | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
+
+    def keys(self) -> list[str]:
+        named = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return [name for name, value in named if value is not None and value != {}]
+
+    def values(self) -> list[Any]:
+        return [getattr(self, name) for name in self.keys()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if not isinstance(key, str):
+            return self.to_tuple()[key]
+        if key not in self:
+            raise KeyError(f"{key!r}: this output has {', '.join(self.keys()) or 'nothing'}")
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+
+torch.export.register_dataclass(CausalLMOutput, serialized_type_name="tigon.models.CausalLMOutput")

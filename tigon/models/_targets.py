@@ -1,0 +1,279 @@
+"""Labels to targets, weights and the denominator: the meaning of the loss, in one place.
+
+# B batch, T tokens, n kept tokens
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self, Unpack, get_args
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.criteria import Criterion, CrossEntropy, active_rows
+from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.layers._check import check, on_host
+from tigon.models._arguments import (
+    TARGETS,
+    Keep,
+    Reduction,
+    TargetArguments,
+    check_keywords,
+    spelled_out,
+)
+from tigon.models._batch import Batch
+
+OF_TARGETS = ("accuracy", "nll")  # metrics that need one
+
+
+# No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
+class Targets:
+    """What the head is to predict of a batch, checked and resolved; made by `Targets.of`.
+
+    Its labels, weights and `items` are of the kept positions alone.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        kept: slice | Tensor,  # of each row: a slice, an index [n], or one per row [B, n]
+        reduction: Reduction,
+        labels: Tensor | None = None,  # int64 [B, n]: what is predicted there; -100 is ignored
+        weights: Tensor | None = None,  # fp32 [B, n]
+        items: Tensor | None = None,
+    ):
+        self.batch, self.kept, self.reduction = batch, kept, reduction
+        self.labels, self.weights = labels, weights
+        self._items = items
+        self.denominator: Tensor | float = 1.0
+        if items is not None and self.mean:
+            self.denominator = items.clamp(min=1)
+
+    @property
+    def mean(self) -> bool:
+        """Whether the loss is divided by a number of items."""
+        return self.reduction in ("token", "sequence")
+
+    @property
+    def items(self) -> Tensor:
+        """This batch's part of the denominator, an int64 scalar: its targets, or the sequences
+        that have any."""
+        if self._items is None:
+            raise ValueError("items need labels or shift_labels: they are counted in them")
+        return self._items
+
+    @property
+    def share(self) -> Tensor | None:
+        """Which part of all items this batch has; None where the loss is no mean."""
+        return self.items / self.denominator if self._items is not None and self.mean else None
+
+    @classmethod
+    @spelled_out
+    def of(cls, batch: Batch, **given: Unpack[TargetArguments]) -> Self:
+        """Resolve what `forward` is given, for `model(batch=batch, targets=...)`.
+
+        Position t predicts label t + 1 of its own sequence; then the same positions are kept of
+        everything. What is not given comes from the model's `defaults`.
+        """
+        check_keywords("Targets.of", given, TARGETS)
+        keep = given.get("logits_to_keep")
+        keep = batch.defaults.logits_to_keep if keep is None else keep
+        kept = resolve_keep(keep, *batch.shape, batch.device)
+        reduction = given.get("loss_reduction") or batch.defaults.loss_reduction
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"loss_reduction={reduction!r} is not one of {get_args(Reduction)}")
+        weights = given.get("loss_weights")
+        targets = check_labels(given.get("labels"), given.get("shift_labels"), batch)
+        if targets is None:
+            if weights is not None:
+                raise ValueError("loss_weights without labels")
+            return cls(batch, kept, reduction)
+        weights = None if weights is None else check_weights(weights, batch)
+        segment_ids = batch.segment_ids
+        if given.get("shift_labels") is None:
+            targets, weights = _shift(targets, weights, segment_ids)
+        labels = take(targets, kept)
+        if weights is not None:
+            weights = take(weights, kept)
+            weights = weights.where(labels != IGNORE_INDEX, 0)  # what ignored ones say, even NaN
+        if segment_ids is not None:
+            segment_ids = take(segment_ids, kept)
+        counted = count(labels, segment_ids, reduction, batch.shape[1])
+        if counted.weights is not None:
+            weights = counted.weights if weights is None else weights * counted.weights
+        resolved = cls(batch, kept, reduction, labels, weights, counted.items)
+        items = given.get("num_items_in_batch")
+        return resolved if items is None else resolved.with_num_items(items)
+
+    def with_num_items(self, num_items: float | Tensor) -> Self:
+        """The same, with the loss divided by `num_items`: the `items` of all micro-batches and
+        ranks."""
+        if not self.mean:
+            raise ValueError(
+                f"num_items_in_batch={num_items} has no meaning with "
+                f"loss_reduction={self.reduction!r}"
+            )
+        given = self.labels, self.weights, self._items
+        new = type(self)(self.batch, self.kept, self.reduction, *given)
+        new.denominator = _denominator(num_items, self.items)
+        return new
+
+    def take(self, x: Tensor) -> Tensor:
+        """The kept positions of x [B, T, ...]."""
+        return take(x, self.kept)
+
+    def criteria(self, metrics: tuple[str, ...]) -> list[Criterion]:
+        """What the head is asked for: the loss and the metrics, or nothing.
+
+        Made before the blocks are launched, so that the number of rows that count is on the host
+        when the head wants it.
+        """
+        if self.labels is None:
+            return [self._metrics_alone(metrics)] if metrics else []
+        return [
+            CrossEntropy(
+                targets=self.labels,
+                weights=self.weights,
+                denominator=self.denominator,
+                reduction="none" if self.reduction == "none" else "sum",
+                metrics=metrics,
+                active=active_rows(self.labels, None if metrics else self.weights),
+            )
+        ]
+
+    def _metrics_alone(self, metrics: tuple[str, ...]) -> CrossEntropy:
+        missing = tuple(name for name in metrics if name in OF_TARGETS)
+        if missing:
+            raise ValueError(f"metrics={missing} without labels: these are about targets")
+        # Any target will do. Losses of single tokens, which nobody reads, make no gradient ahead
+        labels = torch.zeros(self.batch.shape, dtype=torch.int64, device=self.batch.device)
+        if self.batch.real is not None:
+            labels = labels.masked_fill(~self.batch.real, IGNORE_INDEX)
+        return CrossEntropy(targets=self.take(labels), metrics=metrics, reduction="none")
+
+
+def check_labels(labels: Any, shift_labels: Any, batch: Batch) -> Tensor | None:
+    """What is given of the two, `shift_labels` first, as int64 [B, T]."""
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    if given is None:
+        return None
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(given).__name__}")
+    if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        raise TypeError(f"{name} is {given.dtype}: labels are integers, {IGNORE_INDEX} is ignored")
+    _check_shape(name, given, batch)
+    return given.to(device=batch.device, dtype=torch.int64, non_blocking=True)
+
+
+def check_weights(weights: Any, batch: Batch) -> Tensor:
+    """fp32 [B, T]."""
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        kind = weights.dtype if isinstance(weights, Tensor) else type(weights).__name__
+        raise TypeError(f"loss_weights must be a tensor of real numbers, not {kind}")
+    _check_shape("loss_weights", weights, batch)
+    return weights.to(device=batch.device, dtype=torch.float32, non_blocking=True)
+
+
+def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
+    if value.shape != batch.shape:
+        raise ValueError(
+            f"{name} {tuple(value.shape)} is not [batch, tokens] = {list(batch.shape)}"
+        )
+
+
+def _shift(
+    labels: Tensor, weights: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    targets = _left(labels, IGNORE_INDEX)
+    if segment_ids is not None:
+        crosses = segment_ids[:, 1:] != segment_ids[:, :-1]
+        targets[:, :-1] = targets[:, :-1].masked_fill(crosses, IGNORE_INDEX)
+    return targets, None if weights is None else _left(weights, 0)
+
+
+def _left(x: Tensor, fill: int) -> Tensor:
+    return torch.cat((x[:, 1:], x.new_full((x.shape[0], 1), fill)), dim=1)
+
+
+@dataclass
+class Counted:
+    weights: Tensor | None  # fp32 [B, n]: 1 / targets of the token's sequence
+    items: Tensor  # number of targets, or of sequences with any; int64 scalar
+
+
+def count(
+    labels: Tensor,  # [B, n]
+    segment_ids: Tensor | None,  # [B, n]
+    reduction: Reduction,
+    tokens: int,  # T: there are at most B * T segments, so no shape depends on the data
+) -> Counted:
+    """The items of a reduction, and what it multiplies each loss by."""
+    valid = labels != IGNORE_INDEX
+    if reduction != "sequence":
+        return Counted(None, valid.sum())
+    if segment_ids is None:
+        segment_ids = torch.arange(labels.shape[0], device=labels.device)[:, None]
+        segment_ids = segment_ids.expand_as(labels)
+    segments = segment_ids.reshape(-1)
+    counts = torch.zeros(labels.shape[0] * tokens, dtype=torch.long, device=labels.device)
+    counts = counts.index_add(0, segments, valid.reshape(-1).long())
+    weights = valid / counts[segments].view_as(labels).clamp(min=1)
+    return Counted(weights, (counts > 0).sum())
+
+
+def _denominator(given: Any, items: Tensor) -> Tensor | float:
+    """`num_items_in_batch` as a divisor; 0 of 0 items divides by 1."""
+    rule = "give a finite number above 0, or 0 where no micro-batch has a target"
+    if isinstance(given, Tensor):
+        if given.numel() != 1 or given.is_complex():
+            raise ValueError(f"num_items_in_batch {tuple(given.shape)} is not one number")
+        values = f"={given.item()}" if on_host(given) else ""
+        given = given.reshape(()).to(items.device, torch.float32, non_blocking=True)
+        ok = ((given > 0) & (given < math.inf)) | (given == items)
+        check(ok, f"num_items_in_batch{values} is no number of items: {rule}")
+        return given + (given == 0)
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(f"num_items_in_batch must be a number or a tensor, not {given!r}")
+    if not 0 <= given < math.inf:
+        raise ValueError(f"num_items_in_batch={given} is no number of items: {rule}")
+    if given == 0:
+        check(items == 0, f"num_items_in_batch=0, but this batch has targets: {rule}")
+    return float(given or 1)
+
+
+def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> slice | Tensor:
+    """`logits_to_keep` as a slice, a 1-D index for every row or a 2-D index per row."""
+    if isinstance(keep, bool) or not isinstance(keep, int | Tensor):
+        raise TypeError(f"logits_to_keep must be an int or a tensor, not {keep!r}")
+    if isinstance(keep, int):
+        if keep < 0:
+            raise ValueError(f"logits_to_keep={keep} is negative; k keeps the last k, 0 all")
+        return slice(max(tokens - keep, 0) if keep else 0, tokens)
+    keep = keep.to(device)
+    if keep.dtype == torch.bool:
+        if keep.shape != (tokens,):
+            raise ValueError(
+                f"logits_to_keep is a bool tensor {tuple(keep.shape)}; it must be [{tokens}]"
+            )
+        return keep.nonzero().squeeze(1)
+    if keep.is_floating_point() or keep.is_complex() or keep.dim() not in (1, 2):
+        raise ValueError(
+            f"logits_to_keep {keep.dtype} {tuple(keep.shape)} is not an index [n] or [batch, n]"
+        )
+    if keep.dim() == 2 and keep.shape[0] != batch:
+        raise ValueError(f"logits_to_keep has {keep.shape[0]} rows, but the batch has {batch}")
+    keep = keep.long()  # narrower ones cannot be compared with T
+    bad = (keep < -tokens) | (keep >= tokens)
+    values = f": {keep[bad].tolist()}" if on_host(bad) else ""
+    check(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
+    return torch.where(keep < 0, keep + tokens, keep)
+
+
+def take(x: Tensor, keep: slice | Tensor) -> Tensor:
+    """The kept positions of x [B, T, ...]."""
+    if isinstance(keep, slice):
+        return x[:, keep]
+    if keep.dim() == 1:
+        return x.index_select(1, keep)
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[rows, keep]

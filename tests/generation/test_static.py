@@ -185,7 +185,7 @@ def test_quantized_means_int8(model: tigon.Llama, monkeypatch: pytest.MonkeyPatc
     ids = torch.randint(0, V, (2, 9))
     for asked, dtype in (("quantized", torch.int8), ("static", torch.float32)):
         model.generate(ids, max_new_tokens=250, cache_implementation=asked, eos_token_id=[])
-        assert made[-1].states[0].keys.dtype == dtype
+        assert made[-1].states[0].buffers.keys.dtype == dtype
         assert made[-1].capacity == 512
     model.generate(ids, max_new_tokens=2)
     assert len(made) == 2  # on a CPU the dynamic one

@@ -14,12 +14,16 @@ SHAPES = [(K, D, None), (1, 8, W)]
 def make(rows: int = B, capacity: int = 40, **options: Any) -> StaticCache:
     options = {"chunk": CHUNK, "dtype": torch.float32, "device": "cpu", **options}
     layers = [Attention(8, 2 * k, k, d, window=w) for k, d, w in options.pop("shapes", SHAPES)]
-    return StaticCache([layer.make_state for layer in layers], rows, capacity, **options)
+
+    def states(*sizes: Any, **kind: Any) -> list[Any]:
+        return [layer.make_state(*sizes, **kind) for layer in layers]
+
+    return StaticCache(states, rows, capacity, **options)
 
 
 def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]:
     """What all layers answer to their q, k and v, which are then held."""
-    states = cache.open([], parts[0][0], mask)
+    states = cache.open(None, parts[0][0], mask)
     ctx = Context(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
     outs = [
         state.attend(*part, ctx, window=shape[2])
@@ -76,13 +80,15 @@ def filled(lengths: tuple[int, ...] = (7, 7, 7), **options: Any) -> tuple[Static
 def test_memory(quantize: Any) -> None:
     cache = make(dtype=torch.bfloat16, quantize=quantize)
     full, ring = B * K * 40, B * 1 * (W + CHUNK - 1)  # token slots of all heads
-    for buffers, size, dim in zip(cache.states, (full, ring), (D, 8), strict=True):
+    for buffers, size, dim in zip(
+        (s.buffers for s in cache.states), (full, ring), (D, 8), strict=True
+    ):
         assert buffers.keys.numel() == buffers.values.numel() == size * dim
     if quantize:
         assert cache.nbytes == 2 * (full * (D + 4) + ring * (8 + 4))
     else:
         assert cache.nbytes == 2 * 2 * (full * D + ring * 8)
-    assert make(capacity=6).states[1].keys.shape[2] == 6  # smaller than the ring
+    assert make(capacity=6).states[1].buffers.keys.shape[2] == 6  # smaller than the ring
 
 
 @pytest.mark.parametrize("steps", [(1,) * 12, (4,) * 6, (2, 9, 1, 12, 3, 3)], ids=str)
@@ -194,7 +200,7 @@ def test_int8_is_as_exact_as_its_scales() -> None:
     text = Text()
     for row, n in enumerate((5, 12, 1)):
         text.feed(cache.rows(row, row + 1), [0], n, [row])  # prompts see exact keys
-    buffers = cache.states[0]
+    buffers = cache.states[0].buffers
     assert buffers.key_scales is not None and buffers.value_scales is not None
     for i, (stored, scales) in enumerate(
         ((buffers.keys, buffers.key_scales), (buffers.values, buffers.value_scales)), 1

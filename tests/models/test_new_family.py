@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.generation.common import padded
 from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama
 from tigon.eval import log_likelihoods
-from tigon.layers import Context, Linear, State
+from tigon.layers import Context, KVCache, Linear, State
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config
@@ -259,7 +259,7 @@ def test_export_and_reload(model: CausalLM, tmp_path: Path) -> None:
 
 
 def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
-    kept = r"layer 0 keeps one Hidden of h \(56,\) for all tokens of a row, from which the last"
+    kept = r"layer 0 keeps one Hidden of \(56,\) for all tokens of a row, from which the last"
     llama = tiny_llama().eval()
     with pytest.raises(ValueError, match=f"the model cannot drop rejected proposals: {kept}"):
         model.generate(IDS, assistant_model=llama)
@@ -274,7 +274,41 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         model.generate(IDS, cache_implementation="quantized")
     with pytest.raises(
         ValueError,
-        match=r"past_key_values has 1 layers of Hidden of h \(56,\), 1 layers of 2 kv heads with "
-        r"head dim 20, 1 layers of Hidden of h \(56,\), but this Llama 2 layers of 2 kv heads",
+        match=r"past_key_values has 1 layers of Hidden of \(56,\), 1 layers of 2 kv heads with "
+        r"head dim 20, 1 layers of Hidden of \(56,\), but this Llama 2 layers of 2 kv heads",
     ):
         llama(IDS[:, :1], past_key_values=cache)
+
+
+class UnevenBlock(PreNormBlock):
+    """Heads of other sizes and numbers in every other layer, some of which slide."""
+
+    def sizes(self, c: Config, layer: int) -> Config:
+        return replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
+
+    def make_mixer(self, c: Config, layer: int) -> nn.Module:
+        return self.make_attention(self.sizes(c, layer), window=5 if layer else None)
+
+    def rope_of(self, c: Config, layer: int) -> tuple[int, dict[str, Any]]:
+        return self.sizes(c, layer).head_dim, c.rope_parameters
+
+
+class Uneven(CausalLM):
+    config_class = HybridConfig
+    block_class = UnevenBlock
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_layers_of_other_shapes(quantize: Any) -> None:
+    torch.manual_seed(0)
+    config = {**TINY, "num_hidden_layers": 3, "initializer_range": 0.3}
+    model = Uneven.from_config(config, dtype=torch.float32)
+    whole, cache = model(IDS).logits, model.static_cache(2, 20, chunk=4, quantize=quantize)
+    assert [s.buffers.keys.shape[1:] for s in cache.states] == [(2, 20, 20), (1, 8, 12), (2, 8, 20)]
+    for kept in (cache, KVCache()):
+        with torch.no_grad():
+            parts = [model(x, past_key_values=kept).logits for x in IDS.split((6, 3, 1, 3), 1)]
+        error = (torch.cat(parts, 1) - whole).abs().max() / whole.abs().max()
+        assert error <= (0.05 if quantize and kept is cache else 1e-5)
+    with pytest.raises(ValueError, match=r"has 1 layers of 2 kv heads .* dim 20, 1 layers of 1 kv"):
+        tiny_llama()(IDS, past_key_values=cache)

@@ -165,7 +165,7 @@ def test_autocast_is_as_exact_as_with_a_growing_cache(
             logits = [model(ids[:, a:b], past_key_values=cache).logits for a, b in parts]
             outs[name] = torch.cat(logits, 1).float()
     kept = {"inside": torch.bfloat16, "outside": torch.float32, "int8": torch.int8}
-    assert static.states[0].keys.dtype == kept[made]
+    assert static.states[0].buffers.keys.dtype == kept[made]
     errors = {name: (out - exact).norm() / exact.norm() for name, out in outs.items()}
     assert errors["static"] <= (2 if made == "int8" else 1.2) * errors["growing"]
 
@@ -198,9 +198,9 @@ def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
 def test_only_layers_with_a_window_are_rings(tmp_path: Path) -> None:
     model = family("gemma2", "small caps", tmp_path)
     cache = model.to(torch.bfloat16).static_cache(2, TOTAL, chunk=CHUNK)
-    sizes = [buffers.keys.shape for buffers in cache.states]
+    sizes = [state.buffers.keys.shape for state in cache.states]
     assert sizes == [(2, 2, slots, 20) for slots in (7 + CHUNK - 1, TOTAL, 7 + CHUNK - 1)]
-    assert {buffers.values.dtype for buffers in cache.states} == {torch.bfloat16}
+    assert {state.buffers.values.dtype for state in cache.states} == {torch.bfloat16}
 
 
 def test_rows_are_removed_and_repeated() -> None:

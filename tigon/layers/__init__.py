@@ -10,7 +10,7 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
-from tigon.layers.state import MakeState, Quantize, State, autocast_dtype
+from tigon.layers.state import MakeStates, Quantize, State, autocast_dtype
 from tigon.layers.static_cache import StaticCache
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "KVCache",
     "LMHead",
     "Linear",
-    "MakeState",
+    "MakeStates",
     "NoRotary",
     "Quantize",
     "RMSNorm",

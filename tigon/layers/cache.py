@@ -3,25 +3,24 @@
 # B batch, T new tokens
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
 from tigon.layers.context import Append
-from tigon.layers.state import MakeState, State, autocast_dtype
+from tigon.layers.state import MakeStates, State, autocast_dtype
 
 
 class Cache:
     """What a forward pass asks of a cache: `begin`, `open`, and `end` after the last block."""
 
-    def __init__(self, states: Iterable[State] = ()):
-        self._hold(list(states))
+    def __init__(self, states: Sequence[State] = ()):
+        self._hold(states)
         self.append: Append | None = None  # what the pass that has begun does
 
-    def _hold(self, states: list[State]) -> None:
-        self.states, self.holds = states, tuple(state.holds for state in states)
+    def _hold(self, states: Sequence[State]) -> None:
+        self.states, self.holds = list(states), tuple(state.holds for state in states)
 
     @property
     def length(self) -> int | None:
@@ -42,8 +41,8 @@ class Cache:
         """
         raise NotImplementedError
 
-    def open(self, makers: Sequence[MakeState], x: Tensor, mask: AttentionMask) -> list[State]:
-        """The state of each layer; `makers` make those of a cache that has none yet."""
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
+        """The state of each layer, which `make` makes for a cache that has none yet."""
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
@@ -86,11 +85,10 @@ class KVCache(Cache):
         self._rows, self.append = batch, Append(self.length)
         return self.length
 
-    def open(self, makers: Sequence[MakeState], x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            options: dict[str, Any] = {"chunk": 1, "dtype": dtype, "device": x.device}
-            self._hold([make(self._rows, None, **options) for make in makers])
+            self._hold(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:

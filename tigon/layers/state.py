@@ -9,6 +9,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tigon.kernels.append_attention import append_attention
 from tigon.kernels.attention import AttentionMask, attention
@@ -27,7 +28,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class State:
-    """What one mixer remembers. Its tensors are attributes, and have the rows of a batch first.
+    """What one mixer remembers, in attributes; its tensors have the rows of a batch first.
 
     Those of a static cache are changed in place, and without waiting for the device, so that a
     CUDA graph can repeat a step.
@@ -40,37 +41,37 @@ class State:
     @property
     def holds(self) -> str:
         """What a row of it is, in messages: two states of one mixer hold the same."""
-        shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in self._tensors().items())
+        shapes = " and ".join(str(tuple(x.shape[1:])) for x in self._tensors())
         return f"{type(self).__name__} of {shapes}"
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._tensors().values())
+        return sum(x.nbytes for x in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """A copy whose tensors are `change` of these."""
         new = copy.copy(self)
-        vars(new).update({name: change(x) for name, x in self._tensors().items()})
+        vars(new).update(tree_map_only(Tensor, change, vars(self)))
         return new
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+    def _tensors(self) -> list[Tensor]:
+        return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
 
 
-class MakeState(Protocol):
-    """A mixer's `make_state`."""
+class MakeStates(Protocol):
+    """Makes an empty state for each layer; a mixer's `make_state` does the same for its own."""
 
     def __call__(
         self,
         rows: int,
-        capacity: int | None,  # tokens of a row; None: the state grows
+        capacity: int | None,  # tokens of a row; None: the states grow
         *,
         chunk: int,  # tokens that a step appends, or that can be forgotten again
         dtype: torch.dtype,
         device: torch.device | str,
         quantize: Quantize = None,
-    ) -> State:
-        """An empty state; ValueError for what the mixer cannot do."""
+    ) -> list[State]:
+        """ValueError for what a mixer cannot do."""
 
 
 class KVState(State):
@@ -162,17 +163,9 @@ class StaticKV(KVState):
     ):
         self.kv_heads, self.head_dim, self.history = kv_heads, head_dim, slots
         shape = 2, rows, kv_heads, slots, head_dim
-        self.key_scales: Tensor | None = None
-        self.value_scales: Tensor | None = None
-        if quantize is not None:
-            dtype = torch.int8
-            scales = torch.empty(shape[:4], dtype=torch.float32, device=device)
-            self.key_scales, self.value_scales = scales
-        self.keys, self.values = torch.empty(shape, dtype=dtype, device=device)
-
-    @property
-    def buffers(self) -> KVBuffers:
-        return KVBuffers(self.keys, self.values, self.key_scales, self.value_scales)
+        scales = torch.empty(shape[:4] if quantize else 0, dtype=torch.float32, device=device)
+        kind = torch.int8 if quantize else dtype
+        self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def attend(
         self,
@@ -195,7 +188,7 @@ class StaticKV(KVState):
         dtype = autocast_dtype(q.device)
         if dtype is not None:
             # A scale may have made q wider than that; a cache from outside of autocast stays so
-            dtype = self.keys.dtype if self.key_scales is None else dtype
+            dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
             q, k, v = (x.to(dtype) for x in (q, k, v))
         if now.places is None:
             assert now.lengths is not None

@@ -4,7 +4,6 @@
 """
 
 import copy
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -14,7 +13,7 @@ from tigon.kernels.attention import AttentionMask
 from tigon.layers._check import check, on_host
 from tigon.layers.cache import Cache
 from tigon.layers.context import Append, Places
-from tigon.layers.state import MakeState, Quantize, State
+from tigon.layers.state import MakeStates, Quantize, State
 
 UNKNOWN = -1  # a length that only the device knows
 
@@ -22,7 +21,7 @@ UNKNOWN = -1  # a length that only the device knows
 class StaticCache(Cache):
     """Room for `capacity` tokens in each of `rows` rows, which may differ in length.
 
-    `makers` make the state of each layer; attention with a window keeps its last
+    `make` makes the state of each layer; attention with a window keeps its last
     window + chunk - 1 tokens. An empty cache takes prompts: [rows, T], or packed [1, N] with
     `cu_seq_lens` [rows + 1], of which sequence i is row i. After that all rows take T tokens at a
     time, up to `chunk`, and any number where all hold equally many, as the single row of
@@ -39,7 +38,7 @@ class StaticCache(Cache):
 
     def __init__(
         self,
-        makers: Sequence[MakeState],
+        make: MakeStates,
         rows: int,
         capacity: int,
         *,
@@ -57,7 +56,7 @@ class StaticCache(Cache):
         options: dict[str, Any] = {"chunk": chunk, "dtype": dtype, "device": device}
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
-            super().__init__(make(rows, capacity, **options) for make in makers)
+            super().__init__(make(rows, capacity, **options))
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._known = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0  # of `lengths`, of `_known`
@@ -166,7 +165,7 @@ class StaticCache(Cache):
         self._place(held, batch, tokens, cu_seq_lens)
         return held
 
-    def open(self, makers: Sequence[MakeState], x: Tensor, mask: AttentionMask) -> list[State]:
+    def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[State]:
         if mask.segment_ids is not None and mask.cu_seq_lens is None:
             raise ValueError(
                 "position_ids restart: a StaticCache takes packed prompts with cu_seq_lens"

@@ -72,9 +72,6 @@ class Block(nn.Module):
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
-    def mix(self, x: Tensor, rotation: Rotation, state: State | None, ctx: Context) -> Tensor:
-        return getattr(self, self.mixer_name)(x, rotation, state, ctx)
-
     def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The MLP's branch, and its tally."""
         y = self.mlp(x)
@@ -84,7 +81,7 @@ class Block(nn.Module):
         return y.x, tally(y, real) if ctx.routing else None
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
-        """The mixer's; see MakeState."""
+        """The mixer's; see MakeStates."""
         return getattr(self, self.mixer_name).make_state(rows, capacity, **options)
 
 
@@ -121,7 +118,7 @@ class PreNormBlock(Block):
     ) -> Stream:
         scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
-        x = self.mix(x, rotation, state, ctx)
+        x = getattr(self, self.mixer_name)(x, rotation, state, ctx)
         x, residual = self.post_attention_layernorm(x if scale == 1 else x * scale, residual)
         y, routing = self.feed(x, ctx)
         return y if scale == 1 else y * scale, residual, routing
@@ -156,7 +153,7 @@ class SandwichBlock(Block):
     ) -> Stream:
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
-        x = self.mix(x, rotation, state, ctx)
+        x = getattr(self, self.mixer_name)(x, rotation, state, ctx)
         x, residual = pre_mlp(x, residual, post_mixer)
         y, routing = self.feed(x, ctx)
         return post_mlp(y), residual, routing
@@ -181,7 +178,7 @@ class PostNormBlock(Block):
         ctx: Context,
     ) -> Stream:
         stream = x if residual is None else residual + x
-        x = self.mix(stream, rotation, state, ctx)
+        x = getattr(self, self.mixer_name)(stream, rotation, state, ctx)
         stream = stream + self.post_attention_layernorm(x)
         y, routing = self.feed(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing

@@ -5,23 +5,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
-from tigon.layers import (
-    AddRMSNorm,
-    Cache,
-    Context,
-    Embedding,
-    MakeState,
-    NoRotary,
-    RotaryEmbedding,
-    State,
-)
+from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding, State
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 
@@ -64,24 +55,22 @@ class Decoder(nn.Module):
             longest = c.max_position_embeddings
             self.rotary_embs.append(RotaryEmbedding(dim, rope, longest) if rope else NoRotary(dim))
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
-        self._turning = None if min(turns) == math.inf else turns.index(min(turns))
-        one = {"chunk": 1, "dtype": torch.float32, "device": "meta"}
+        first = min(turns, default=math.inf)
+        self._turning = None if first == math.inf else turns.index(first)
         # What a cache of this model has to hold, layer by layer
-        self.holds = tuple(layer.make_state(1, 1, **one).holds for layer in blocks)
+        one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
+        self.holds = tuple(state.holds for state in one)
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """The one whose table turns with the shortest text; None: no table ever does."""
-        return (
-            None
-            if self._turning is None
-            else cast(RotaryEmbedding, self.rotary_embs[self._turning])
-        )
+        if self._turning is None:
+            return None
+        return cast(RotaryEmbedding, self.rotary_embs[self._turning])
 
-    @property
-    def makers(self) -> list[MakeState]:
-        """What makes the state of each layer."""
-        return [cast(Block, layer).make_state for layer in self.layers]
+    def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[State]:
+        """An empty state for each layer; see MakeStates."""
+        return [cast(Block, layer).make_state(rows, capacity, **options) for layer in self.layers]
 
     def forward(
         self,
@@ -102,7 +91,7 @@ class Decoder(nn.Module):
         layers = self.layers
         states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:
-            states = cache.open(self.makers, x, mask)
+            states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
         recompute = recompute and cache is None and torch.is_grad_enabled()
         residual, tallies = None, []

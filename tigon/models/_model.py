@@ -103,7 +103,7 @@ class LanguageModel(nn.Module):
         Inside `torch.autocast` it keeps what autocast computes.
         """
         return StaticCache(
-            self.model.makers,
+            self.model.make_states,
             rows,
             capacity,
             dtype=autocast_dtype(self.device) or self.dtype,

@@ -33,8 +33,8 @@ class Olmo2Block(PostNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
-        norms = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True}
-        return self.make_attention(c, bias=c.attention_bias, window=window, **norms)
+        bias, eps = c.attention_bias, c.rms_norm_eps
+        return self.make_attention(c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, window=window)
 
 
 class Olmo2(CausalLM):

@@ -16,7 +16,7 @@ import torch
 
 from bench import harness, kernels_report, timing
 from bench.attention_cases import CASES, FA4, OURS, PEERS, TORCH_ONLY, VARLEN, Case, problem
-from bench.harness import Bench, Record, Run, figure, host_table, named, provider_table, verdict
+from bench.harness import Bench, Job, Record, figure, host_table, named, provider_table, verdict
 from bench.measure import ONCE, Effort, host_time, measure
 from bench.timing import quantiles
 from tigon.kernels import AttentionMask, attention
@@ -119,14 +119,14 @@ def show(record: Record) -> str:
     return "\n\n".join([*parts, "\n".join(verdicts(record))])
 
 
-def run(run: Run) -> str:
-    run.record |= {"packages": {p: harness.installed(p) for p in PACKAGES}, "cases": []}
+def run(job: Job) -> str:
+    job.record |= {"packages": {p: harness.installed(p) for p in PACKAGES}, "cases": []}
     for case in CASES:
-        if case.name in run.only:
-            found = measured(case, ONCE if run.quick else EFFORT)
-            run.add(table(found), cases=[*run.record["cases"], found])
-    run.add(host=on_the_host())
-    return "\n\n".join([host_table(HOST, named(run.record["host"])), *verdicts(run.record)])
+        if case.name in job.only:
+            found = measured(case, ONCE if job.quick else EFFORT)
+            job.add(table(found), cases=[*job.record["cases"], found])
+    job.add(host=on_the_host())
+    return "\n\n".join([host_table(HOST, named(job.record["host"])), *verdicts(job.record)])
 
 
 BENCH = Bench("attention", __doc__, run, show, [c.name for c in CASES], "docs/attention.md")

@@ -25,7 +25,7 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import harness
 from bench.compare_side import CASES
-from bench.harness import ROOT, Bench, Record, Run, figure, markdown, progress, verdict
+from bench.harness import ROOT, Bench, Job, Record, figure, markdown, progress, verdict
 
 SIDE = Path(__file__).with_name("compare_side.py")
 SIDES = ("base", "new")
@@ -38,7 +38,7 @@ def run_side(
     tree: Path, names: Sequence[str], tiny: bool, limit: float, **environment: str
 ) -> dict[str, Record]:
     """What one process prints, by case; a case that the limit ends has an error."""
-    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-P", str(SIDE), "tiny" if tiny else "full", *names],
         env=os.environ | {"PYTHONPATH": path} | (NO_GPU if tiny else {}) | environment,
@@ -60,12 +60,12 @@ def run_side(
     return {name: found.get(name, {"error": ended}) for name in names}
 
 
-def measure(base: Path, run: Run) -> None:
+def measure(base: Path, job: Job) -> None:
     """Fill the record's cases, saved whenever a process has ended."""
     trees = {"base": base.resolve(), "new": ROOT}
-    rounds, tiny, limit = run.options.rounds, run.options.tiny, run.options.limit
-    asked = [case for case in CASES if case.name in run.only]
-    run.record["cases"] = [
+    rounds, tiny, limit = job.options.rounds, job.options.tiny, job.options.limit
+    asked = [case for case in CASES if case.name in job.only]
+    job.record["cases"] = [
         {"name": case.name, "kind": case.kind, "base": [], "new": []} for case in asked
     ]
     timed = [case.name for case in asked if case.kind in LEAST]
@@ -77,9 +77,9 @@ def measure(base: Path, run: Run) -> None:
             with tempfile.TemporaryDirectory() as cold:
                 more = {} if names is timed else {"TORCHINDUCTOR_CACHE_DIR": cold}
                 found = run_side(tree, names, tiny, limit, **more)
-            for case in run.record["cases"]:
+            for case in job.record["cases"]:
                 case[side] += [found[case["name"]]] if case["name"] in found else []
-            run.add()
+            job.add()
 
 
 def took(case: Record, side: str, key: str = "ms") -> float | None:
@@ -160,18 +160,18 @@ def checkout(path: str) -> Path:
     return Path(path)
 
 
-def run(run: Run) -> str:
-    base: Path | None = run.options.base
+def run(job: Job) -> str:
+    base: Path | None = job.options.base
     if base is None:
         raise SystemExit("give the checkout to compare this one with: --base CHECKOUT")
-    run.record |= {
-        "machine": run.record.get("gpu", "CPU"),
-        "base": run.options.base_commit or described(base) or "unknown",
+    job.record |= {
+        "machine": job.record.get("gpu", "CPU"),
+        "base": job.options.base_commit or described(base) or "unknown",
         "triton": harness.installed("triton"),
-        "rounds": run.options.rounds,
+        "rounds": job.options.rounds,
     }
-    measure(base, run)
-    return show(run.record)
+    measure(base, job)
+    return show(job.record)
 
 
 OPTIONS = (

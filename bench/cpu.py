@@ -26,7 +26,7 @@ from torch import Tensor
 
 import tigon
 from bench import harness
-from bench.harness import ROOT, Bench, Record, Run, figure, heading, markdown
+from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown
 
 NEW_TOKENS = 64
 NEVER = 49151  # an eos id that greedy decoding of this checkpoint does not produce
@@ -115,19 +115,19 @@ def show(record: Record) -> str:
     return f"{where}; {record['threads']} threads.\n\n{markdown(head, rows)}"
 
 
-def run(run: Run) -> str:
-    options = run.options
+def run(job: Job) -> str:
+    options = job.options
     torch.set_num_threads(options.threads)
     transformers.utils.logging.set_verbosity_error()
     directory = options.model or smollm2()
-    run.record |= {"model": directory.name, "cpu": processor(), "threads": options.threads}
-    run.record |= {"repeats": options.repeats, "transformers": transformers.__version__}
-    run.record["results"] = []
-    for dtype in run.only:
-        for found in measure(directory, getattr(torch, dtype), 1 if run.quick else options.repeats):
+    job.record |= {"model": directory.name, "cpu": processor(), "threads": options.threads}
+    job.record |= {"repeats": options.repeats, "transformers": transformers.__version__}
+    job.record["results"] = []
+    for dtype in job.only:
+        for found in measure(directory, getattr(torch, dtype), 1 if job.quick else options.repeats):
             print(json.dumps(found | {"dtype": dtype}), flush=True)
-            run.add(results=[*run.record["results"], found | {"dtype": dtype}])
-    return show(run.record)
+            job.add(results=[*job.record["results"], found | {"dtype": dtype}])
+    return show(job.record)
 
 
 OPTIONS = (

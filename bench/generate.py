@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import generate_cases as cases
 from bench import harness, timing
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
-from bench.harness import Bench, Record, Run, figure, markdown, progress, provider_table, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, provider_table, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -246,42 +246,42 @@ def blocks(records: list[Record]) -> dict[str, str]:
     }
 
 
-def run(run: Run) -> str:
-    run.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
-    if run.options.cpu:
-        return run_cpu(run)
+def run(job: Job) -> str:
+    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
+    if job.options.cpu:
+        return run_cpu(job)
     copy = COPY.bandwidth(COPIED)
-    run.record |= {"machine": run.record["gpu"], "copy": copy, "config": LLAMA_8B, "cases": []}
+    job.record |= {"machine": job.record["gpu"], "copy": copy, "config": LLAMA_8B, "cases": []}
     models: dict[str, Any] = {}
     for name, make in {OURS: cases.ours, THEIRS: cases.theirs}.items():
         progress(f"random weights: {name}")
         models[name] = make(LLAMA_8B)
     for case in CASES:
-        if case.name not in run.only:
+        if case.name not in job.only:
             continue
         if isinstance(case, Decode):
-            found = decode(case, models, run.quick)
+            found = decode(case, models, job.quick)
         else:
-            found = prefill(case, models, run.quick) | limit(case, copy["bytes_per_second"])
-        run.add(table(run.record, found), cases=[*run.record["cases"], found])
-    return "\n".join(verdicts(run.record))
+            found = prefill(case, models, job.quick) | limit(case, copy["bytes_per_second"])
+        job.add(table(job.record, found), cases=[*job.record["cases"], found])
+    return "\n".join(verdicts(job.record))
 
 
-def run_cpu(run: Run) -> str:
+def run_cpu(job: Job) -> str:
     """Decoding of SmolLM2-135M in fp32: on one thread, and on as many as there are cores."""
     from bench import cpu
 
     directory = cpu.smollm2()
-    run.record |= {"machine": cpu.processor(), "model": directory.name, "results": []}
+    job.record |= {"machine": cpu.processor(), "model": directory.name, "results": []}
     models = cpu.load(directory, torch.float32)
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
-        for batch, prompt in cpu.DECODE[: 1 if run.quick else None]:
+        for batch, prompt in cpu.DECODE[: 1 if job.quick else None]:
             progress(f"{threads} threads, batch {batch}, prompt {prompt}")
-            found = cpu.decoding(*models, batch, prompt, 1 if run.quick else 5)
+            found = cpu.decoding(*models, batch, prompt, 1 if job.quick else 5)
             where = {"threads": threads, "batch": batch, "prompt": prompt}
-            run.add(results=[*run.record["results"], where | found])
-    return show(run.record)
+            job.add(results=[*job.record["results"], where | found])
+    return show(job.record)
 
 
 CPU = ("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"})

@@ -161,7 +161,7 @@ def write_docs(blocks: Mapping[str, str], kind: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-class Run:
+class Job:
     """A run of a benchmark: what was asked for, and the record, saved whenever it grows."""
 
     def __init__(self, kind: str, machine: str, options: argparse.Namespace, whole: bool) -> None:
@@ -194,7 +194,7 @@ class Bench:
 
     kind: str  # names its records, bench/results/<kind>-<machine>.json, and its markers
     about: str | None  # the script's docstring
-    run: Callable[[Run], str]  # returns what is printed at the end
+    run: Callable[[Job], str]  # returns what is printed at the end
     show: Callable[[Record], str]  # a record as Markdown
     cases: Sequence[str]
     document: str = ""  # that shows the newest record, unless `blocks` says what shows what
@@ -260,10 +260,10 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     machine = "cpu" if on_cpu else torch.cuda.get_device_name()
     part = options.quick or getattr(options, "tiny", False)
     whole = not part and set(usual) <= set(options.only)
-    run = Run(bench.kind, machine, options, whole)
+    job = Job(bench.kind, machine, options, whole)
     if not on_cpu:
-        run.record["gpu"] = machine
-    run.finish(bench.run(run))
+        job.record["gpu"] = machine
+    job.finish(bench.run(job))
 
 
 def records(kind: str) -> list[Record]:

@@ -17,7 +17,7 @@ import torch
 import triton
 
 from bench import harness, kernels_report, operators
-from bench.harness import Bench, Record, Run, installed, progress
+from bench.harness import Bench, Job, Record, installed, progress
 from bench.measure import ONCE, Effort, Problem, host_time, measure
 from bench.timing import MIB
 
@@ -172,29 +172,29 @@ def chosen(operator: str, quick: bool) -> list[Case]:
     return cases
 
 
-def run(run: Run) -> str:
+def run(job: Job) -> str:
     libraries = {name: installed(package) for name, package in PEERS.items()}
     copy = STREAMING.bandwidth(COPY_BYTES)
     rate = copy["bytes_per_second"]
-    run.record |= {
+    job.record |= {
         "triton": triton.__version__,
         "cuda": torch.version.cuda,
         "peers": libraries,
         "copy": copy,
-        "quick": run.quick,
+        "quick": job.quick,
         "cases": [],
     }
     missing = [name for name, version in libraries.items() if version is None]
     progress(f"copy {rate / 1e12:.2f} TB/s; not installed: {missing or 'nothing'}")
-    for operator in run.only:
+    for operator in job.only:
         if operator == HOST:
             case = streamed("rms_norm", *HOST_SHAPE)
             providers = host_time(HOST, build(case, "cuda", libraries))
-            run.add(host={"shape": case.shape, "providers": providers})
-        for case in chosen(operator, run.quick):
-            figures = measured(case, libraries, run.quick) | floors(case, rate, run.quick)
-            run.add(cases=[*run.record["cases"], figures])
-        run.add(kernels_report.console(run.record, operator))
+            job.add(host={"shape": case.shape, "providers": providers})
+        for case in chosen(operator, job.quick):
+            figures = measured(case, libraries, job.quick) | floors(case, rate, job.quick)
+            job.add(cases=[*job.record["cases"], figures])
+        job.add(kernels_report.console(job.record, operator))
     return ""
 
 

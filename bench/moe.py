@@ -27,7 +27,7 @@ from torch import Tensor
 import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
-from bench.harness import Bench, Record, Run, failure, heading, markdown, named, provider_table
+from bench.harness import Bench, Job, Record, failure, heading, markdown, named, provider_table
 from bench.kernels import PEERS
 from bench.measure import ONCE, Effort, Problem, Provider
 from bench.peers import call, imported, random_model
@@ -224,16 +224,16 @@ def show(record: Record) -> str:
     return "\n\n".join(parts)
 
 
-def run(run: Run) -> str:
+def run(job: Job) -> str:
     peers = {**PEERS, "transformers": "transformers"}
-    run.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
-    run.record["layers"] = {}
+    job.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
+    job.record["layers"] = {}
     for name in SHAPES:
-        if name in run.only:
-            run.add(layers={**run.record["layers"], name: layer(name, run.quick)})
-    if STACK in run.only:
-        run.add(stack=stack(QWEN3_MOE, run.quick))
-    return show(run.record)
+        if name in job.only:
+            job.add(layers={**job.record["layers"], name: layer(name, job.quick)})
+    if STACK in job.only:
+        job.add(stack=stack(QWEN3_MOE, job.quick))
+    return show(job.record)
 
 
 BENCH = Bench("moe", __doc__, run, show, (*SHAPES, STACK), "docs/kernels.md")

@@ -23,7 +23,7 @@ import tigon
 from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Record, Run, heading, installed, named, provider_table
+from bench.harness import Bench, Job, Record, heading, installed, named, provider_table
 from bench.measure import ONCE, Effort, training_step
 from bench.peers import imported
 from bench.timing import relative_l2
@@ -96,11 +96,11 @@ def show(record: Record) -> str:
     )
 
 
-def run(run: Run) -> str:
-    run.record["transformers"] = installed("transformers")
+def run(job: Job) -> str:
+    job.record["transformers"] = installed("transformers")
     inputs = {name: x.cuda() for name, x in batch(LLAMA_1B["vocab_size"], ROWS, MEAN).items()}
-    run.add(**measured(LLAMA_1B, inputs, ONCE if run.quick else EFFORT))
-    return show(run.record)
+    job.add(**measured(LLAMA_1B, inputs, ONCE if job.quick else EFFORT))
+    return show(job.record)
 
 
 BENCH = Bench("padding", __doc__, run, show, ["padding"], "docs/attention.md")

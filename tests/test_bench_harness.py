@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tigon
 from bench import attention, compare, cpu, generate, harness, kernels, measure, moe, padding, timing
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.harness import RESULTS, ROOT
@@ -117,3 +118,23 @@ def test_a_stack_of_experts_is_measured(clock: None, monkeypatch: pytest.MonkeyP
     assert 3.0 < ours["loss"] < 6.0 and liger["error"].startswith("ModuleNotFoundError")
     assert "| tigon | 2 | 6000 | 0.0 |" in moe.stack_table(stack)
     assert "| transformers + Liger | ModuleNotFoundError: No module" in moe.stack_table(stack)
+
+
+def test_the_cpu_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both scripts that decode on the CPU, with a tiny checkpoint."""
+    model = tigon.Llama.from_config(LLAMA_1B | TINY_MODEL | {"vocab_size": 64})
+    model.save_pretrained(tmp_path / "tiny")
+    monkeypatch.setattr(cpu, "DECODE", [(2, 5)])
+    monkeypatch.setattr(cpu, "NEW_TOKENS", 3)
+    monkeypatch.setattr(cpu, "NEVER", None)
+    monkeypatch.setattr(cpu, "smollm2", lambda: tmp_path / "tiny")
+    threads, out = torch.get_num_threads(), tmp_path / "out.json"
+    rest = ["--quick", "--out", str(out)]
+    harness.main(cpu.BENCH, [str(tmp_path / "tiny"), "--only", "float32", *rest])
+    decoded, trained = json.loads(out.read_text())["results"]
+    assert decoded["what"] == "decoded token" and trained["what"] == "training step"
+    assert decoded["ours_ms"] > 0 and trained["transformers_ms"] > 0 < trained["ratio"]
+    harness.main(generate.BENCH, ["--cpu", *rest])
+    record = json.loads(out.read_text())
+    assert record["model"] == "tiny" and record["results"][0]["threads"] == 1
+    torch.set_num_threads(threads)

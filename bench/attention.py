@@ -129,14 +129,7 @@ def run(run: Run) -> str:
     return "\n\n".join([host_table(HOST, named(run.record["host"])), *verdicts(run.record)])
 
 
-BENCH = Bench(
-    kind="attention",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=tuple(case.name for case in CASES),
-    blocks=lambda records: {"docs/attention.md": show(harness.newest(records))},
-)
+BENCH = Bench("attention", __doc__, run, show, [c.name for c in CASES], "docs/attention.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -25,18 +25,7 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import harness
 from bench.compare_side import CASES
-from bench.harness import (
-    ROOT,
-    Bench,
-    Record,
-    Run,
-    figure,
-    git,
-    heading,
-    markdown,
-    progress,
-    verdict,
-)
+from bench.harness import ROOT, Bench, Record, Run, figure, markdown, progress, verdict
 
 SIDE = Path(__file__).with_name("compare_side.py")
 SIDES = ("base", "new")
@@ -71,24 +60,26 @@ def run_side(
     return {name: found.get(name, {"error": ended}) for name in names}
 
 
-def measure(base: Path, names: Sequence[str], options: argparse.Namespace) -> list[Record]:
+def measure(base: Path, run: Run) -> None:
+    """Fill the record's cases, saved whenever a process has ended."""
     trees = {"base": base.resolve(), "new": ROOT}
-    asked = [case for case in CASES if case.name in names]
-    runs = {case.name: {"base": [], "new": []} for case in asked}
+    rounds, tiny, limit = run.options.rounds, run.options.tiny, run.options.limit
+    asked = [case for case in CASES if case.name in run.only]
+    run.record["cases"] = [
+        {"name": case.name, "kind": case.kind, "base": [], "new": []} for case in asked
+    ]
     timed = [case.name for case in asked if case.kind in LEAST]
-    for number in range(options.rounds if timed else 0):
+    turns = [(f"round {n + 1} of {rounds}", timed) for n in range(rounds if timed else 0)]
+    turns += [(case.name, [case.name]) for case in asked if case.kind not in LEAST]
+    for turn, names in turns:
         for side, tree in trees.items():
-            progress(f"round {number + 1} of {options.rounds}: {side}")
-            for name, row in run_side(tree, timed, options.tiny, options.limit).items():
-                runs[name][side].append(row)
-    for name in (case.name for case in asked if case.kind not in LEAST):
-        for side, tree in trees.items():
-            progress(f"{name}: {side}")
-            with tempfile.TemporaryDirectory() as cold:  # both compile all that they need
-                more = {"TORCHINDUCTOR_CACHE_DIR": cold}
-                row = run_side(tree, [name], options.tiny, options.limit, **more)[name]
-            runs[name][side].append(row)
-    return [{"name": case.name, "kind": case.kind, **runs[case.name]} for case in asked]
+            progress(f"{turn}: {side}")
+            with tempfile.TemporaryDirectory() as cold:
+                more = {} if names is timed else {"TORCHINDUCTOR_CACHE_DIR": cold}
+                found = run_side(tree, names, tiny, limit, **more)
+            for case in run.record["cases"]:
+                case[side] += [found[case["name"]]] if case["name"] in found else []
+            run.add()
 
 
 def took(case: Record, side: str, key: str = "ms") -> float | None:
@@ -123,14 +114,13 @@ def table(record: Record) -> str:
     rows, compiled = [], []
     for case in record["cases"]:
         if case["kind"] not in LEAST:
-            for side in SIDES:
-                row = case[side][0]
+            for where, row in ((side, row) for side in SIDES for row in case[side]):
                 keys = ("compile_s", "graphs", "ms", "eager_ms", "loss", "eager_loss")
                 cells = [f"{row[key]:.6g}" if key in row else "" for key in keys]
-                compiled.append([case["name"], side, *cells, row.get("error", "")])
+                compiled.append([case["name"], where, *cells, row.get("error", "")])
             continue
         times = [figure(took(case, side), 4) for side in SIDES]
-        pairs = zip(case["base"], case["new"], strict=True)
+        pairs = zip(case["base"], case["new"], strict=False)  # cut off, a run lacks the last
         each = [a["ms"] / b["ms"] for a, b in pairs if "ms" in a and "ms" in b]
         memory = [figure(took(case, side, "peak_mib")) for side in SIDES]
         rounds = ", ".join(f"{value:.3f}" for value in each)
@@ -153,13 +143,15 @@ def verdicts(record: Record) -> Iterator[str]:
 
 def show(record: Record) -> str:
     libraries = {"triton": record["triton"], "base": record["base"]}
-    head = f"{heading(record, libraries)}; {record['rounds']} rounds."
+    head = f"{harness.heading(record, libraries)}; {record['rounds']} rounds."
     return "\n\n".join([head, table(record), "\n".join(verdicts(record))])
 
 
 def described(tree: Path) -> str:
     """The commit of a checkout; a copy inside of another repository does not know its own."""
-    return git("describe", "--always", "--dirty", cwd=tree) if (tree / ".git").exists() else ""
+    return (
+        harness.git("describe", "--always", "--dirty", cwd=tree) if (tree / ".git").exists() else ""
+    )
 
 
 def checkout(path: str) -> Path:
@@ -177,28 +169,22 @@ def run(run: Run) -> str:
         "base": run.options.base_commit or described(base) or "unknown",
         "triton": harness.installed("triton"),
         "rounds": run.options.rounds,
-        "cases": measure(base, run.only, run.options),
     }
+    measure(base, run)
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="compare",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=tuple(case.name for case in CASES),
-    unasked=tuple(case.name for case in CASES if case.kind not in LEAST),
-    options=(
-        ("cases", {"nargs": "*", "help": "as --only"}),
-        ("--base", {"type": checkout, "help": "the checkout to compare this one with"}),
-        ("--base-commit", {"help": "what git describe says of it, for a copy without git"}),
-        ("--rounds", {"type": int, "default": 3}),
-        ("--limit", {"type": float, "default": 200.0, "help": "seconds that a process may take"}),
-        ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
-    ),
-    unless="tiny",
+OPTIONS = (
+    ("cases", {"nargs": "*", "help": "as --only"}),
+    ("--base", {"type": checkout, "help": "the checkout to compare this one with"}),
+    ("--base-commit", {"help": "what git describe says of it, for a copy without git"}),
+    ("--rounds", {"type": int, "default": 3}),
+    ("--limit", {"type": float, "default": 200.0, "help": "seconds that a process may take"}),
+    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
+NAMES = [case.name for case in CASES]
+ASKED = [case.name for case in CASES if case.kind not in LEAST]
+BENCH = Bench("compare", __doc__, run, show, NAMES, unasked=ASKED, options=OPTIONS, unless="tiny")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -130,19 +130,13 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="cpu",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=("float32", "bfloat16"),
-    options=(
-        ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
-        ("--repeats", {"type": int, "default": 7}),
-        ("--threads", {"type": int, "default": 2}),
-    ),
-    needs_gpu=False,
+OPTIONS = (
+    ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
+    ("--repeats", {"type": int, "default": 7}),
+    ("--threads", {"type": int, "default": 2}),
 )
+DTYPES = ("float32", "bfloat16")
+BENCH = Bench("cpu", __doc__, run, show, DTYPES, options=OPTIONS, needs_gpu=False)
 
 if __name__ == "__main__":
     harness.main(BENCH)

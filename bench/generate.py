@@ -284,16 +284,9 @@ def run_cpu(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="generate",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=tuple(case.name for case in CASES),
-    blocks=blocks,
-    options=(("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"}),),
-    unless="cpu",
-)
+CPU = ("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"})
+NAMES = [case.name for case in CASES]
+BENCH = Bench("generate", __doc__, run, show, NAMES, blocks=blocks, options=[CPU], unless="cpu")
 
 if __name__ == "__main__":
     harness.main(BENCH)

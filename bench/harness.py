@@ -196,15 +196,21 @@ class Bench:
     about: str | None  # the script's docstring
     run: Callable[[Run], str]  # returns what is printed at the end
     show: Callable[[Record], str]  # a record as Markdown
-    cases: tuple[str, ...]
-    unasked: tuple[str, ...] = ()  # cases that are measured only if --only names them
-    # Of each document, what stands between the markers; records are of one machine each
-    blocks: Callable[[list[Record]], dict[str, str]] = lambda _: {}
+    cases: Sequence[str]
+    document: str = ""  # that shows the newest record, unless `blocks` says what shows what
+    blocks: Callable[[list[Record]], dict[str, str]] | None = None
+    unasked: Sequence[str] = ()  # cases that are measured only if --only names them
     picture: str = ""  # the document that `draw` makes
     draw: Callable[[Record, Path], None] | None = None
-    options: tuple[tuple[str, dict[str, Any]], ...] = ()  # more of them
+    options: Sequence[tuple[str, dict[str, Any]]] = ()  # more of them
     needs_gpu: bool = True
     unless: str = ""  # an option with which it does not
+
+    def shown(self, records: list[Record]) -> dict[str, str]:
+        """What stands between the markers of each document."""
+        if self.blocks is not None:
+            return self.blocks(records)
+        return {self.document: self.show(newest(records))} if self.document else {}
 
 
 def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
@@ -270,7 +276,7 @@ def records(kind: str) -> list[Record]:
 def report(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
-        write_docs(bench.blocks(found), bench.kind)
+        write_docs(bench.shown(found), bench.kind)
     if options.table:
         print("\n\n".join(map(bench.show, found)))
     if bench.draw is not None:

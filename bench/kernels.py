@@ -198,16 +198,9 @@ def run(run: Run) -> str:
     return ""
 
 
-BENCH = Bench(
-    kind="kernels",
-    about=__doc__,
-    run=run,
-    show=kernels_report.summary,
-    cases=OPERATORS,
-    blocks=kernels_report.blocks,
-    picture=kernels_report.PICTURE,
-    draw=kernels_report.plot,
-)
+SUMMARY, BLOCKS = kernels_report.summary, kernels_report.blocks
+DRAWN = {"picture": kernels_report.PICTURE, "draw": kernels_report.plot}
+BENCH = Bench("kernels", __doc__, run, SUMMARY, OPERATORS, blocks=BLOCKS, **DRAWN)
 
 if __name__ == "__main__":
     harness.main(BENCH)

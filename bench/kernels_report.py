@@ -182,7 +182,10 @@ def console(record: Record, operator: str) -> str:
         name = f"{operator} {title(case)}"
         bounds = {f"{MODES[mode]} floor": ms for mode, ms in case["floor_ms"].items()}
         bounds |= {f"{MODES[mode]} copy": ms[1] for mode, ms in case["copy_ms"].items()}
-        bounds |= {k: ms[1] for k, ms in case.get("gemm_parts_ms", {}).items()} | case["notes"]
+        if "gemms_ms" in case:
+            parts = {"three GEMMs": case["gemms_ms"], **case["gemm_parts_ms"]}
+            bounds |= {k: ms[1] for k, ms in parts.items()}
+        bounds |= case["notes"]
         lines.append(f"{name}: " + ", ".join(f"{k} {value:.4g}" for k, value in bounds.items()))
         for result in case["providers"]:
             if result["name"].split()[0] == "tigon":

@@ -52,6 +52,8 @@ class Attempt:
     def __init__(self, name: str) -> None:
         self.result: Record = {"name": name}
         self.samples: dict[str, list[float]] = {}
+        self.forward: Run | None = None
+        self.exact: Tensors = {}  # what the first run is held to
 
     def check(self) -> None:
         """The first run, which compiles."""
@@ -65,9 +67,6 @@ class Attempt:
     def restore(self) -> None:
         """Put back what a run overwrites."""
 
-    def release(self) -> None:
-        """Let go of what a failed provider holds."""
-
     def guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Do `step(*args)`; a provider that raises ends its own attempt and nobody else's."""
         if "error" in self.result:
@@ -78,7 +77,7 @@ class Attempt:
             self.result["error"] = f"{type(error).__name__}: {error}"[:500]
             progress(f"  {self.result['name']}: {self.result['error'][:200]}")
         if "error" in self.result:  # the exception no longer refers to tensors
-            self.release()
+            self.forward, self.exact = None, {}
             gc.collect()
             torch.cuda.empty_cache()
         self.restore()  # raises if the device is broken, and then nothing can go on
@@ -139,17 +138,12 @@ class Operation(Attempt):
         self.provider, self.problem, self.effort, self.modes = provider, problem, effort, modes
         self.leaves = provider.leaves or problem.leaves
         self.upstream = list(provider.upstream or problem.upstream) or None
-        self.forward: Run | None = None
         self.pristine = [t.detach().clone() for t in provider.overwrites]
-        self.exact: Tensors = {}
 
     def both(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         assert self.forward is not None
         out = as_tuple(self.forward())
         return out, torch.autograd.grad(out, list(self.leaves.values()), self.upstream)
-
-    def release(self) -> None:
-        self.forward = None
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -236,14 +236,7 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="moe",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=(*SHAPES, STACK),
-    blocks=lambda records: {"docs/kernels.md": show(harness.newest(records))},
-)
+BENCH = Bench("moe", __doc__, run, show, (*SHAPES, STACK), "docs/kernels.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -23,7 +23,7 @@ import tigon
 from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Record, Run, heading, installed, named, newest, provider_table
+from bench.harness import Bench, Record, Run, heading, installed, named, provider_table
 from bench.measure import ONCE, Effort, training_step
 from bench.peers import imported
 from bench.timing import relative_l2
@@ -103,14 +103,7 @@ def run(run: Run) -> str:
     return show(run.record)
 
 
-BENCH = Bench(
-    kind="padding",
-    about=__doc__,
-    run=run,
-    show=show,
-    cases=("padding",),
-    blocks=lambda records: {"docs/attention.md": show(newest(records))},
-)
+BENCH = Bench("padding", __doc__, run, show, ["padding"], "docs/attention.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -19,6 +19,7 @@ def test_two_trees_are_measured(
 ) -> None:
     """A whole run at tiny size, of this tree against itself."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the kernels' own tests run them
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "compare.json"
     cases = ["Llama", "decode 1 ", "host"]
     options = ["--base", str(ROOT), "--tiny", "--rounds", "1", "--out", str(out)]

@@ -79,16 +79,6 @@ def test_a_wrong_token_is_noticed() -> None:
         cases.generating(model, OURS, ids)(9)
 
 
-def test_every_cache_that_generate_has_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def old(model: Any, ids: Any, *, max_new_tokens: int) -> None: ...
-    def new(model: Any, ids: Any, *, cache_implementation: str) -> None: ...
-
-    monkeypatch.setattr(tigon.Llama, "generate", old)
-    assert cases.caches() == (OURS,)
-    monkeypatch.setattr(tigon.Llama, "generate", new)
-    assert cases.caches() == (OURS, INT8, EAGER, DYNAMIC)
-
-
 def test_without_graphs_every_step_is_a_first_one() -> None:
     kept = graph.WARM_UP
     model = cases.ours(TINY, "cpu")
@@ -139,7 +129,7 @@ def test_a_run_writes_what_the_table_reads(
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(cases, "ours", model(cases.ours, 1.0))
     monkeypatch.setattr(cases, "theirs", model(cases.theirs, 3.0))
-    monkeypatch.setattr(cases, "caches", lambda: (OURS,))
+    monkeypatch.setattr(cases, "CACHES", {OURS: None})
     monkeypatch.setattr(cases, "products", lambda *_: [("a", timing.nothing)] * 1)
     monkeypatch.setattr(cases, "attentions", lambda *_: [("x", lambda: 1 / 0), ("y", int)])
     monkeypatch.setattr(Effort, "copy", lambda *_: [1.0, 2.0, 3.0])
@@ -194,7 +184,7 @@ def test_who_raises_ends_his_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = cases.ours(TINY, "cpu"), cases.theirs(TINY, "cpu")
     ours.generate = lambda ids, max_new_tokens, **_: torch.cat((ids, ids[:, :max_new_tokens]), 1)
     theirs.generate = lambda *_, **__: 1 / 0
-    monkeypatch.setattr(cases, "caches", lambda: (OURS,))
+    monkeypatch.setattr(cases, "CACHES", {OURS: None})
     case = Decode(ONE.name, 1, 5, (2, 4), (2, 4), 1)
     found = bench.decode(case, {OURS: ours, THEIRS: theirs}, quick=True)
     wrong, broken = found["providers"]

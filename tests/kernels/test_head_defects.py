@@ -225,7 +225,8 @@ def test_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
     expected, metrics = linear_cross_entropy(hidden, weight, targets, metrics=METRICS)
     loss, found = linear_cross_entropy(hidden, weight, targets.to(dtype), metrics=METRICS)
     assert loss == expected and all(torch.equal(found[n], metrics[n]) for n in METRICS)
-    assert cross_entropy(hidden @ weight.T, targets.to(dtype))[0] == pytest.approx(expected.item())
+    plain, _ = cross_entropy(hidden @ weight.T, targets.to(dtype))
+    torch.testing.assert_close(plain, expected)
     few = targets.clamp(min=0).to(torch.uint8)
     selected, _ = selected_logprobs(hidden, weight, few)
     assert torch.equal(selected, selected_logprobs(hidden, weight, few.long())[0])
@@ -237,7 +238,7 @@ def test_labels_that_are_no_integers(bad: torch.dtype) -> None:
     for f in (linear_cross_entropy, selected_logprobs):
         with pytest.raises(TypeError, match="labels are integers, -100 is ignored"):
             f(hidden, weight, targets.to(bad))
-    with pytest.raises(TypeError, match="labels is a list"):
+    with pytest.raises(TypeError, match="targets is a list"):
         run_criteria(hidden, weight, None, [CrossEntropy(targets=[1, 2])])  # type: ignore[arg-type]
 
 
@@ -252,15 +253,16 @@ def test_tensors_without_values(reduction: str) -> None:
     meta = [x.detach().to("meta") for x in (hidden, weight)]
     found = step(*(x.requires_grad_() for x in meta), targets.to("meta"))
     assert [tuple(x.shape) for x in found] == shapes
+    plain = [x.detach() for x in (hidden, weight, targets)]
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(x.detach()) for x in (hidden, weight, targets)]
+        fake = [mode.from_tensor(x) for x in plain]
         found = step(fake[0].requires_grad_(), fake[1].requires_grad_(), fake[2])
     assert [tuple(x.shape) for x in found] == shapes
 
 
 def test_checks() -> None:
     for wait in (False, True):
-        with checks(wait=wait), pytest.raises(ValueError, match="^no$"):
+        with checks(wait=wait), pytest.raises(ValueError, match="no"):
             check(torch.tensor(False, device="cpu"), "no")
     code = "import tigon.kernels"
     done = subprocess.run(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
-from tigon.kernels._logits import IGNORE_INDEX, Options
+from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options
 from tigon.kernels._triton import operator, runs_triton
 
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
     options: Options
     beta: float = 0.0
-    teacher_options: Options = Options()
+    teacher_options: Options | None = None  # None: plain. Dynamo traces no default of our own class
     normalized: bool = False
     metrics: tuple[str, ...] = ()
 
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
         return ":".join((self.kind, ",".join(self.metrics)))
 
     def numbers(self) -> list[float]:
-        o, t = self.options, self.teacher_options
+        o, t = self.options, self.teacher_options or PLAIN
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
         return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
 
@@ -237,7 +237,7 @@ def _rows(
                 logits,
                 teacher,
                 plan.options,
-                plan.teacher_options,
+                plan.teacher_options or PLAIN,
                 plan.beta,
                 row_scale,
                 out,

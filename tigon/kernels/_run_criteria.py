@@ -190,10 +190,12 @@ def ask(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Asked:
         check_reduction(c.reduction)
         weights = c.weights
         scale = _scale(c, hidden.device) if c.reduction == "sum" else None
-    check_rows(hidden, targets=c.targets, token_weights=weights)
     if c.targets is not None:
-        targets = integer_labels(c.targets).flatten()
-        check_targets(targets.view(c.targets.shape), vocab)
+        targets = integer_labels(c.targets, "targets")
+    check_rows(hidden, targets=targets, token_weights=weights)
+    if targets is not None:
+        check_targets(targets, vocab)
+        targets = targets.flatten()
     if weights is not None:
         weights = weights.flatten().float()
     if isinstance(c, KL | Divergence):

@@ -63,6 +63,8 @@ class Decoder(nn.Module):
             dim = int(dim * rope.get("partial_rotary_factor", 1.0))
             longest = c.max_position_embeddings
             self.rotary_embs.append(RotaryEmbedding(dim, rope, longest) if rope else NoRotary(dim))
+        turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
+        self._turning = None if min(turns) == math.inf else turns.index(min(turns))
         one = {"chunk": 1, "dtype": torch.float32, "device": "meta"}
         # What a cache of this model has to hold, layer by layer
         self.holds = tuple(layer.make_state(1, 1, **one).holds for layer in blocks)
@@ -70,9 +72,11 @@ class Decoder(nn.Module):
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
         """The one whose table turns with the shortest text; None: no table ever does."""
-        ropes = [r for r in self.rotary_embs if isinstance(r, RotaryEmbedding)]
-        first = min(ropes, key=lambda rope: rope.turn, default=None)
-        return None if first is None or first.turn == math.inf else first
+        return (
+            None
+            if self._turning is None
+            else cast(RotaryEmbedding, self.rotary_embs[self._turning])
+        )
 
     @property
     def makers(self) -> list[MakeState]:

@@ -3,7 +3,6 @@
 # B batch, T tokens, n kept tokens
 """
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any, Self, Unpack, get_args
@@ -114,7 +113,8 @@ class Targets:
                 f"num_items_in_batch={num_items} has no meaning with "
                 f"loss_reduction={self.reduction!r}"
             )
-        new = copy.copy(self)
+        given = self.labels, self.weights, self._items
+        new = type(self)(self.batch, self.kept, self.reduction, *given)
         new.denominator = _denominator(num_items, self.items)
         return new
 

@@ -1,0 +1,119 @@
+"""The command line and documents of all benchmarks; experts and padding at tiny size."""
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import attention, compare, cpu, generate, harness, kernels, measure, moe, padding, timing
+from bench.compare_side import LLAMA_1B, QWEN3_MOE
+from bench.harness import RESULTS, ROOT
+from tests.test_bench import clock
+
+__all__ = ["clock"]
+
+BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
+
+
+@pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)
+def test_the_docs_show_the_newest_runs(bench: harness.Bench) -> None:
+    if not list(RESULTS.glob(f"{bench.kind}*.json")):
+        pytest.skip(f"bench/{bench.kind}.py has not run yet")
+    found = harness.records(bench.kind)
+    for name, block in bench.shown(found).items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        command = f"run bench/{bench.kind}.py --write-docs"
+        assert text == harness.between(text, block, name, bench.kind), command
+    assert all(record["commit"] in bench.show(record) for record in found)
+
+
+def test_each_script_has_a_command_line() -> None:
+    """It starts where the package is not installed, from any folder."""
+    for bench in BENCHES:
+        assert bench.__file__ is not None
+        text = Path(bench.__file__).read_text(encoding="utf-8")
+        assert text.endswith('if __name__ == "__main__":\n    harness.main(BENCH)\n')
+        assert "--only" in harness.parser_of(bench.BENCH).format_help()
+
+
+def test_bad_cases_and_missing_gpus_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in {
+        ("--only", "rms_norm,rmsnorm"): "no case rmsnorm; there are rms_norm, rms_norm_residual",
+        ("--only", "rms_norm"): "measuring needs a CUDA GPU; --table and --write-docs need none",
+    }.items():
+        with pytest.raises(SystemExit):
+            harness.main(kernels.BENCH, arguments)
+        assert message in capsys.readouterr().err
+
+
+def test_cases_are_chosen_by_name_or_by_a_part_of_it() -> None:
+    names = ("rope", "qk_norm_rope", "rms_norm", "host")
+    assert harness.chosen(["rope"], names) == ["rope"]
+    assert harness.chosen(["host", "norm"], names) == ["qk_norm_rope", "rms_norm", "host"]
+
+
+def test_experts_agree_with_the_definition(clock: None) -> None:
+    """A tiny layer by ours and by transformers, and the dense products beside them."""
+    path = moe.EXPERTS["Qwen3-30B-A3B"]
+    what = moe.problem(24, 16, 8, 4, 2, path, True)
+    what.providers = [p for p in what.providers if p.name != "transformers grouped_mm"]
+    found = measure.measure("tiny", what, measure.ONCE)
+    ours, theirs, liger = found["providers"]
+    assert liger["error"].startswith("ModuleNotFoundError")
+    for row in (ours, theirs):
+        assert set(row["errors"]) == {"y", "dx", "dgate_up", "ddown", "dweights"}
+        assert 0 < max(row["errors"].values()) < 0.02
+    assert found["references"] == {"forward_ms": [1.0, 2.0, 3.0], "both_ms": [1.0, 2.0, 3.0]}
+
+
+def test_a_layer_of_experts_is_shown(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward takes 1, 3, 5, 7 ms by one provider after the other, forward and backward 2, 4..."""
+    name, ticks = "Qwen3-30B-A3B", count(1)
+    monkeypatch.setattr(moe, "SHAPES", {name: (24, 16, 8, 4, 2)})
+    monkeypatch.setattr(timing, "milliseconds", lambda *_, **__: [float(next(ticks))])
+    layer = json.loads(json.dumps(moe.layer(name, True, "cpu")))
+    flops = layer["flops_forward"]
+    assert flops == 6 * 24 * 2 * 16 * 8
+    ours = layer["providers"]["tigon"]
+    assert ours["forward_tflops"] == flops / 1e9 and ours["backward_tflops"] == 2 * flops / 1e9
+    shown = moe.layer_table({name: layer})
+    assert f"| {name} | tigon | 1 | 0 | 7.00 | 1 | 0 | 1.00 | " in shown
+    assert f"| {name} | dense | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
+    assert f"| {name} | Liger | ModuleNotFoundError: No module" in shown
+
+
+TINY_MODEL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+TINY_MODEL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_padded_rows_are_measured_and_shown(clock: None) -> None:
+    """Ours with and without padding, and transformers: the same loss, the same gradient."""
+    inputs = padding.batch(97, 3, 7)
+    record = padding.measured(LLAMA_1B | TINY_MODEL, inputs, measure.ONCE)
+    rows = record["providers"]
+    assert list(rows) == [padding.WITH, padding.WITHOUT, padding.THEIRS]
+    assert record["real"] == int((inputs["labels"] != -100).sum()) < inputs["labels"].numel()
+    for row in rows.values():
+        assert row["ms"] == [1.0, 2.0, 3.0] and row["gradient_off"] < 0.01
+        assert row["loss"] == pytest.approx(rows[padding.WITH]["loss"], rel=1e-3)
+    stamp = {"gpu": "G", "torch": "2", "transformers": "5", "commit": "c", "date": "2026-11-21"}
+    shown = padding.show(record | stamp | {"uncommitted_changes": False})
+    rate = f"{record['real'] / 2e-3:,.0f}"
+    assert f"| tigon | 2 | {rate} | 1.00 | 0.0 | {rows['tigon']['loss']:.4f} |" in shown
+
+
+def test_a_stack_of_experts_is_measured(clock: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an optimizer, so that the loss is that of the second step."""
+    monkeypatch.setattr(moe, "STACK_TOKENS", (1, 12))
+    more = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    stack = moe.stack(QWEN3_MOE | TINY_MODEL | more, True, "cpu")
+    ours, theirs, liger = stack["providers"].values()
+    assert ours["tokens_per_second"] == 12e3 / 2.0 == theirs["tokens_per_second"]
+    assert 3.0 < ours["loss"] < 6.0 and liger["error"].startswith("ModuleNotFoundError")
+    assert "| tigon | 2 | 6000 | 0.0 |" in moe.stack_table(stack)
+    assert "| transformers + Liger | ModuleNotFoundError: No module" in moe.stack_table(stack)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.test_two_ranks import torchrun
-from tigon.train import main
+from tigon.kernels import _grouped_gemm
+from tigon.kernels.attention import AttentionMask
+from tigon.train import load, main, prepare, start
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -42,3 +45,38 @@ def test_bfloat16_over_float32_weights_on_one_gpu_and_two(workspace):
         assert_same_curve(workspace, "gpu-two", "gpu-one", 5e-3)
         torchrun(workspace.settings("gpu-two-exact", dtype="float32", **same))
         assert_same_curve(workspace, "gpu-two-exact", "gpu-exact", 1e-5)
+
+
+def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
+    workspace, tmp_path, monkeypatch
+):
+    """A mask tells the routers what is padding; attention goes by the bounds of sequences."""
+    model = write_model(tmp_path / "experts", **EXPERTS)
+    changes = {"model": model, "batch_size": 64, "micro_batch_size": 64, "dtype": "bfloat16"}
+    balance = []
+    with start("cuda") as world:
+        for packing in (True, False):
+            settings = workspace.settings("x", **changes, device="cuda", packing=packing)
+            run = prepare(load(None, settings), world)
+            run.objective.begin(run.model)
+            (rows,) = run.data.micro_batches(0)
+            assert rows.attention_mask is not None
+            rows = rows.to(world.device)
+
+            def loss(run=run, rows=rows):
+                inputs = run.objective.resolve(run.model, rows)
+                sums = run.objective.sums(run.model, inputs)
+                return run.objective.loss(run.model, inputs, sums).metrics["aux_loss"]
+
+            balance.append(loss().item())  # compiles, and looks for backends
+            with monkeypatch.context() as patch:
+                # Experts themselves may ask the device how many tokens each has
+                patch.setattr(_grouped_gemm, "must_not_wait", lambda *_: True)
+                patch.setattr(AttentionMask, "_build", None)
+                patch.setattr(AttentionMask, "_build_blocks", None)
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    loss()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+    assert balance[0] == pytest.approx(balance[1], rel=2e-2)

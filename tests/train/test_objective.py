@@ -18,7 +18,7 @@ import tigon
 from tests.small import chats
 from tests.train.test_two_ranks import torchrun
 from tigon.data import Example, Examples, collect
-from tigon.models import CausalLM
+from tigon.models import CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train import main
 from tigon.train.objectives import OBJECTIVES, Inputs, Objective, Part
@@ -55,7 +55,8 @@ class Pairs(Objective):
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         micro_batch = inputs.micro_batch
-        nll = model(**inputs.model | {"loss_reduction": "none"}).loss
+        targets = Targets.of(inputs.batch, loss_reduction="none", **self.targets(micro_batch))
+        nll = model(batch=inputs.batch, targets=targets).loss
         learned = micro_batch.per_token["supervised"] & (micro_batch.position_ids > 0)
         reference = micro_batch.per_token["reference"] * learned
         before = F.pad((-nll - reference).flatten().double().cumsum(0), (1, 0))

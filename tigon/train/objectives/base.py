@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tigon.data import Examples, MicroBatch, Rows, whole
-from tigon.models import CausalLM
+from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.parallel import World
@@ -21,8 +21,8 @@ class Inputs:
     """A micro-batch on the device, resolved once for all passes that a step makes over it."""
 
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
-    model: dict[str, Any]  # keyword arguments of the model: tokens, labels, weights
-    items: Tensor  # this micro-batch's part of the loss's denominator, int64
+    batch: Batch  # what the model reads
+    targets: Targets  # what it is to predict
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,14 @@ class Objective:
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""
-        keywords = micro_batch.inputs() | self.targets(micro_batch)
-        keywords["loss_reduction"] = self.config.loss_reduction
-        return Inputs(micro_batch, keywords, model.num_items(**keywords))
+        batch = Batch.of(model, **micro_batch.inputs())
+        reduction = self.config.loss_reduction
+        targets = Targets.of(batch, loss_reduction=reduction, **self.targets(micro_batch))
+        return Inputs(micro_batch, batch, targets)
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         """This micro-batch's part of every sum over the whole step that `loss` divides by."""
-        return {"items": inputs.items}
+        return {"items": inputs.targets.items}
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """This micro-batch's part of the step's loss, differentiable, and of its metrics.

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from tigon.models import CausalLM, aux_loss_coef
+from tigon.models import CausalLM, Targets
 from tigon.train.model import has_experts
-from tigon.train.objectives.base import Inputs, Objective, Part
+from tigon.train.objectives.base import IGNORE, Inputs, Objective, Part
 
 ROUTING = ("aux_loss", "expert_load")
 
@@ -17,7 +17,8 @@ class CrossEntropyObjective(Objective):
     """
 
     def begin(self, model: CausalLM) -> None:
-        asked = tuple(model.defaults.metrics)
+        asked = model.defaults.metrics
+        asked = (asked,) if isinstance(asked, str) else tuple(asked)
         if "predicted_tokens" in asked:
             raise ValueError(
                 f"model.defaults.metrics={asked}: training logs means, and predicted_tokens has no "
@@ -25,38 +26,42 @@ class CrossEntropyObjective(Objective):
             )
         routing = ROUTING if has_experts(model) else ()
         self.metrics = tuple(dict.fromkeys((*asked, *routing)))
-        self.of_tokens = [name for name in self.metrics if name not in ROUTING]
+        self.of_tokens = any(name not in ROUTING for name in self.metrics)
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         sums = super().sums(model, inputs)
         if self.of_tokens:
-            sums["targets"] = self._targets(model, inputs)
+            sums["targets"] = _count(inputs.targets)
         return sums
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
-        output = model(**inputs.model, num_items_in_batch=sums["items"], metrics=self.metrics)
-        share = inputs.items / sums["items"].clamp(min=1)
-        metrics = {name: output.metrics[name] * share for name in ROUTING if name in self.metrics}
-        if self.of_tokens:
-            targets, total = self._targets(model, inputs), sums["targets"].clamp(min=1)
-            for name in self.of_tokens:  # [B, T], or the mean over this micro-batch's targets
-                value = output.metrics[name]
-                metrics[name] = (value.sum() if value.dim() else value * targets) / total
-        return Part(output.loss, metrics)
+        targets = inputs.targets.with_num_items(sums["items"])
+        output = model(batch=inputs.batch, targets=targets, metrics=self.metrics)
+        return Part(output.loss, self._means(output.metrics, inputs, sums))
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
-        """Of the tokens alone, whatever the balance of experts adds in training."""
-        part = self.loss(model, inputs, sums)
-        coef = aux_loss_coef(model.config)
-        if coef is None:
-            return part
-        return Part(part.loss - coef * part.metrics["aux_loss"], part.metrics)
+        """Of the tokens alone: what the balance of experts adds belongs to training."""
+        t = inputs.targets  # whose weights say what the reduction is
+        targets = Targets(t.batch, t.kept, "sum", t.labels, t.weights)
+        output = model(batch=inputs.batch, targets=targets, metrics=self.metrics)
+        loss = output.loss / sums["items"].clamp(min=1)
+        return Part(loss, self._means(output.metrics, inputs, sums))
 
-    def _targets(self, model: CausalLM, inputs: Inputs) -> Tensor:
-        """How many tokens this micro-batch predicts."""
-        if inputs.model["loss_reduction"] == "token":
-            return inputs.items
-        return model.num_items(**inputs.model | {"loss_reduction": "token"})
+    def _means(
+        self, values: dict[str, Tensor], inputs: Inputs, sums: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """This micro-batch's part of each metric's mean over the step."""
+        share = inputs.targets.items / sums["items"].clamp(min=1)
+        if not self.of_tokens:
+            return {name: value * share for name, value in values.items()}
+        count, total = _count(inputs.targets), sums["targets"].clamp(min=1)
+
+        def mean(name: str, value: Tensor) -> Tensor:
+            if name in ROUTING:
+                return value * share
+            return (value.sum() if value.dim() else value * count) / total  # [B, n], or their mean
+
+        return {name: mean(name, value) for name, value in values.items()}
 
     def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """expert_imbalance for expert_load: the busiest expert of all, in multiples of the mean."""
@@ -65,3 +70,9 @@ class CrossEntropyObjective(Objective):
             load = metrics.pop("expert_load")  # [layers, E]
             metrics["expert_imbalance"] = load.max() * load.shape[1]
         return metrics
+
+
+def _count(targets: Targets) -> Tensor:
+    """How many tokens are predicted, whatever the reduction."""
+    assert targets.labels is not None
+    return (targets.labels != IGNORE).sum()

@@ -37,12 +37,15 @@ def append(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, length
 
 r = torch.randn
 CASES: dict[str, Callable[[], Case]] = {
-    "rms_norm": lambda: (lambda *t: rms_norm(*t, 1e-6), (r(3, 8), r(8))),
+    "rms_norm": lambda: (lambda x, w: rms_norm(x, w, 1e-6), (r(3, 8), r(8))),
     "residual": lambda: (
         lambda x, w, z: rms_norm(x, w, 1e-6, residual=z),
         (r(3, 8), r(8), r(3, 8)),
     ),
-    "sandwich_norm": lambda: (lambda *t: sandwich_norm(*t, 1e-6), (r(3, 8), r(3, 8), r(8), r(8))),
+    "sandwich_norm": lambda: (
+        lambda x, z, a, b: sandwich_norm(x, z, a, b, 1e-6),
+        (r(3, 8), r(3, 8), r(8), r(8)),
+    ),
     "rope": lambda: (rope, (r(2, 3, 4, 8), r(2, 3, 2, 8), r(1, 3, 4), r(1, 3, 4))),
     "qk_norm_rope": lambda: (
         lambda x, cos, sin, q, k: qk_norm_rope(
@@ -53,7 +56,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "gated_act": lambda: (lambda x: gated_act(x, "gelu"), (r(3, 8),)),
     "row_linear": lambda: (lambda x, w: row_linear(x, w).detach(), (r(1, 8), r(4, 8))),
     "grouped_mlp": lambda: (
-        lambda *tensors: grouped_mlp(*tensors, "silu"),
+        lambda x, up, down, e, w: grouped_mlp(x, up, down, e, w, "silu"),
         (r(5, 8), r(4, 16, 8), r(4, 8, 8), experts(5, 2), r(5, 2)),
     ),
     "append_attention": lambda: (

@@ -312,7 +312,8 @@ def _rope(
 ) -> tuple[Tensor, Tensor]:
     yq, yk = _outputs(q, k)
     inputs, outputs = (apart(q), apart(k), None), (packed(yq), packed(yk), None)
-    launch(inputs, outputs, cos, sin, q.shape[2], *k.shape[2:], interleaved, back=back)
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    launch(inputs, outputs, cos, sin, *sizes, interleaved, back=back)
     return yq, yk
 
 

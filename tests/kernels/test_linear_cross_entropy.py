@@ -367,7 +367,7 @@ def test_the_operator_is_what_it_says(path: str) -> None:
         pytest.skip("there is no operator")
     hidden, weight, bias, targets = (t.detach() for t in inputs())
     names = tuple(m for m in METRICS if m != "accuracy")
-    plan = Plan("cross_entropy", Options(softcap=3.0), metrics=names)
+    plan = Plan("cross_entropy", Options(softcap=3.0), metrics=names, statistics=True)
     slots = [targets, None, None, None, None, None]
     for needs in ([False] * 3, [True] * 3):
         for index in (None, torch.arange(9)):

@@ -118,8 +118,8 @@ class Criteria(torch.autograd.Function):
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
-                one = scale.new_ones(()) if w is None else w
-                row_scales.append((one * scale).expand(hidden.shape[0]))
+                n = hidden.shape[0]
+                row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False, False, False)
         nothing: Slots = [None, None] * len(p.plans)
         grads, rows_of, top = _run(
@@ -130,12 +130,12 @@ class Criteria(torch.autograd.Function):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
             loss = rows["loss"]
             weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
-            values.append(weighted if p.per_token[i] else weighted.sum() * scale)
+            values.append(weighted if scale is None else weighted.sum() * scale)
             metrics += [rows[name] for name in plan.metrics]
             if p.learned[i]:
-                losses.append(loss if p.per_token[i] else loss * scale)
+                losses.append(loss if scale is None else loss * scale)
         if not p.ahead:
-            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if "peak" in plan.names]
+            of = [rows for plan, rows in zip(p.plans, rows_of, strict=True) if plan.statistics]
             grads = [rows[name] for rows in of for name in ("peak", "log_mass")]
         return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
 
@@ -172,6 +172,7 @@ class Criteria(torch.autograd.Function):
                 )
             if ctx.grad is not None and _same(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
+                assert factor is not None
                 ctx.spent = not torch.compiler.is_compiling()
                 d_logits, ctx.grad = rescale_(ctx.grad, factor), None
                 found = (d_logits, None, None, *losses)
@@ -248,13 +249,12 @@ def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
         row_scales.append(rows.expand(hidden.shape[0]))
-    statistics = iter([] if p.ahead else kept)
+    statistics = iter(kept)
     known: Slots = []
     for plan in p.plans:
-        has = not p.ahead and "peak" in plan.names
-        known += [next(statistics), next(statistics)] if has else [None, None]
+        known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
     made, _, top = _run(
-        p._replace(overwrite=False),
+        p._replace(plans=tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)),
         hidden,
         weight,
         bias,

@@ -27,9 +27,10 @@ class Plan(NamedTuple):
     teacher_options: Options | None = None  # None: plain. Dynamo traces no default of our own class
     normalized: bool = False
     metrics: tuple[str, ...] = ()
+    statistics: bool = False  # return peak and log_mass of cross-entropy
 
     def word(self) -> str:
-        return ":".join((self.kind, ",".join(self.metrics)))
+        return ":".join((self.kind, ",".join(self.names)))
 
     def numbers(self) -> list[float]:
         o, t = self.options, self.teacher_options or PLAIN
@@ -39,19 +40,21 @@ class Plan(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """What comes out for each row."""
-        statistics = ("peak", "log_mass") if self.kind == "cross_entropy" else ()
+        statistics = ("peak", "log_mass") if self.statistics else ()
         return ("loss", *statistics, *self.metrics)
 
 
 def _plans(words: str, numbers: list[float]) -> list[Plan]:
     plans = []
     for i, word in enumerate(words.split()):
-        kind, metrics = word.split(":")
+        kind, names = word.split(":")
         cap, scale, t_cap, t_scale, smoothing, z_loss, beta, normalized = numbers[8 * i : 8 * i + 8]
         options = Options(cap or None, scale, smoothing, z_loss)
         teacher = Options(t_cap or None, t_scale)
-        names = tuple(name for name in metrics.split(",") if name)
-        plans.append(Plan(kind, options, beta, teacher, bool(normalized), names))
+        statistics, metrics = "log_mass" in names, names.split(",")[1:]
+        metrics = metrics[2:] if statistics else metrics
+        plan = Plan(kind, options, beta, teacher, bool(normalized), tuple(metrics), statistics)
+        plans.append(plan)
     return plans
 
 
@@ -177,19 +180,18 @@ def _head_pass(
             values += _rows(plan, logits, mine, scale, out, add=i > 0)
         for parts, value in zip(found, values, strict=True):
             parts.append(value)
-        if out is None or weight is None:
-            continue
-        if needs[0] and h.is_cuda:
-            torch.mm(out, weight, out=d_hidden[part])
-        elif needs[0]:
-            d_hidden[part] = out @ weight
-        if needs[1]:
-            if live is not None:  # where the gradient is 0, not 0 * NaN
-                h = h.where(live[part, None], 0)
-            d_weight = add_product(d_weight, out.T, h, only=len(chunks) == 1)
-        if needs[2]:
-            total = out.sum(0, dtype=torch.float32)
-            d_bias = total if d_bias is None else d_bias + total
+        if out is not None and weight is not None:
+            if needs[0] and h.is_cuda:
+                torch.mm(out, weight, out=d_hidden[part])
+            elif needs[0]:
+                d_hidden[part] = out @ weight
+            if needs[1]:
+                if live is not None:  # where the gradient is 0, not 0 * NaN
+                    h = h.where(live[part, None], 0)
+                d_weight = add_product(d_weight, out.T, h, only=len(chunks) == 1)
+            if needs[2]:
+                total = out.sum(0, dtype=torch.float32)
+                d_bias = total if d_bias is None else d_bias + total
         del logits, out
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     late = hidden.dtype == torch.float16 and weight is not None
@@ -248,7 +250,8 @@ def _rows(
     peak, log_mass = statistics
     known = None if peak is None or log_mass is None else (peak, log_mass)
     rows = loss_rows(logits, first, plan.options, plan.metrics, row_scale, out, known, add=add)
-    return [rows.loss, rows.peak, rows.log_mass, *(rows.metrics[name] for name in plan.metrics)]
+    found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
+    return [found[name] for name in plan.names]
 
 
 def _chunk(

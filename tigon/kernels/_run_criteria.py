@@ -146,7 +146,10 @@ def _pass(
         kinds = [f"linear_{kind}" for kind in kinds]
     return Pass(
         name=" and ".join(dict.fromkeys(kinds)),
-        plans=tuple(a.plan for a in asked),
+        plans=tuple(
+            a.plan._replace(statistics=any(needs) and not ahead and a.plan.kind == "cross_entropy")
+            for a in asked
+        ),
         per_token=per_token,
         learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in asked),
         teachers=tuple(a.teacher for a in asked),

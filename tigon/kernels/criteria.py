@@ -83,7 +83,7 @@ class Criterion:
         active: ActiveRows | None = None,
     ) -> Self:
         """With those of a batch where the criterion has none of its own."""
-        mine = {"targets": targets, "weights": weights, "denominator": denominator}
+        mine: dict[str, Any] = {"targets": targets, "weights": weights, "denominator": denominator}
         empty = [n for n in mine if getattr(self, n, mine) is None]
         if "targets" in empty and self.active is None:
             mine, empty = mine | {"active": active}, [*empty, "active"]

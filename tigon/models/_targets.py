@@ -129,11 +129,20 @@ class Targets:
                 f"num_items_in_batch={num_items} has no meaning with "
                 f"loss_reduction={self.reduction!r}"
             )
-        new = type(self)(self.batch, self.kept, self.reduction, self.options)
-        new.labels, new.weights, new._items = self.labels, self.weights, self._items
-        new.from_labels, new._num_items = self.from_labels, num_items
+        new = self._copy(self.reduction)
+        new._num_items = num_items
         if self._items is not None:
             new.denominator = _denominator(num_items, self._items)
+        return new
+
+    def summed(self) -> Self:
+        """The same weighted losses, added up and not divided, without the balance of experts."""
+        return self._copy("sum")
+
+    def _copy(self, reduction: Reduction) -> Self:
+        new = type(self)(self.batch, self.kept, reduction, self.options)
+        new.labels, new.weights, new._items = self.labels, self.weights, self._items
+        new.from_labels = self.from_labels
         return new
 
     def take(self, x: Tensor) -> Tensor:

@@ -41,8 +41,7 @@ class CrossEntropyObjective(Objective):
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone: what the balance of experts adds belongs to training."""
-        t = inputs.targets  # whose weights say what the reduction is
-        targets = Targets(t.batch, t.kept, "sum", t.labels, t.weights)
+        targets = inputs.targets.summed()
         output = model(batch=inputs.batch, targets=targets, metrics=self.metrics)
         loss = output.loss / sums["items"].clamp(min=1)
         return Part(loss, self._means(output.metrics, inputs, sums))

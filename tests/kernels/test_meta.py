@@ -86,8 +86,11 @@ def described(run: Callable[..., Any], tensors: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize("where", ["meta", "fake", "fake, outside of its mode"])
 @pytest.mark.parametrize("case", CASES)
 def test_shapes_without_numbers(case: str, where: str, path: str) -> None:
-    if (case, where, path) == ("append_attention", "fake, outside of its mode", "reference"):
+    outside = where == "fake, outside of its mode"
+    if outside and (case, path) == ("append_attention", "reference"):
         pytest.skip("torch.arange is real there")
+    if outside and case == "attention" and torch.cuda.is_available():
+        pytest.skip("the mask is real there")
     run, tensors = CASES[case]()
     expected = described(run, tensors)
     mode = FakeTensorMode()

@@ -1,5 +1,6 @@
 """The fused head under autograd: values stay values, nothing is mutated, nothing silently wrong."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from tests.models.contract import (
     token_losses,
     tokens,
 )
+from tigon.kernels import use
+from tigon.kernels._triton import Mode
 from tigon.kernels.cross_entropy import METRICS
 from tigon.models import CausalLM
 
@@ -239,3 +242,37 @@ def test_no_input_is_written_to(model: CausalLM, reduction: str, return_logits: 
     shifted = {**batch, "shift_labels": labels, "labels": None}
     model(**shifted, loss_reduction=reduction)
     assert storage(labels) == before["labels"][0]
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"metrics": ("accuracy",)}, {"loss_reduction": "none"}, {"return_logits": True}]
+)
+def test_a_step_leaves_no_tensor_to_the_garbage_collector(
+    model: CausalLM, asked: dict[str, Any], mode: Mode
+) -> None:
+    """A reference cycle keeps activations until the collector runs, some steps later."""
+    if torch.cuda.is_available():
+        model.cuda()
+    elif mode == "triton":
+        asked = asked | {"logits_to_keep": 2}  # the interpreter is slow
+    ids = torch.arange(13, device=model.device)[None]
+
+    def step() -> None:
+        model(ids, labels=ids, **asked).loss.sum().backward()
+        model.zero_grad()
+
+    with use(mode):
+        step()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            step()
+            gc.collect()
+            left = [x for x in gc.garbage if isinstance(x, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+            gc.garbage.clear()
+    assert not left

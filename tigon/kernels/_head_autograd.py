@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -68,38 +69,45 @@ def _run(
         top = torch.where(top > 0, top, 1)
         row_scales = [r / top for r in row_scales]
 
-    def lend(i: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-        if i == len(p.plans):
-            return run_pass(
-                hidden,
-                weight,
-                bias,
-                p.plans,
-                slots,
-                row_scales,
-                needs,
-                index,
-                live,
-                p.logits_bytes,
-                p.overwrite,
-            )
-        teacher, at = p.teachers[i], 6 * i
-        if teacher is None:
-            return lend(i + 1)
+    run = partial(
+        run_pass,
+        hidden,
+        weight,
+        bias,
+        p.plans,
+        slots,
+        row_scales,
+        needs,
+        index,
+        live,
+        p.logits_bytes,
+        p.overwrite,
+    )
+    vocab = hidden.shape[1] if weight is None else len(weight)
+    return *_with_teachers(p, 0, slots, vocab, run), top
 
-        def use(head: Tensor, bias: Tensor | None) -> Any:
-            states = slots[at]
-            assert states is not None
-            vocab = hidden.shape[1] if weight is None else len(weight)
-            if len(head) != vocab:
-                raise ValueError(f"the student has {vocab} tokens, the teacher {len(head)}")
-            slots[at + 2] = head.detach().to(states.dtype)
-            slots[at + 3] = None if bias is None else bias.detach().to(states.dtype)
-            return lend(i + 1)
 
-        return teacher(None, lend=use)
+def _with_teachers(
+    p: Pass, first: int, slots: Slots, vocab: int, run: Callable[[], Any]
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """What `run` returns, called while the teachers from criterion `first` on lend their heads."""
+    if first == len(p.plans):
+        return run()
+    teacher = p.teachers[first]
+    if teacher is None:
+        return _with_teachers(p, first + 1, slots, vocab, run)
 
-    return *lend(0), top
+    def use(head: Tensor, bias: Tensor | None) -> Any:
+        at = 6 * first
+        states = slots[at]
+        assert states is not None
+        if len(head) != vocab:
+            raise ValueError(f"the student has {vocab} tokens, the teacher {len(head)}")
+        slots[at + 2] = head.detach().to(states.dtype)
+        slots[at + 3] = None if bias is None else bias.detach().to(states.dtype)
+        return _with_teachers(p, first + 1, slots, vocab, run)
+
+    return teacher(None, lend=use)
 
 
 class Criteria(torch.autograd.Function):

@@ -96,11 +96,12 @@ class Decoder(nn.Module):
         recompute = recompute and cache is None and torch.is_grad_enabled()
         residual, tallies = None, []
         for block, rope, state in zip(layers, self.rope_of_layer, states, strict=True):
-            given = x, residual, ropes[rope], state, ctx
             if recompute:
-                x, residual, counts = checkpoint(block, *given, use_reentrant=False)
+                x, residual, counts = checkpoint(
+                    block, x, residual, ropes[rope], state, ctx, use_reentrant=False
+                )
             else:
-                x, residual, counts = block(*given)
+                x, residual, counts = block(x, residual, ropes[rope], state, ctx)
             if counts is not None:
                 tallies.append(counts)
         if cache is not None:

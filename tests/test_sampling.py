@@ -212,7 +212,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"input_ids": torch.tensor([[-1, 5]])}, ValueError, r"\[0, 0\] is -1, outside"),
     ({"attention_mask": torch.ones(2, 3)}, ValueError, r"\(2, 3\) does not fit input_ids \(2, 2\)"),
     ({"attention_mask": torch.tensor([[1, 1], [1, 0]])}, ValueError, "row 1 .* pad on the left"),
-    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 is below 0"),
+    ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 must be at least 0"),
     ({"max_new_tokens": 2, "max_length": 9}, ValueError, "give one of them"),
     ({"max_length": 2}, ValueError, "max_length=2 leaves no room after a prompt of 2"),
     ({"temperature": 0.0}, ValueError, "temperature=0.0 is not above 0"),

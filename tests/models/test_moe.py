@@ -290,6 +290,8 @@ def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
 
 def test_a_single_row_takes_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, outputs = tiny(num_hidden_layers=1), batch()["input_ids"][:1, :1], []
+    if torch.cuda.is_available():
+        model, ids = model.cuda(), ids.cuda()
     with torch.no_grad(), use("triton"):
         expected = model.model.layers[0].mlp(model.model.embed_tokens(ids)).x
         own = importlib.import_module("tigon.kernels.row_linear")  # the package names the function
@@ -397,7 +399,7 @@ def test_the_name_that_transformers_5_leaves_out(tmp_path: Path) -> None:
         (
             "qwen3_moe",
             {"mlp_only_layers": ["1"]},
-            r"mlp_only_layers=\['1'\] is not a list of numbers",
+            r"mlp_only_layers=\['1'\] is not a list of whole numbers",
         ),
         ("qwen2_moe", {"num_local_experts": 8}, "num_local_experts=8 changes"),
         (

@@ -105,6 +105,6 @@ def test_several_criteria_at_real_sizes(dtype: torch.dtype, reduction: str) -> N
     for logits_bytes in (2**30, 2**26):
         together = gradients(criteria, logits_bytes=logits_bytes)
         for found, *parts in zip(together, *apart, strict=True):
-            # Gradients of cross-entropy and log-probabilities nearly cancel: rounding is of the parts
+            # Cross-entropy and log-probabilities nearly cancel: rounding is that of the parts
             scale = sum(part.norm() for part in parts)
             assert (found - sum(parts)).norm() <= most * scale

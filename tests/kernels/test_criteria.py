@@ -275,5 +275,5 @@ def test_bad_criteria(criterion: Any, message: str) -> None:
 
 def test_bad_label_smoothing() -> None:
     b = Batch()
-    with pytest.raises(ValueError, match="1.5 is not in"):
+    with pytest.raises(ValueError, match=r"1\.5 is not in"):
         b.run([CrossEntropy(targets=b.targets, label_smoothing=1.5)])

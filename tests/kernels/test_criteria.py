@@ -1,5 +1,6 @@
 """Criteria over a head's logits: several in one pass, stored log-probabilities, class weights."""
 
+import math
 from typing import Any
 
 import pytest
@@ -200,6 +201,37 @@ def test_stored_logprobs_of_a_student_sure_of_them() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     grad, exact = (torch.autograd.grad(x, b.bias)[0] for x in (found, expected))
     torch.testing.assert_close(grad, exact, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_stored_logprobs_of_all_tokens(beta: float) -> None:
+    logits = torch.randn(3, 7, requires_grad=True)
+    teacher = torch.randn(3, 7).log_softmax(-1)
+    criterion = KL(teacher_tokens=teacher.argsort(), teacher_logprobs=teacher.sort()[0], beta=beta)
+    ((loss, _),) = run_criteria(logits, None, None, [criterion])
+    student = logits.double().log_softmax(-1)
+    expected = kl_ref(student, teacher.double(), beta).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    (found,), (true,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    torch.testing.assert_close(found, true, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.5, 0.99])
+def test_divergence_of_distributions_that_underflow(beta: float) -> None:
+    """Where exp(logit) is subnormal in fp32, or 0, for student and teacher alike."""
+    student = torch.linspace(0, -130, 301)[None].repeat(2, 1)
+    teacher = torch.stack((student[0], student[0] * 0.9)).log_softmax(-1)
+    student = student.log_softmax(-1).requires_grad_()
+    eye = torch.eye(301)
+    criterion = KL(teacher_hidden=teacher, teacher=Head(eye), beta=beta)
+    ((loss, _),) = run_criteria(student, None, None, [criterion])
+    exact = student.detach().double().requires_grad_()
+    s, t = exact.log_softmax(-1), teacher.double().log_softmax(-1)
+    m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
+    expected = beta * (t.exp() * (t - m)).sum() + (1 - beta) * (s.exp() * (s - m)).sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-6)
+    (found,), (true,) = torch.autograd.grad(loss, student), torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-6)
 
 
 def test_rows_that_do_not_count_may_hold_anything() -> None:

@@ -184,11 +184,15 @@ def test_a_second_backward_is_right_or_refused(path: str) -> None:
     assert torch.equal(torch.autograd.grad(losses, logits, upstream, retain_graph=True)[0], first)
     ones = torch.autograd.grad(losses.sum(), logits, retain_graph=True)[0]  # one number, expanded
     assert torch.equal(ones, torch.autograd.grad(losses, logits, torch.ones(N))[0])
-    total, _ = cross_entropy(logits, targets)
-    torch.autograd.grad(total * 3, logits, retain_graph=True)
-    if path == "triton":
-        with pytest.raises(RuntimeError, match="a second backward through cross_entropy"):
+    for overwrite in (False, True):
+        total, _ = cross_entropy(logits * 1, targets, overwrite=overwrite)
+        first = torch.autograd.grad(total * 3, logits, retain_graph=True)[0]
+        kept = first.clone()
+        first.zero_()
+        assert torch.equal(torch.autograd.grad(total * 3, logits)[0], kept)
+        with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(total * 3, logits)
+    if path == "triton":
         for reduction in ("sum", "none"):
             loss = cross_entropy(logits, targets, reduction=reduction)[0].sum()
             with pytest.raises(RuntimeError, match="no second derivative"):

@@ -201,6 +201,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         r"long_factor=2.0 is not a list of numbers",
     ),
     "theta": ({"rope_theta": None}, r"rope_theta=None is not a number"),
+    "no heads": ({"num_attention_heads": 0}, r"num_attention_heads=0 must be at least 1"),
+    "no width": ({"hidden_size": 0}, r"hidden_size=0 must be at least 1"),
+    "layers below 0": ({"num_hidden_layers": -1}, r"num_hidden_layers=-1 must be at least 1"),
+    "eps of NaN": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan is not a number of at least"),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.models.contract import assert_same_gradients, gradients, tiny_llama, tokens
+from tigon.layers import KVCache
 from tigon.models import Batch, CausalLM, Targets
 
 B, T = 2, 13
@@ -176,3 +177,19 @@ def test_tensors_alone(model: CausalLM) -> None:
         Batch.of(model, ids.tolist())
     with pytest.raises(ValueError, match=r"inputs_embeds \(2, 13, 55\) is not \[batch, tokens, 56"):
         model(inputs_embeds=torch.zeros(B, T, 55), labels=labels)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_a_batch_serves_its_cache_once(model: CausalLM, static: bool) -> None:
+    ids, _ = tokens(B, T)
+    cache = model.static_cache(B, T) if static else KVCache()
+    stale = Batch.of(model, ids[:, :5], past_key_values=cache)
+    first = Batch.of(model, ids[:, :5], past_key_values=cache)
+    with pytest.raises(ValueError, match="make a batch for each pass"):
+        model(batch=stale)
+    model(batch=first)
+    with pytest.raises(ValueError, match="make a batch for each pass"):
+        model(batch=first)
+    out = model(batch=Batch.of(model, ids[:, 5:], past_key_values=cache))
+    torch.testing.assert_close(out.logits, model(ids).logits[:, 5:])

@@ -196,6 +196,22 @@ def test_a_criterion_with_targets_of_its_own(model: CausalLM) -> None:
     torch.testing.assert_close(alone.logprobs, expected)
 
 
+def test_a_criterion_with_weights_of_its_own(model: CausalLM) -> None:
+    """They count rows that `loss_weights` leave out."""
+    weights, own = torch.rand(B, T), torch.rand(B, T)
+    weights[:, ::2], own[:, 1::3] = 0, 0
+    options: dict[str, Any] = {"shift_labels": LABELS, "loss_reduction": "sum"}
+    a, b = (model(IDS, loss_weights=w, **options).loss for w in (weights, own))
+    expected = gradients(a + b, model)
+    out = model(
+        IDS, loss_weights=weights, criteria=(CrossEntropy(), CrossEntropy(weights=own)), **options
+    )
+    torch.testing.assert_close(out.loss, a + b)
+    assert_same_gradients(gradients(out.loss, model), expected)
+    alone = model(IDS, loss_weights=weights, criteria=(CrossEntropy(weights=own),), **options)
+    torch.testing.assert_close(alone.loss, b)
+
+
 def test_packed_sequences(model: CausalLM) -> None:
     ids, cu = IDS.view(1, -1), torch.tensor([0, 5, 13, 26])
     parts = [(0, 5), (5, 13), (13, 26)]

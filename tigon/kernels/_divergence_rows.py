@@ -11,6 +11,9 @@ from tigon.kernels._logits import LOG2E, Options, scale_and_cap, transform, tran
 from tigon.kernels._triton import runs_triton, tl, triton
 
 SMALLEST_REST = 2.0**-24  # in fp32, 1 less the sum of other probabilities says nothing below
+# Less than any probability that matters: the logarithm of a mixture that underflows stays finite
+SMALLEST_MIXTURE = 2.0**-120
+_SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -20,8 +23,13 @@ def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
         return (teacher.exp() * difference).sum(-1)
     if beta == 1:
         return kl_ref(teacher, student, 0)
-    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    mixture = _log_mixture(student.exp(), teacher, beta)
     return beta * kl_ref(mixture, teacher, 0) + (1 - beta) * kl_ref(mixture, student, 0)
+
+
+def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Of the student's probabilities and a teacher's log-probabilities."""
+    return (beta * teacher.exp() + (1 - beta) * p).clamp(min=SMALLEST_MIXTURE).log()
 
 
 def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
@@ -29,7 +37,7 @@ def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
     if beta == 0:
         return -b.exp()
     p = a.exp()
-    m = b if beta == 1 else (beta * b.exp() + (1 - beta) * p).log()
+    m = b if beta == 1 else _log_mixture(p, b, beta)
     return p * (a - m).masked_fill(p == 0, 0) * (1 if beta == 1 else 1 - beta)
 
 
@@ -108,7 +116,7 @@ def _divergence(a, b, beta, MIX: tl.constexpr, REVERSE: tl.constexpr):
     p = tl.exp2(a)
     q = tl.exp2(b)
     if MIX:
-        m = tl.log2(beta * q + (1 - beta) * p)
+        m = tl.log2(tl.maximum(beta * q + (1 - beta) * p, _SMALLEST_MIXTURE))
         g = tl.where(p == 0, 0.0, (1 - beta) * (a - m))
         loss = tl.where(q == 0, 0.0, beta * q * (b - m)) + p * g
     elif REVERSE:
@@ -276,7 +284,9 @@ def topk_rows(
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
     left = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
-    teacher = torch.cat((teacher, left.log()), 1)
+    # Where all tokens were stored there are no others, of either model
+    left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
+    teacher = torch.cat((teacher, left), 1)
     if row_scale is not None and out is not None:
         d = _slope(student, teacher, beta)
         d -= student.exp() * d.sum(-1, keepdim=True)

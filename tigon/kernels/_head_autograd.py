@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.kernels._head_pass import Plan, Slots, run_pass
 from tigon.kernels._logits import rescale, rescale_
-from tigon.kernels._triton import refuse_second_derivative
+from tigon.kernels._triton import refuse_second_derivative, retains_graph
 
 INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
@@ -154,11 +154,11 @@ class Criteria(torch.autograd.Function):
         kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.kept, ctx.spent, ctx.grad = p, len(kept), False, None
+        ctx.p, ctx.kept, ctx.grad = p, len(kept), None
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.transformed = is_transformed(hidden, weight, bias)
         if p.ahead and weight is None and not ctx.transformed:
-            # The gradient is handed out once, scaled where it lies: saved_tensors would keep it
+            # Handed out last, the gradient is scaled where it lies: saved_tensors would keep it
             ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
         given = (hidden, weight, bias, index, live, *flat)
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
@@ -173,16 +173,13 @@ class Criteria(torch.autograd.Function):
             found = Backward.apply(p, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:
             refuse_second_derivative(p.name, p.instead)
-            if ctx.spent:
-                raise RuntimeError(
-                    f"a second backward through {p.name}: its gradient was handed out; "
-                    'reduction="none" computes it each time'
-                )
             if ctx.grad is not None and _same(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
                 assert factor is not None
-                ctx.spent = not torch.compiler.is_compiling()
-                d_logits, ctx.grad = rescale_(ctx.grad, factor), None
+                if retains_graph():
+                    d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
+                else:
+                    d_logits, ctx.grad = rescale_(ctx.grad, factor), None
                 found = (d_logits, None, None, *losses)
             else:
                 found = _differentiate(p, ctx.kept, *ctx.dtypes, *ups, *saved)

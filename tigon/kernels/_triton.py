@@ -213,6 +213,13 @@ def refuse_second_derivative(
         raise RuntimeError(f"create_graph=True: {name} has no second derivative; {instead}")
 
 
+def retains_graph() -> bool:
+    """Whether the backward pass that runs keeps its graph for another one (retain_graph=True)."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 

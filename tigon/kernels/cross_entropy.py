@@ -44,8 +44,8 @@ def cross_entropy(
     As `linear_cross_entropy`, for logits that exist. They are never written to, unless
     `overwrite` says that they belong to the operator: then their gradient takes their place, and
     nothing else of their size is allocated, if no two logits share memory and those of a row are
-    adjacent. With reduction "sum" the gradient is made in the forward pass and can be had once;
-    "none" allows any number of backward passes.
+    adjacent. With reduction "sum" the gradient is made in the forward pass, and copied only for a
+    backward pass that retains the graph.
     """
     if logits.dim() != 2:
         raise ValueError(f"logits {tuple(logits.shape)} are not [N, V]")

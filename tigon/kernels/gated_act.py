@@ -15,6 +15,7 @@ from tigon.kernels._triton import (
     pdl_options,
     pdl_wait,
     refuse_second_derivative,
+    retains_graph,
     runs_triton,
     tl,
     triton,
@@ -147,8 +148,7 @@ class _GatedAct(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         if (
             not ctx.overwrite
-            # retain_graph=True: another backward pass may need gate_up
-            or torch._C._autograd._get_current_graph_task_keep_graph()
+            or retains_graph()  # another backward pass may need gate_up
             or torch._C._len_torch_dispatch_stack()  # modes see ops, and ops alias no input
             or not gate_up.is_contiguous()
         ):

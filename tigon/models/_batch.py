@@ -60,6 +60,7 @@ class Batch:
         self.mask, self.cache = mask, cache
         self.defaults = defaults
         self._drop = drop_padding
+        self._append = None if cache is None else cache.append  # what the cache was asked for
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,6 +78,14 @@ class Batch:
         """Bool [B, T], False on padding; None where the host knows of no padding."""
         mask = self.mask.key_mask
         return None if mask is None else mask[:, self.mask.past :]
+
+    def check_cache(self) -> None:
+        """The cache has taken no tokens, and promised no place, since this batch was made."""
+        if self.cache is not None and self.cache.append is not self._append:
+            raise ValueError(
+                "this batch was made for past_key_values as they were before another pass or "
+                "batch: make a batch for each pass, after the pass before"
+            )
 
     @classmethod
     @spelled_out

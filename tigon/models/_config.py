@@ -1,5 +1,6 @@
 """config.json to a dataclass and back, for both generations of its keys."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -41,6 +42,13 @@ SILENT = {
     "torch_dtype",
 }
 
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 # Keys that change numbers in some architecture, and the values that mean "not here".
@@ -183,6 +191,11 @@ class Config:
         )
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            if (size := getattr(self, name)) < 1:
+                raise ConfigError(f"{name}={size} must be at least 1")
+        if not 0 <= self.rms_norm_eps < math.inf:  # NaN neither
+            raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is not a number of at least 0")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not kv_heads:
             object.__setattr__(self, "num_key_value_heads", heads)

@@ -47,7 +47,10 @@ class Asked:
         self.targets = targets  # what the loss counts
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
-        by_weight = not metrics and all(isinstance(c, CrossEntropy | KL) for c in criteria)
+        # Weights of the criterion's own may count rows that those of the targets leave out
+        by_weight = not metrics and all(
+            isinstance(c, CrossEntropy | KL) and c.weights is None for c in criteria
+        )
         active = _active(self.targets, by_weight=by_weight) if criteria else None
         self._criteria = [self._filled(c, active) for c in criteria]
         self._own = len(self._criteria)

@@ -173,6 +173,7 @@ class LanguageModel(nn.Module):
         time, in place of the keywords that they were made from.
         """
         batch, targets = self._resolve(input_ids, given, batch, targets)
+        batch.check_cache()
         metrics = given.get("metrics")
         if metrics is None:
             metrics = () if targets.labels is None else self.defaults.metrics

@@ -252,3 +252,20 @@ def test_weights_of_ignored_positions_mean_nothing(
     (grad,) = torch.autograd.grad(out.loss.sum(), strange, retain_graph=True)
     assert grad.isfinite().all() and grad[1, 5] == 0
     assert_same_gradients(gradients(out.loss.sum(), model), grads)
+
+
+@pytest.mark.parametrize("bad", [float("-inf"), float("nan"), 0.5])
+def test_masks_to_add_to_scores_are_refused(model: CausalLM, bad: float) -> None:
+    mask = torch.ones(2, 13)
+    mask[0, :3] = 0
+    expected = model(IDS, attention_mask=mask.bool()).logits
+    assert torch.equal(model(IDS, attention_mask=mask).logits, expected)
+    mask[1, 0] = bad
+    with pytest.raises(ValueError, match=r"attention_mask is torch.float32 and has other values"):
+        model(IDS, attention_mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_positions_are_integers(model: CausalLM, dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="positions are integers"):
+        model(IDS, position_ids=torch.arange(13).to(dtype)[None])

@@ -14,7 +14,7 @@ from tigon.kernels._attention_backends import HALF, PLAIN
 from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import AttentionMask, Backend
 from tigon.layers import Cache, KVCache
-from tigon.layers._check import on_host
+from tigon.layers._check import check, on_host
 from tigon.models import _sequences
 from tigon.models._arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
 from tigon.models._config import Config
@@ -293,12 +293,22 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
             f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
             f"[{batch}, {total}]"
         )
+    if (
+        mask.is_floating_point()
+    ):  # one of 0 and -inf, to be added, would be read the other way round
+        check(
+            ((mask == 0) | (mask == 1)).all(),
+            f"attention_mask is {mask.dtype} and has other values than 0 and 1: give 1 on tokens "
+            "and 0 on padding",
+        )
     if on_host(mask) and mask.all():
         return None
     return mask.to(device=device, dtype=torch.bool)
 
 
 def _positions(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
     if position_ids.shape not in ((1, tokens), (batch, tokens)):
         raise ValueError(

@@ -276,7 +276,8 @@ def topk_rows(
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
     left = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)
-    teacher = torch.cat((teacher, left.log()), 1)
+    left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)  # there are no others
+    teacher = torch.cat((teacher, left), 1)
     if row_scale is not None and out is not None:
         d = _slope(student, teacher, beta)
         d -= student.exp() * d.sum(-1, keepdim=True)

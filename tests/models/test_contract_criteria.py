@@ -279,3 +279,11 @@ def test_stored_log_probabilities_of_the_whole_vocabulary(beta: float) -> None:
     hidden, eye = teacher, Head(torch.eye(97))
     expected = model(ids, criteria=(KL(teacher_hidden=hidden, teacher=eye, beta=beta),)).loss
     torch.testing.assert_close(found, expected)
+
+
+def test_a_teacher_that_is_no_head() -> None:
+    model, ids, hidden = tiny_llama(), torch.zeros(1, 4).long(), torch.randn(1, 4, 56)
+    for teacher in (model, model.lm_head.weight):
+        kind = type(teacher).__name__
+        with pytest.raises(TypeError, match=f"teacher is a {kind}: give the teacher's lm_head"):
+            model(ids, criteria=(KL(teacher_hidden=hidden, teacher=teacher),))

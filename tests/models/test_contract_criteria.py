@@ -283,3 +283,23 @@ def test_bad_criteria(
 ) -> None:
     with pytest.raises(error, match=message):
         model(IDS, **given)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_stored_log_probabilities_of_the_whole_vocabulary(beta: float) -> None:
+    model, teacher = tiny_llama(), torch.randn(2, 5, 97)
+    ids = torch.randint(0, 97, (2, 5))
+    logprobs, tokens = teacher.log_softmax(-1).topk(97)
+    stored = KL(teacher_tokens=tokens, teacher_logprobs=logprobs, beta=beta)
+    found = model(ids, criteria=(stored,)).loss
+    hidden, eye = teacher, Head(torch.eye(97))
+    expected = model(ids, criteria=(KL(teacher_hidden=hidden, teacher=eye, beta=beta),)).loss
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_teacher_that_is_no_head() -> None:
+    model, ids, hidden = tiny_llama(), torch.zeros(1, 4).long(), torch.randn(1, 4, 56)
+    for teacher in (model, model.lm_head.weight):
+        kind = type(teacher).__name__
+        with pytest.raises(TypeError, match=f"teacher is a {kind}: give the teacher's lm_head"):
+            model(ids, criteria=(KL(teacher_hidden=hidden, teacher=teacher),))

@@ -261,10 +261,17 @@ def _teacher(
     options = options.of_logits().at_temperature(c.temperature)
     n = hidden.shape[:-1].numel()
     stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
-    if stored == head or stored != (c.teacher_logprobs is not None) or head != bool(c.teacher):
+    if (
+        stored == head
+        or stored != (c.teacher_logprobs is not None)
+        or head != (c.teacher is not None)
+    ):
         raise ValueError(
             "KL wants teacher_hidden and teacher, or teacher_tokens and teacher_logprobs"
         )
+    if head and not hasattr(c.teacher, "options"):
+        kind = type(c.teacher).__name__
+        raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
     if c.teacher_tokens is not None and c.teacher_logprobs is not None:
         tokens, logprobs = _stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
         check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)

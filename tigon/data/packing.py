@@ -1,4 +1,4 @@
-"""Which sequences share a row.
+"""Packing: which sequences share a row.
 
 A row holds spans of the token array. Each span is a sequence of its own: positions restart, and
 nothing attends or predicts across its ends. The examples of a group share a row.

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step: no iterator, no state to save but the step itself.
+"""Batches as a pure function of the step: no iterator, and no state to save but the step.
 
 # B lines, T tokens of a line, n sequences
 """

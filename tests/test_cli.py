@@ -71,7 +71,7 @@ def test_commands_import_nothing_optional() -> None:
         ("generate MODEL hi --raw --system x", "--raw and --system: a raw text has no system"),
         ("generate MODEL hi --temperature -1", "temperature=-1.0 is not above 0"),
         ("generate MODEL hi --max-new-tokens -3", "max_new_tokens=-3 must be at least 0"),
-        (f"generate MODEL hi --temperature 1 --seed {2**64}", f"seed={2**64} is above"),
+        (f"generate MODEL hi --temperature 1 --seed {2**64}", f"seed={2**64} must be at most"),
         (["generate", "MODEL", "\udcff"], "the prompt is not UTF-8 text (position 0)"),
         ("generate MODEL hi --system \udcff", "the prompt is not UTF-8 text"),
         (["generate", "MODEL", "the " * 600], "tokens, but the model's context is 512"),

@@ -6,6 +6,7 @@ docs/attention.md says what is compared, and how; --write-docs puts the figures 
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def on_the_host() -> Record:
     q, k, v = (x.detach() for x in what.leaves.values())
     ids = torch.arange(256, device="cuda")[None] // 64
     cu = torch.arange(0, 257, 64, device="cuda", dtype=torch.int32)
-    given = {"cu_seq_lens": cu, "longest": 64}
-    for name, more in (("bounds given", given), ("bounds to be found", {})):
+    bounds = {"bounds given": {"cu_seq_lens": cu, "longest": 64}, "bounds to be found": {}}
+    for name, more in bounds.items():
 
         def call(more: dict[str, Any] = more) -> Any:
             return attention(q, k, v, mask=AttentionMask(256, segment_ids=ids, **more))
@@ -58,7 +59,7 @@ def on_the_host() -> Record:
 
 def took(case: Record, name: str, mode: str) -> float | None:
     """Median ms; the backward pass is what both take less what the forward pass does."""
-    result = kernels_report.provider(case, name)
+    result = harness.row_of(case, name)
     if mode == "backward":
         both, forward = (kernels_report.took(result, m) for m in ("both", "forward"))
         return None if both is None or forward is None else both - forward
@@ -88,28 +89,26 @@ def verdicts(record: Record) -> Iterator[str]:
     """The targets, each with what was reached."""
     by_name = {case["name"]: case for case in record["cases"]}
 
-    def times(case: Record, name: str, other: str) -> float | None:
+    def over(case: Record, name: str, other: str) -> float | None:
         a, b = took(case, name, "both"), took(case, other, "both")
         return a / b if a and b else None
 
-    for name in ("packed 16 x 1024", "packed 4 x 4096", "packed ragged"):
-        case = by_name.get(name)
-        if case is None:
+    for name, case in by_name.items():
+        if name not in ("packed 16 x 1024", "packed 4 x 4096", "packed ragged"):
             continue
-        yield verdict(f"{name}, {FA4} over tigon", times(case, FA4, OURS), 0.95)
-        yield verdict(f"{name}, {VARLEN} over tigon", times(case, VARLEN, OURS), 1.6)
-        peers = [(took(case, p, "both"), p) for p in PEERS]
-        best = min(((t, p) for t, p in peers if t), default=(None, ""))[1]
+        peers = [(ms, peer) for peer in PEERS if (ms := took(case, peer, "both"))]
+        best = min(peers, default=(None, ""))[1]
+        yield verdict(f"{name}, {FA4} over tigon", over(case, FA4, OURS), 0.95)
+        yield verdict(f"{name}, {VARLEN} over tigon", over(case, VARLEN, OURS), 1.6)
         what = f"{name}, best of torch ({best}) over {TORCH_ONLY}"
-        yield verdict(what, times(case, best, TORCH_ONLY), 0.95)
+        yield verdict(what, over(case, best, TORCH_ONLY), 0.95)
     full, window = by_name.get("Gemma 3, full"), by_name.get("Gemma 3, window 512")
     if full and window:
         # In one backend each: ours takes cuDNN for full attention of this head_dim, in training
-        for name in (FA4, VARLEN):
-            for mode in ("forward", "backward"):
-                a, b = took(full, name, mode), took(window, name, mode)
-                what = f"Gemma 3, full over window 512, {name}, {mode}"
-                yield verdict(what, a / b if a and b else None, 4.0)
+        for name, mode in product((FA4, VARLEN), ("forward", "backward")):
+            a, b = took(full, name, mode), took(window, name, mode)
+            what = f"Gemma 3, full over window 512, {name}, {mode}"
+            yield verdict(what, a / b if a and b else None, 4.0)
 
 
 def show(record: Record) -> str:
@@ -121,10 +120,9 @@ def show(record: Record) -> str:
 
 def run(job: Job) -> str:
     job.record |= {"packages": {p: harness.installed(p) for p in PACKAGES}, "cases": []}
-    for case in CASES:
-        if case.name in job.only:
-            found = measured(case, ONCE if job.quick else EFFORT)
-            job.add(table(found), cases=[*job.record["cases"], found])
+    for case in (case for case in CASES if case.name in job.only):
+        found = measured(case, ONCE if job.quick else EFFORT)
+        job.append("cases", found, table(found))
     job.add(host=on_the_host())
     return "\n\n".join([host_table(HOST, named(job.record["host"])), *verdicts(job.record)])
 

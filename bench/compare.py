@@ -32,6 +32,10 @@ SIDES = ("base", "new")
 LEAST = {"step": 0.99, "decode": 0.99, "host": 1.0}  # base / new
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SAME = ("loss", "gradient_norm", "tokens_crc")
+TIMED = ("case", "base, ms", "new, ms", "base / new", "of each round")
+TIMED += ("base, MiB", "new, MiB", "results")
+COMPILED = {"first compiled step, s": "compile_s", "graphs": "graphs", "ms": "ms"}
+COMPILED |= {"eager, ms": "eager_ms", "loss": "loss", "eager loss": "eager_loss"}
 
 
 def run_side(
@@ -64,22 +68,22 @@ def measure(base: Path, job: Job) -> None:
     """Fill the record's cases, saved whenever a process has ended."""
     trees = {"base": base.resolve(), "new": ROOT}
     rounds, tiny, limit = job.options.rounds, job.options.tiny, job.options.limit
-    asked = [case for case in CASES if case.name in job.only]
-    job.record["cases"] = [
-        {"name": case.name, "kind": case.kind, "base": [], "new": []} for case in asked
-    ]
-    timed = [case.name for case in asked if case.kind in LEAST]
+    kinds = {name: CASES[name][0] for name in job.only}
+    rows = {
+        name: {"name": name, "kind": kind, "base": [], "new": []} for name, kind in kinds.items()
+    }
+    timed = [name for name, kind in kinds.items() if kind in LEAST]
     turns = [(f"round {n + 1} of {rounds}", timed) for n in range(rounds if timed else 0)]
-    turns += [(case.name, [case.name]) for case in asked if case.kind not in LEAST]
+    turns += [(name, [name]) for name in kinds if name not in timed]
     for turn, names in turns:
         for side, tree in trees.items():
             progress(f"{turn}: {side}")
             with tempfile.TemporaryDirectory() as cold:
                 more = {} if names is timed else {"TORCHINDUCTOR_CACHE_DIR": cold}
                 found = run_side(tree, names, tiny, limit, **more)
-            for case in job.record["cases"]:
-                case[side] += [found[case["name"]]] if case["name"] in found else []
-            job.add()
+            for name, row in found.items():
+                rows[name][side].append(row)
+            job.add(cases=list(rows.values()))
 
 
 def took(case: Record, side: str, key: str = "ms") -> float | None:
@@ -111,28 +115,21 @@ def agreement(case: Record) -> str:
 
 
 def table(record: Record) -> str:
-    rows, compiled = [], []
+    timed, compiled = [], []
     for case in record["cases"]:
         if case["kind"] not in LEAST:
-            for where, row in ((side, row) for side in SIDES for row in case[side]):
-                keys = ("compile_s", "graphs", "ms", "eager_ms", "loss", "eager_loss")
-                cells = [f"{row[key]:.6g}" if key in row else "" for key in keys]
-                compiled.append([case["name"], where, *cells, row.get("error", "")])
+            for side, row in ((s, row) for s in SIDES for row in case[s]):
+                cells = (f"{row[key]:.6g}" if key in row else "" for key in COMPILED.values())
+                compiled.append([case["name"], side, *cells, row.get("error", "")])
             continue
         times = [figure(took(case, side), 4) for side in SIDES]
         pairs = zip(case["base"], case["new"], strict=False)  # cut off, a run lacks the last
-        each = [a["ms"] / b["ms"] for a, b in pairs if "ms" in a and "ms" in b]
-        memory = [figure(took(case, side, "peak_mib")) for side in SIDES]
-        rounds = ", ".join(f"{value:.3f}" for value in each)
-        said = failure(case) or agreement(case)
-        rows.append([case["name"], *times, figure(ratio(case), 4), rounds, *memory, said])
-    head = ["case", "base, ms", "new, ms", "base / new", "of each round"]
-    head += ["base, MiB", "new, MiB", "results"]
-    parts = [markdown(head, rows)] if rows else []
-    if compiled:
-        head = ["case", "tree", "first compiled step, s", "graphs", "ms", "eager, ms"]
-        parts.append(markdown([*head, "loss", "eager loss", "failure"], compiled))
-    return "\n\n".join(parts)
+        each = (f"{a['ms'] / b['ms']:.3f}" for a, b in pairs if "ms" in a and "ms" in b)
+        ratios = figure(ratio(case), 4), ", ".join(each)
+        memory = (figure(took(case, side, "peak_mib")) for side in SIDES)
+        timed.append([case["name"], *times, *ratios, *memory, failure(case) or agreement(case)])
+    tables = {TIMED: timed, ("case", "tree", *COMPILED, "failure"): compiled}
+    return "\n\n".join(markdown(head, rows) for head, rows in tables.items() if rows)
 
 
 def verdicts(record: Record) -> Iterator[str]:
@@ -149,9 +146,8 @@ def show(record: Record) -> str:
 
 def described(tree: Path) -> str:
     """The commit of a checkout; a copy inside of another repository does not know its own."""
-    return (
-        harness.git("describe", "--always", "--dirty", cwd=tree) if (tree / ".git").exists() else ""
-    )
+    itself = (tree / ".git").exists()
+    return harness.git("describe", "--always", "--dirty", cwd=tree) if itself else ""
 
 
 def checkout(path: str) -> Path:
@@ -164,12 +160,9 @@ def run(job: Job) -> str:
     base: Path | None = job.options.base
     if base is None:
         raise SystemExit("give the checkout to compare this one with: --base CHECKOUT")
-    job.record |= {
-        "machine": job.record.get("gpu", "CPU"),
-        "base": job.options.base_commit or described(base) or "unknown",
-        "triton": harness.installed("triton"),
-        "rounds": job.options.rounds,
-    }
+    commit = job.options.base_commit or described(base) or "unknown"
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "base": commit}
+    job.record |= {"triton": harness.installed("triton"), "rounds": job.options.rounds}
     measure(base, job)
     return show(job.record)
 
@@ -182,9 +175,9 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a process may take"}),
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-NAMES = [case.name for case in CASES]
-ASKED = [case.name for case in CASES if case.kind not in LEAST]
-BENCH = Bench("compare", __doc__, run, show, NAMES, unasked=ASKED, options=OPTIONS, unless="tiny")
+ASKED = [name for name, (kind, *_) in CASES.items() if kind not in LEAST]
+MORE = {"unasked": ASKED, "options": OPTIONS, "unless": "tiny"}
+BENCH = Bench("compare", __doc__, run, show, list(CASES), **MORE)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -11,7 +11,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -48,25 +48,17 @@ TINY |= {"sliding_window": 8, "sliding_window_pattern": 2}
 NEW_TOKENS = (32, 160)  # of the short and of the long generation
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    kind: str  # a key of MEASURE
-    model: str  # a class of Tigon
-    batch: int
-    tokens: int
-
-
-CASES = (
-    Case("Llama-3.2-1B 2 x 8192", "step", "Llama", 2, 8192),
-    Case("Gemma3-1B 2 x 8192", "step", "Gemma3", 2, 8192),
-    Case("Qwen3-30B-A3B, 4 layers, 1 x 8192", "step", "Qwen3Moe", 1, 8192),
-    Case("decode 1 x 1024", "decode", "Llama", 1, 1024),
-    Case("decode 64 x 1024", "decode", "Llama", 64, 1024),
-    Case("host time 1 x 512", "host", "Llama", 1, 512),
-    Case("compile blocks", "compile_blocks", "Llama", 2, 8192),
-    Case("compile whole", "compile_whole", "Llama", 2, 8192),
-)
+# Kind, a key of MEASURE; a class of Tigon; batch; tokens
+CASES: dict[str, tuple[str, str, int, int]] = {
+    "Llama-3.2-1B 2 x 8192": ("step", "Llama", 2, 8192),
+    "Gemma3-1B 2 x 8192": ("step", "Gemma3", 2, 8192),
+    "Qwen3-30B-A3B, 4 layers, 1 x 8192": ("step", "Qwen3Moe", 1, 8192),
+    "decode 1 x 1024": ("decode", "Llama", 1, 1024),
+    "decode 64 x 1024": ("decode", "Llama", 64, 1024),
+    "host time 1 x 512": ("host", "Llama", 1, 512),
+    "compile blocks": ("compile_blocks", "Llama", 2, 8192),
+    "compile whole": ("compile_whole", "Llama", 2, 8192),
+}
 
 
 def wait() -> None:
@@ -75,15 +67,13 @@ def wait() -> None:
 
 
 @torch.no_grad()
-def build(case: Case, device: str, tiny: bool) -> Any:
+def build(name: str, device: str, tiny: bool) -> Any:
     """A model whose matrices are drawn by their names, so that the order of creation is free."""
     import tigon
 
-    shape = MODELS[case.model]
-    if tiny:
-        shape = {key: TINY.get(key, value) for key, value in shape.items()}
-    make = getattr(tigon, case.model).from_config
-    model = make(shape, dtype=torch.bfloat16, device=device)
+    sizes = TINY if tiny else {}
+    shape = {key: sizes.get(key, value) for key, value in MODELS[name].items()}
+    model = getattr(tigon, name).from_config(shape, dtype=torch.bfloat16, device=device)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -121,17 +111,13 @@ def laps(step: Step, count: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
-def gradient_norm(model: Any) -> float:
-    parts = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
-    return float(torch.stack(parts).norm())
-
-
 def time_step(model: Any, ids: Tensor, tiny: bool) -> Record:
     """Milliseconds of forward and backward, and what they give."""
     step = stepping(model.train(), ids)
     loss = float(step())
     laps(step, 2)  # warms up
-    found = {"loss": loss, "gradient_norm": gradient_norm(model)}
+    norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+    found = {"loss": loss, "gradient_norm": float(torch.stack(norms).norm())}
     if ids.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     found["ms"] = median(laps(step, 2 if tiny else 12))
@@ -206,18 +192,19 @@ MEASURE: dict[str, Callable[[Any, Tensor, bool], Record]] = {
     "step": time_step,
     "decode": time_decoding,
     "host": time_host,
-    "compile_blocks": lambda model, ids, tiny: time_compiling(model, ids, tiny, whole=False),
-    "compile_whole": lambda model, ids, tiny: time_compiling(model, ids, tiny, whole=True),
+    "compile_blocks": partial(time_compiling, whole=False),
+    "compile_whole": partial(time_compiling, whole=True),
 }
 
 
-def measure(case: Case, tiny: bool) -> Record:
+def measure(name: str, tiny: bool) -> Record:
+    kind, family, *shape = CASES[name]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(case, device, tiny)
-    shape = (min(case.batch, 2), 24) if tiny else (case.batch, case.tokens)
+    model = build(family, device, tiny)
+    shape = [min(shape[0], 2), 24] if tiny else shape
     seed = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, shape, generator=seed).to(device)
-    return MEASURE[case.kind](model, ids, tiny)
+    return MEASURE[kind](model, ids, tiny)
 
 
 def main(names: list[str], tiny: bool) -> None:
@@ -225,15 +212,13 @@ def main(names: list[str], tiny: bool) -> None:
 
     tree = str(Path(tigon.__file__).resolve().parents[1])
     print(json.dumps({"tree": tree, "version": tigon.__version__}), flush=True)
-    for case in CASES:
-        if case.name not in names:
-            continue
+    for name in (name for name in CASES if name in names):
         try:
-            found = measure(case, tiny)
+            found = measure(name, tiny)
         except Exception as error:  # the other cases go on
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:500]}
-        print(json.dumps({"case": case.name, **found}), flush=True)
+        print(json.dumps({"case": name, **found}), flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

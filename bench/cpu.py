@@ -9,7 +9,7 @@ import platform
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,15 +21,16 @@ if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-import transformers
 from torch import Tensor
 
 import tigon
 from bench import harness
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown
+from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown
+from bench.peers import imported
 
 NEW_TOKENS = 64
 NEVER = 49151  # an eos id that greedy decoding of this checkpoint does not produce
+TIMES = ("ours_ms", "transformers_ms", "ratio")
 DECODE = [(1, 30), (4, 30), (1, 1000)]  # batch, prompt
 
 
@@ -64,7 +65,7 @@ def compare(ours: Callable[[], float], theirs: Callable[[], float], repeats: int
 
 def load(directory: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """The same checkpoint as ours and as transformers'."""
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    theirs = imported("transformers:AutoModelForCausalLM").from_pretrained(directory, dtype=dtype)
     return tigon.from_pretrained(str(directory), dtype=dtype).eval(), theirs.eval()
 
 
@@ -83,9 +84,8 @@ def decoding(ours: Any, theirs: Any, batch: int, prompt: int, repeats: int) -> R
 def measure(directory: Path, dtype: torch.dtype, repeats: int) -> Iterator[Record]:
     models = load(directory, dtype)
     for batch, prompt in DECODE:
-        yield {"what": "decoded token", "batch": batch, "prompt": prompt} | decoding(
-            *models, batch, prompt, repeats
-        )
+        where = {"what": "decoded token", "batch": batch, "prompt": prompt}
+        yield where | decoding(*models, batch, prompt, repeats)
     if dtype == torch.float32:
         ids = random_ids(models[0], 1, 512)
         runs = [partial(training_step, model.train(), ids) for model in models]
@@ -104,29 +104,33 @@ def smollm2() -> Path:
     return Path(runpy.run_path(str(ROOT / "examples/assets/smollm2.py"))["build"]())
 
 
+def table(record: Record, head: Iterable[str], keys: Iterable[str]) -> str:
+    """Where each result was measured, and the times of both."""
+    rows = [
+        [*(str(row[key]) for key in keys if key in row), *(figure(row[key]) for key in TIMES)]
+        for row in record["results"]
+    ]
+    return markdown(head, rows)
+
+
 def show(record: Record) -> str:
     head = ["what", "dtype", "batch", "prompt or tokens", "tigon, ms", "transformers, ms", "ratio"]
-    rows = []
-    for row in record["results"]:
-        where = row["what"], row["dtype"], row["batch"], row.get("prompt", row.get("tokens"))
-        cells = (figure(row[key]) for key in ("ours_ms", "transformers_ms", "ratio"))
-        rows.append([*map(str, where), *cells])
     where = heading(record | {"machine": record["cpu"]}, {"transformers": record["transformers"]})
-    return f"{where}; {record['threads']} threads.\n\n{markdown(head, rows)}"
+    rows = table(record, head, ("what", "dtype", "batch", "prompt", "tokens"))
+    return f"{where}; {record['threads']} threads.\n\n{rows}"
 
 
 def run(job: Job) -> str:
     options = job.options
     torch.set_num_threads(options.threads)
-    transformers.utils.logging.set_verbosity_error()
+    imported("transformers.utils.logging:set_verbosity_error")()
     directory = options.model or smollm2()
     job.record |= {"model": directory.name, "cpu": processor(), "threads": options.threads}
-    job.record |= {"repeats": options.repeats, "transformers": transformers.__version__}
-    job.record["results"] = []
+    job.record |= {"repeats": options.repeats, "transformers": installed("transformers")}
     for dtype in job.only:
         for found in measure(directory, getattr(torch, dtype), 1 if job.quick else options.repeats):
             print(json.dumps(found | {"dtype": dtype}), flush=True)
-            job.add(results=[*job.record["results"], found | {"dtype": dtype}])
+            job.append("results", found | {"dtype": dtype})
     return show(job.record)
 
 

@@ -19,10 +19,10 @@ if not __package__:  # a script: runs where nothing is installed
 import torch
 from torch import Tensor
 
+from bench import cpu, harness, timing
 from bench import generate_cases as cases
-from bench import harness, timing
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
-from bench.harness import Bench, Job, Record, figure, markdown, progress, provider_table, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, row_of, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -57,15 +57,14 @@ class Decoding(Attempt):
 
     def __init__(self, name: str, model: Any, ids: Tensor, case: Decode) -> None:
         super().__init__(name)
-        self.model, self.case = model, case
+        self.model, self.case, self.lengths = model, case, case.lengths(name)
         self.generate = cases.generating(model, name, ids)
 
     def check(self) -> None:
         """A wrong answer is not worth timing."""
-        name = self.result["name"]
-        self.result["bytes"] = Size(LLAMA_8B).step(self.case, name)
+        self.result["bytes"] = Size(LLAMA_8B).step(self.case, self.result["name"])
         tokens: list[Tensor] = []
-        new, start = self.case.lengths(name)[1], time.perf_counter()
+        new, start = self.lengths[1], time.perf_counter()
         with timing.deadline(PATIENCE):
             self.result["extra_mib"] = timing.peak_mib(lambda: tokens.append(self.generate(new)))
         self.result["first_run_s"] = time.perf_counter() - start
@@ -74,7 +73,7 @@ class Decoding(Attempt):
             raise RuntimeError(f"chose a token {worst:.3g} deviations below the best")
 
     def time(self) -> None:
-        short, long = self.case.lengths(self.result["name"])
+        short, long = self.lengths
         a, b = (seconds(partial(self.generate, new)) for new in (short, long))
         self.sample("ms", [1e3 * (b - a) / (long - short)])
 
@@ -84,18 +83,17 @@ class Prefilling(Attempt):
 
     def __init__(self, name: str, model: Any, ids: Tensor, effort: Effort) -> None:
         super().__init__(name)
-        self.effort = effort
-        self.forward = cases.forward(model, ids)
-        self.generate = cases.generating(model, name, ids)
+        self.effort, self.forward = effort, cases.forward(model, ids)
+        self.first = partial(cases.generating(model, name, ids), 1)
 
     def check(self) -> None:
         with timing.deadline(PATIENCE):
             self.result["extra_mib"] = timing.peak_mib(self.forward)
-            self.generate(1)
+            self.first()
 
     def time(self) -> None:
         self.sample("ms", self.effort.times(self.forward))
-        one = [1e3 * seconds(partial(self.generate, 1)) for _ in range(self.effort.least)]
+        one = [1e3 * seconds(self.first) for _ in range(self.effort.least)]
         self.sample("first_token_ms", one)
 
 
@@ -123,9 +121,8 @@ def limit(case: Prefill, bandwidth: float) -> Record:
     """The parts of a prefill, each at the best rate of this machine, one after the other."""
     size, layers = Size(LLAMA_8B), LLAMA_8B["num_hidden_layers"]
     progress(f"{case.name}: its limit")
-    products = {
-        name: quantiles(LIMIT.times(run)) for name, run in cases.products(size, case.context)
-    }
+    alone = cases.products(size, case.context)
+    products = {name: quantiles(LIMIT.times(run)) for name, run in alone}
     attention: Record = {}
     for name, run in cases.attentions(size, case.context):
         try:
@@ -157,8 +154,8 @@ def share(record: Record, case: Record, row: Record) -> float | None:
 
 def times(case: Record, row: Record) -> float | None:
     """How many times as fast as transformers."""
-    other = next((r for r in case["providers"] if r["name"] == THEIRS and "ms" in r), None)
-    return other["ms"][1] / row["ms"][1] if other and "ms" in row else None
+    other = row_of(case, THEIRS)
+    return other["ms"][1] / row["ms"][1] if "ms" in other and "ms" in row else None
 
 
 def rate(case: Record, row: Record) -> str:
@@ -184,7 +181,7 @@ def table(record: Record, case: Record) -> str:
     if decoded:
         head = ["provider", "ms per step", "tokens/s", "bound, ms", "share", "share of bytes read"]
     head += ["times transformers", "extra MiB", "worst choice" if decoded else "first token, ms"]
-    text = f"### {case['name']}\n\n{provider_table(head, case['providers'], cells)}"
+    text = f"### {case['name']}\n\n{harness.provider_table(head, case['providers'], cells)}"
     if not decoded:
         parts = ", ".join(f"{name} {figure(ms)}" for name, ms in case["parts_ms"].items())
         text += f"\n\nThe limit, ms: {parts}."
@@ -194,24 +191,15 @@ def table(record: Record, case: Record) -> str:
 def verdicts(record: Record) -> Iterator[str]:
     """The targets, each with what was reached."""
     for name, key, least in TARGETS:
-        case = next((c for c in record["cases"] if c["name"] == name), None)
-        if case is None:
-            continue
-        row = next(r for r in case["providers"] if r["name"] == OURS)
-        reached = share(record, case, row) if key == "share" else times(case, row)
-        yield verdict(f"{name}, {MEANINGS[key]}", reached, least)
+        if case := row_of(record, name):
+            row = row_of(case, OURS)
+            reached = share(record, case, row) if key == "share" else times(case, row)
+            yield verdict(f"{name}, {MEANINGS[key]}", reached, least)
 
 
-def cpu_table(record: Record) -> str:
-    rows = []
-    for row in record["results"]:
-        where = [f"{row['threads']}", f"{row['batch']}", f"{row['prompt']}"]
-        rows.append([*where, *(figure(row[k]) for k in ("ours_ms", "transformers_ms", "ratio"))])
+def show_cpu(record: Record) -> Iterator[str]:
     head = ["threads", "batch", "prompt", "tigon, ms per step", "transformers, ms", "ratio"]
-    return markdown(head, rows)
-
-
-def cpu_verdicts(record: Record) -> Iterator[str]:
+    yield cpu.table(record, head, head[:3])
     for row in record["results"]:
         what = f"{row['threads']} threads, batch {row['batch']}, prompt {row['prompt']}"
         yield verdict(f"{what}, {MEANINGS['times']}", 1 / row["ratio"], 1.0)
@@ -220,7 +208,8 @@ def cpu_verdicts(record: Record) -> Iterator[str]:
 def show(record: Record) -> str:
     head = harness.heading(record, record["packages"])
     if "results" in record:
-        return "\n\n".join([f"{head}.", cpu_table(record), "\n".join(cpu_verdicts(record))])
+        rows, *judged = show_cpu(record)
+        return f"{head}.\n\n{rows}\n\n" + "\n".join(judged)
     speed = record["copy"]["bytes_per_second"] / 1e12
     parts = [f"{head}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."]
     parts += [table(record, case) for case in record["cases"]]
@@ -231,7 +220,7 @@ def summary(record: Record) -> str:
     """Of a GPU's run, what the README shows."""
     rows = []
     for case in record["cases"]:
-        row = next(r for r in case["providers"] if r["name"] == OURS)
+        row = row_of(case, OURS)
         ratios = figure(share(record, case, row), 2), figure(times(case, row), 2)
         rows.append([case["name"], rate(case, row), *ratios])
     head = "Llama-3.1-8B's shape, bf16", "tokens/s", "share of the limit", "times transformers"
@@ -256,37 +245,32 @@ def run(job: Job) -> str:
     for name, make in {OURS: cases.ours, THEIRS: cases.theirs}.items():
         progress(f"random weights: {name}")
         models[name] = make(LLAMA_8B)
-    for case in CASES:
-        if case.name not in job.only:
-            continue
+    for case in (case for case in CASES if case.name in job.only):
         if isinstance(case, Decode):
             found = decode(case, models, job.quick)
         else:
             found = prefill(case, models, job.quick) | limit(case, copy["bytes_per_second"])
-        job.add(table(job.record, found), cases=[*job.record["cases"], found])
+        job.append("cases", found, table(job.record, found))
     return "\n".join(verdicts(job.record))
 
 
 def run_cpu(job: Job) -> str:
     """Decoding of SmolLM2-135M in fp32: on one thread, and on as many as there are cores."""
-    from bench import cpu
-
     directory = cpu.smollm2()
     job.record |= {"machine": cpu.processor(), "model": directory.name, "results": []}
     models = cpu.load(directory, torch.float32)
+    grid, repeats = (cpu.DECODE[:1], 1) if job.quick else (cpu.DECODE, 5)
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
-        for batch, prompt in cpu.DECODE[: 1 if job.quick else None]:
-            progress(f"{threads} threads, batch {batch}, prompt {prompt}")
-            found = cpu.decoding(*models, batch, prompt, 1 if job.quick else 5)
+        for batch, prompt in grid:
             where = {"threads": threads, "batch": batch, "prompt": prompt}
-            job.add(results=[*job.record["results"], where | found])
+            progress(f"{threads} threads, batch {batch}, prompt {prompt}")
+            job.append("results", where | cpu.decoding(*models, batch, prompt, repeats))
     return show(job.record)
 
 
-CPU = ("--cpu", {"action": "store_true", "help": "SmolLM2-135M on the CPU"})
-NAMES = [case.name for case in CASES]
-BENCH = Bench("generate", __doc__, run, show, NAMES, blocks=blocks, options=[CPU], unless="cpu")
+CPU = {"options": [("--cpu", {"action": "store_true", "help": "SmolLM2-135M"})], "unless": "cpu"}
+BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], blocks=blocks, **CPU)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
+from bench.attention_cases import Case, Ways
 from bench.compare_side import config
 from bench.measure import Run
-from bench.peers import imported, random_model
+from bench.peers import random_model
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
 LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "bos_token_id": None}
@@ -57,8 +58,7 @@ class Prefill:
     context: int
 
 
-Case = Decode | Prefill
-CASES: tuple[Case, ...] = (
+CASES: tuple[Decode | Prefill, ...] = (
     Decode("decode 1 x 1024", 1, 1024, (32, 224), (4, 24), 3),
     Decode("decode 64 x 1024", 64, 1024, (32, 224), (4, 24), 2),
     Prefill("prefill 8192", 8192),
@@ -191,17 +191,10 @@ def products(size: Size, tokens: int) -> Iterator[tuple[str, Run]]:
 def attentions(size: Size, tokens: int) -> Iterator[tuple[str, Run]]:
     """Causal attention of a layer by every kernel that is there."""
     h, k = (size.config[f"num_{n}_heads"] for n in ("attention", "key_value"))
-    parts = [torch.randn(1, tokens, n, size.config["head_dim"], device="cuda") for n in (h, k, k)]
-    q, k, v = (x.to(torch.bfloat16) for x in parts)
-
-    def sdpa(kind: Any) -> Tensor:
-        with torch.nn.attention.sdpa_kernel(kind):
-            return F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-            )
-
+    with torch.device("cuda"):
+        ways = Ways(Case("prefill", (tokens,), tokens, (h, k), size.config["head_dim"]))
+    ways.parts = tuple(x.detach() for x in ways.parts)
     with suppress(ImportError):
-        function = imported("flash_attn.cute:flash_attn_func")
-        yield "flash-attn-4", lambda: function(q, k, v, causal=True)
+        yield "flash-attn-4", ways.fa4()
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-        yield f"SDPA {name}", partial(sdpa, getattr(torch.nn.attention.SDPBackend, name))
+        yield f"SDPA {name}", ways.sdpa(name)

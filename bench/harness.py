@@ -114,6 +114,12 @@ def provider_table(
     return markdown(head, found)
 
 
+def row_of(case: Record, name: str) -> Record:
+    """The figures of the provider of this name, or of the case; empty if there is none."""
+    rows = case["providers"] if "providers" in case else case["cases"]
+    return next((row for row in rows if row["name"] == name), {})
+
+
 def named(providers: Record) -> list[Record]:
     """The rows of a record that holds them by name."""
     return [row | {"name": name} for name, row in providers.items()]
@@ -182,6 +188,9 @@ class Job:
             print(f"\n{shown}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+
+    def append(self, key: str, found: Any, shown: str = "") -> None:
+        self.add(shown, **{key: [*self.record.get(key, ()), found]})
 
     def finish(self, shown: str) -> None:
         self.add(shown, seconds=time.perf_counter() - BEGIN, complete=self.whole)

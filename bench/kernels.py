@@ -19,6 +19,7 @@ import triton
 from bench import harness, kernels_report, operators
 from bench.harness import Bench, Job, Record, installed, progress
 from bench.measure import ONCE, Effort, Problem, host_time, measure
+from bench.peers import PACKAGES
 from bench.timing import MIB
 
 BF16 = 2
@@ -26,7 +27,6 @@ LOGITS_BYTES = 2**30  # what linear_cross_entropy may hold of logits, by its con
 COPY_BYTES = 2**33  # read and written by the copy that stands for the bandwidth
 STREAMING = Effort(rounds=2, total=50.0, least=5, most=60)
 GEMMS = Effort(rounds=2, total=60.0, least=3, most=10)
-PEERS = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
 HOST, HOST_SHAPE = "host", (2048, 4096)
 
 
@@ -80,15 +80,9 @@ def streamed(operator: str, *sizes: int, variant: str = "") -> Case:
 
 
 def cross_entropy(n: int, v: int) -> Case:
-    gradient = BF16 * n * v
-    return Case(
-        "cross_entropy",
-        f"{n}x{v}",
-        (n, v),
-        {"both": 1.25},
-        {"both": 2 * gradient},  # every logit in once, every gradient out once
-        memory=1.01 * gradient / MIB,  # 1 % for what is kept per row
-    )
+    moved = {"both": 2 * BF16 * n * v}  # every logit in once, every gradient out once
+    memory = 1.01 * BF16 * n * v / MIB  # 1 % for what is kept per row
+    return Case("cross_entropy", f"{n}x{v}", (n, v), {"both": 1.25}, moved, memory=memory)
 
 
 def linear_cross_entropy(n: int, c: int, v: int, most: float) -> list[Case]:
@@ -121,21 +115,17 @@ CASES: list[Case] = [
     *linear_cross_entropy(8192, 2560, 262144, 1.10),
     *linear_cross_entropy(8192, 1024, 151936, 1.10),
 ]
-
-
 OPERATORS = (*dict.fromkeys(case.operator for case in CASES), HOST)
 
 
 def build(case: Case, device: str, libraries: dict[str, str | None]) -> Problem:
     """The case's problem, with the providers that are installed."""
     torch.manual_seed(0)
+    given = (*case.sizes, case.variant) if case.variant else case.sizes
     with torch.device(device):
-        problem = getattr(operators, case.operator)(
-            *case.sizes, *([case.variant] if case.variant else [])
-        )
-    problem.providers = [
-        p for p in problem.providers if libraries.get(p.name.split()[0], "ours") is not None
-    ]
+        problem = getattr(operators, case.operator)(*given)
+    lacking = {name for name, version in libraries.items() if version is None}
+    problem.providers = [p for p in problem.providers if p.name.split()[0] not in lacking]
     return problem
 
 
@@ -145,8 +135,7 @@ def measured(
     """All figures of one case but its floor."""
     torch._dynamo.reset()  # more than 8 shapes of one function, and it would stop compiling
     effort = STREAMING if case.against == "floor" else GEMMS
-    if quick or case.variant == "peaked":
-        effort = ONCE
+    effort = ONCE if quick or case.variant == "peaked" else effort
     found = measure(case.name, build(case, device, libraries), effort, case.modes)
     parts = found.pop("references")
     if parts:
@@ -166,24 +155,16 @@ def floors(case: Case, bandwidth: float, quick: bool) -> Record:
 
 def chosen(operator: str, quick: bool) -> list[Case]:
     cases = [case for case in CASES if case.operator == operator]
-    if quick:  # the first shape of each variant
-        first = {case.variant: case for case in reversed(cases)}
-        cases = [case for case in cases if case is first[case.variant]]
-    return cases
+    first = {case.variant: case for case in reversed(cases)}  # the first shape of each variant
+    return [case for case in cases if not quick or case is first[case.variant]]
 
 
 def run(job: Job) -> str:
-    libraries = {name: installed(package) for name, package in PEERS.items()}
+    libraries = {name: installed(package) for name, package in PACKAGES.items()}
     copy = STREAMING.bandwidth(COPY_BYTES)
     rate = copy["bytes_per_second"]
-    job.record |= {
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "peers": libraries,
-        "copy": copy,
-        "quick": job.quick,
-        "cases": [],
-    }
+    job.record |= {"triton": triton.__version__, "cuda": torch.version.cuda, "peers": libraries}
+    job.record |= {"copy": copy, "quick": job.quick, "cases": []}
     missing = [name for name, version in libraries.items() if version is None]
     progress(f"copy {rate / 1e12:.2f} TB/s; not installed: {missing or 'nothing'}")
     for operator in job.only:
@@ -198,9 +179,9 @@ def run(job: Job) -> str:
     return ""
 
 
-SUMMARY, BLOCKS = kernels_report.summary, kernels_report.blocks
-DRAWN = {"picture": kernels_report.PICTURE, "draw": kernels_report.plot}
-BENCH = Bench("kernels", __doc__, run, SUMMARY, OPERATORS, blocks=BLOCKS, **DRAWN)
+SHOWN = {"show": kernels_report.summary, "blocks": kernels_report.blocks}
+SHOWN |= {"picture": kernels_report.PICTURE, "draw": kernels_report.plot}
+BENCH = Bench("kernels", __doc__, run, cases=OPERATORS, **SHOWN)
 
 if __name__ == "__main__":
     harness.main(BENCH)

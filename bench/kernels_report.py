@@ -5,7 +5,7 @@ from textwrap import fill
 from typing import Any
 
 from bench import harness
-from bench.harness import Record, failure, figure, host_table, markdown, verdict
+from bench.harness import Record, failure, figure, host_table, markdown, row_of, verdict
 
 PICTURE = "docs/kernels.svg"
 COLUMNS = ("tigon", "eager", "torch.compile", "Liger", "QuACK", "CCE")
@@ -21,13 +21,9 @@ def title(case: Record) -> str:
     return " ".join(part for part in (case["variant"], case["shape"]) if part)
 
 
-def provider(case: Record, name: str) -> Record | None:
-    return next((p for p in case["providers"] if p["name"] == name), None)
-
-
-def took(result: Record | None, mode: str) -> float | None:
+def took(result: Record, mode: str) -> float | None:
     """Median ms."""
-    return result[f"{mode}_ms"][1] if result is not None and f"{mode}_ms" in result else None
+    return result[f"{mode}_ms"][1] if f"{mode}_ms" in result else None
 
 
 def bound(record: Record, case: Record, mode: str, name: str) -> float | None:
@@ -36,27 +32,23 @@ def bound(record: Record, case: Record, mode: str, name: str) -> float | None:
         return case["floor_ms"].get(mode)
     if case["against"] == "three GEMMs":
         return case["gemms_ms"][1] if mode == "both" else None
+    dense = (case["operator"], case["shape"], "dense")
     for other in record["cases"]:
-        same = other["operator"] == case["operator"] and other["shape"] == case["shape"]
-        if same and other["variant"] == "dense":
-            return took(provider(other, name), mode)
+        if (other["operator"], other["shape"], other["variant"]) == dense:
+            return took(row_of(other, name), mode)
     return None
 
 
-def ratio(record: Record, case: Record, result: Record | None, mode: str) -> float | None:
+def ratio(record: Record, case: Record, result: Record, mode: str) -> float | None:
     time = took(result, mode)
-    if result is None or time is None:
-        return None
-    base = bound(record, case, mode, result["name"])
-    return time / base if base else None
+    base = bound(record, case, mode, result["name"]) if time is not None else None
+    return time / base if time is not None and base else None
 
 
 def gradient_error(result: Record) -> float | str | None:
     """The worst of the whole gradients."""
     errors = result.get("errors", {}).items()
-    return harness.worst(
-        error for name, error in errors if name.startswith("d") and name != NOT_TARGET
-    )
+    return harness.worst(e for name, e in errors if name[0] == "d" and name != NOT_TARGET)
 
 
 def verdicts(record: Record, case: Record, result: Record) -> dict[str, tuple[float, float, bool]]:
@@ -68,30 +60,23 @@ def verdicts(record: Record, case: Record, result: Record) -> dict[str, tuple[fl
             found[MODES[mode]] = (reached, most, reached <= most)
     memory = case["memory"]
     if memory == "Liger":
-        memory = (provider(case, "Liger") or {}).get("peak_mib")
+        memory = row_of(case, "Liger").get("peak_mib")
     if memory is not None and "peak_mib" in result:
         found["MiB"] = (result["peak_mib"], memory, result["peak_mib"] <= memory)
     return found
 
 
 def label(record: Record, name: str) -> str:
-    version = record["peers"].get(name)
-    return f"{name} {version}" if version else name
+    return " ".join(filter(None, (name, record["peers"].get(name))))
 
 
-def stamped(record: Record) -> str:
-    libraries = {"triton": record["triton"], **record["peers"]}
-    speed = record["copy"]["bytes_per_second"] / 1e12
-    return f"{harness.heading(record, libraries)}; a large copy in the same run: {speed:.2f} TB/s."
-
-
-def cell(record: Record, case: Record, name: str) -> str:
-    result = provider(case, name)
-    if result is None:
-        return ""
-    if "error" in result:
-        return "fails"
-    return f"{figure(took(result, 'both'))} ({figure(ratio(record, case, result, 'both'))})"
+def cell(record: Record, case: Record, name: str, best: float) -> str:
+    result = row_of(case, name)
+    ms = took(result, "both")
+    if ms is None:
+        return "fails" if "error" in result else ""
+    text = f"{figure(ms)} ({figure(ratio(record, case, result, 'both'))})"
+    return f"**{text}**" if ms == best else text
 
 
 def first_shapes(record: Record) -> list[Record]:
@@ -110,62 +95,51 @@ def summary(record: Record, *, short: bool = False) -> str:
     for case in first_shapes(record) if short else record["cases"]:
         if case["variant"] == "peaked":
             continue
-        best = min(
-            (took(provider(case, name), "both") or float("inf") for name in names), default=0.0
-        )
-        cells = []
-        for name in names:
-            text = cell(record, case, name)
-            fastest = took(provider(case, name), "both") == best
-            cells.append(f"**{text}**" if text and fastest else text)
-        base = bound(record, case, "both", "tigon")
+        found = (took(row_of(case, name), "both") for name in names)
+        best = min(filter(None, found), default=0.0)
         against = "its dense time" if case["against"] == "dense" else case["against"]
         aim = case["targets"].get("both")
-        judged = verdicts(record, case, provider(case, "tigon") or {}).get(MODES["both"])
+        judged = verdicts(record, case, row_of(case, "tigon")).get(MODES["both"])
         target = f"≤ {aim:.2f}, {'met' if judged and judged[2] else 'missed'}" if aim else ""
-        bound_ms = f"{against} {figure(base)}"
-        rows.append([f"`{case['operator']}`", title(case), bound_ms, *cells, target])
+        base = f"{against} {figure(bound(record, case, 'both', 'tigon'))}"
+        cells = (cell(record, case, name, best) for name in names)
+        rows.append([f"`{case['operator']}`", title(case), base, *cells, target])
     head = ["operator", "shape", "bound, ms", *(label(record, name) for name in names), "target"]
+    where = harness.heading(record, {"triton": record["triton"], **record["peers"]})
+    speed = record["copy"]["bytes_per_second"] / 1e12
     return (
         "Forward + backward in ms, and in brackets how many times the bound that is; the fastest "
-        f"is bold.\n{stamped(record)}\n\n{markdown(head, rows)}"
+        f"is bold.\n{where}; a large copy in the same run: {speed:.2f} TB/s.\n\n"
+        f"{markdown(head, rows)}"
     )
 
 
 def detail(record: Record, operator: str) -> str:
     """Everything measured of one operator, one row per case and provider."""
-    rows = []
     cases = [case for case in record["cases"] if case["operator"] == operator]
     filtered = any(NOT_TARGET in p.get("errors", {}) for case in cases for p in case["providers"])
-    for case in cases:
-        for result in case["providers"]:
-            row = [title(case), result["name"]]
-            rows.append(row)
-            if "error" in result:
-                row.append(failure(result, 80))
-                continue
-            for mode in MODES:
-                row.append(figure(took(result, mode)))
-                row.append(figure(ratio(record, case, result, mode)))
-            row += [figure(result["peak_mib"]), figure(gradient_error(result), 2)]
-            if filtered:
-                row.append(figure(result["errors"].get(NOT_TARGET), 2))
-            ours = result["name"].startswith("tigon")
-            judged = verdicts(record, case, result) if ours else {}
-            said = [
-                f"{k} {'met' if met else 'missed'} ({figure(m)})"
-                for k, (_, m, met) in judged.items()
-            ]
-            row.append(", ".join(said))
+    rows = []
+    for case, result in ((c, result) for c in cases for result in c["providers"]):
+        rows.append(row := [title(case), result["name"]])
+        if "error" in result:
+            row.append(failure(result, 80))
+            continue
+        for mode in MODES:
+            row += [figure(took(result, mode)), figure(ratio(record, case, result, mode))]
+        row += [figure(result["peak_mib"]), figure(gradient_error(result), 2)]
+        row += [figure(result["errors"].get(NOT_TARGET), 2)] * filtered
+        judged = verdicts(record, case, result) if result["name"].startswith("tigon") else {}
+        said = (f"{k} {'met' if m else 'missed'} ({figure(x)})" for k, (_, x, m) in judged.items())
+        row.append(", ".join(said))
     head = ["case", "provider", "forward, ms", "x bound", "forward + backward, ms", "x bound"]
-    head += ["extra MiB", "gradient error", *(["of dW without a target"] if filtered else [])]
-    return markdown([*head, "targets"], rows)
+    head += ["extra MiB", "gradient error", *["of dW without a target"] * filtered, "targets"]
+    return markdown(head, rows)
 
 
 def details(record: Record) -> str:
     parts = [summary(record)]
-    for operator in dict.fromkeys(case["operator"] for case in record["cases"]):
-        parts.append(f"### `{operator}`, all figures\n\n{detail(record, operator)}")
+    operators = dict.fromkeys(case["operator"] for case in record["cases"])
+    parts += [f"### `{name}`, all figures\n\n{detail(record, name)}" for name in operators]
     if "host" in record:
         table = host_table("provider", record["host"]["providers"])
         shape = record["host"]["shape"]
@@ -177,7 +151,7 @@ def console(record: Record, operator: str) -> str:
     """What a run prints of one operator."""
     if operator == "host":
         return host_table("host time per call, rms_norm", record["host"]["providers"])
-    lines = []
+    lines = [detail(record, operator), ""]
     for case in (case for case in record["cases"] if case["operator"] == operator):
         name = f"{operator} {title(case)}"
         bounds = {f"{MODES[mode]} floor": ms for mode, ms in case["floor_ms"].items()}
@@ -187,21 +161,19 @@ def console(record: Record, operator: str) -> str:
             bounds |= {k: ms[1] for k, ms in parts.items()}
         bounds |= case["notes"]
         lines.append(f"{name}: " + ", ".join(f"{k} {value:.4g}" for k, value in bounds.items()))
-        for result in case["providers"]:
-            if result["name"].split()[0] == "tigon":
-                for what, (reached, most, _) in verdicts(record, case, result).items():
-                    what = f"{name}: {result['name']}, {what}"
-                    lines.append(verdict(what, reached, most, most=True))
-    return "\n".join([detail(record, operator), "", *lines])
+        for result in (p for p in case["providers"] if p["name"].startswith("tigon")):
+            for what, (reached, most, _) in verdicts(record, case, result).items():
+                what = f"{name}: {result['name']}, {what}"
+                lines.append(verdict(what, reached, most, most=True))
+    return "\n".join(lines)
 
 
 def blocks(records: list[Record]) -> dict[str, str]:
     """What stands between the markers of each file."""
-    record = harness.newest(records)
-    link, path = "![times the bound, per operator and library]", PICTURE
+    record, link = harness.newest(records), "![times the bound, per operator and library]"
     return {
-        "README.md": f"{link}({path})\n\n{summary(record, short=True)}",
-        "docs/kernels.md": f"{link}({path.removeprefix('docs/')})\n\n{details(record)}",
+        "README.md": f"{link}({PICTURE})\n\n{summary(record, short=True)}",
+        "docs/kernels.md": f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}",
     }
 
 
@@ -225,22 +197,15 @@ def plot(record: Record, path: Path) -> None:
         bars = {
             place + offset: value
             for place, case in enumerate(cases)
-            if (value := ratio(record, case, provider(case, name), "both")) is not None
+            if (value := ratio(record, case, row_of(case, name), "both")) is not None
         }
         if not bars:
             continue
         heights = [min(value, TOP) for value in bars.values()]
         axes.bar(list(bars), heights, 0.95 * width, label=label(record, name), color=shade)
         for (x, value), height in zip(bars.items(), heights, strict=True):
-            axes.annotate(
-                f"{value:.2f}",
-                (x, height),
-                (0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6,
-                rotation=90,
-            )
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 6, "rotation": 90}
+            axes.annotate(f"{value:.2f}", (x, height), (0, 2), **style)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_ylim(0, 1.12 * TOP)
     axes.set_ylabel("forward + backward, times the bound")

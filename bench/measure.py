@@ -55,17 +55,9 @@ class Attempt:
         self.forward: Run | None = None
         self.exact: Tensors = {}  # what the first run is held to
 
-    def check(self) -> None:
-        """The first run, which compiles."""
-
-    def weigh(self) -> None:
-        """The memory of a run."""
-
-    def time(self) -> None:
-        """A round's samples, under the names of the record."""
-
-    def restore(self) -> None:
-        """Put back what a run overwrites."""
+    # What a provider is asked to do, in this order: a first run, which compiles; a run whose memory
+    # is measured; the samples of a round; and, after each, to put back what was overwritten
+    check = weigh = time = restore = staticmethod(timing.nothing)
 
     def guarded(self, step: Callable[..., None], *args: Any) -> None:
         """Do `step(*args)`; a provider that raises ends its own attempt and nobody else's."""
@@ -183,18 +175,6 @@ class Operation(Attempt):
             self.result[f"{mode}_us"] = quantiles(timing.host_microseconds(run))
 
 
-class Reference(Attempt):
-    """What is timed beside the providers, such as the matrix products alone."""
-
-    def __init__(self, runs: dict[str, Run], effort: Effort) -> None:
-        super().__init__("reference")
-        self.runs, self.effort = runs, effort
-
-    def time(self) -> None:
-        for key, run in self.runs.items():
-            self.sample(key, self.effort.times(run))
-
-
 def measure(
     case: str, problem: Problem, effort: Effort, modes: Sequence[str] = ("forward", "both")
 ) -> Record:
@@ -204,9 +184,11 @@ def measure(
     for operation in operations:
         operation.exact = exact
     del exact  # gone when the last has been checked
-    *found, references = in_turn(
-        case, [*operations, Reference(problem.references, effort)], effort.rounds
-    )
+    beside = Attempt("references")
+    beside.time = lambda: [
+        beside.sample(key, effort.times(run)) for key, run in problem.references.items()
+    ]
+    *found, references = in_turn(case, [*operations, beside], effort.rounds)
     del references["name"]
     return {"notes": problem.notes, "references": references, "providers": found}
 
@@ -220,18 +202,17 @@ def host_time(case: str, problem: Problem) -> list[Record]:
     return [attempt.result for attempt in attempts]
 
 
-def training_step(
-    name: str, make: Callable[[], Any], inputs: Tensors, effort: Effort, optimizer: Any = None
-) -> tuple[Record, Tensor | None]:
-    """Forward and backward, and a step of what `optimizer(parameters)` makes, if it is given.
+def training_steps(
+    makers: dict[str, Callable[[], Any]], inputs: Tensors, effort: Effort, optimizer: Any = None
+) -> dict[str, Record]:
+    """Of each model: forward, backward, and a step of `optimizer(parameters)` if it is given.
 
-    Returns the figures, and without an optimizer the gradient of the head's weight.
+    Without an optimizer also how far the head's gradient is from that of the first model.
     """
-    progress(name)
-    attempt = Attempt(name)
-    gradient: list[Tensor] = []
+    rows: dict[str, Record] = {}
+    truth: list[Tensor] = []
 
-    def run() -> None:
+    def run(attempt: Attempt, make: Callable[[], Any]) -> None:
         torch.manual_seed(0)
         model = make().train()
         updates = optimizer(model.parameters()) if optimizer else None
@@ -248,15 +229,22 @@ def training_step(
 
         step()
         if updates is None:
-            gradient.append(model.lm_head.weight.grad.clone())
+            truth.append(model.lm_head.weight.grad.clone())
+            attempt.result["gradient_off"] = timing.relative_l2(truth[-1], truth[0])
+            del truth[1:]
         attempt.result["loss"] = float(step())
         attempt.sample("ms", effort.times(step))
         attempt.result["peak_mib"] = timing.peak_mib(step)
 
-    attempt.guarded(run)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return attempt.finish(), gradient[0] if gradient else None
+    for name, make in makers.items():
+        progress(name)
+        attempt = Attempt(name)
+        attempt.guarded(run, attempt, make)
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows[name] = attempt.finish()
+        del rows[name]["name"]
+    return rows
 
 
 def truth(
@@ -273,36 +261,33 @@ def truth(
 
     Tensors of integers, such as targets, have no gradient.
     """
-    results: Tensors = {}
+    results: dict[str, list[Tensor]] = {}
     wide = {name: t.detach().to(dtype).requires_grad_() for name, t in shared.items()}
     first = next(iter(rows.values()))
-    count = first.shape[0]
-    step = step or max(1, 2**25 * count // first.numel())
-
-    def keep(name: str, part: Tensor, at: slice, *, total: bool) -> None:
-        if total:
-            results[name] = results.get(name, 0) + part
-            return
-        if name not in results:
-            results[name] = part.new_empty(count, *part.shape[1:], dtype=torch.float32)
-        results[name][at] = part
-
-    for start in range(0, count, step):
+    step = step or max(1, 2**25 * len(first) // first.numel())
+    for start in range(0, len(first), step):
         at = slice(start, start + step)
-        parts = {name: t.detach()[at] for name, t in rows.items()}
         parts = {
-            name: t.to(dtype).requires_grad_() if t.is_floating_point() else t
-            for name, t in parts.items()
+            name: t.detach()[at].to(dtype).requires_grad_() if t.is_floating_point() else t[at]
+            for name, t in rows.items()
         } | wide
         leaves = {name: t for name, t in parts.items() if t.requires_grad}
         out = as_tuple(define(*parts.values()))
         given = [u[at].to(dtype) for u in upstream] or None
         grads = torch.autograd.grad(out, list(leaves.values()), given)
-        for name, value in zip(outputs, out, strict=True):
-            keep(name, value.detach(), at, total=value.dim() == 0)
-        for name, grad in zip(leaves, grads, strict=True):
-            keep("d" + name, grad, at, total=name in shared)
-    return {name: value.float() for name, value in results.items()}
+        found = dict(zip(outputs, out, strict=True))
+        for name, value in (
+            found | {f"d{n}": g for n, g in zip(leaves, grads, strict=True)}
+        ).items():
+            before = results.setdefault(name, [])
+            if value.dim() == 0 or name[1:] in shared:  # adds up over the rows
+                before[:] = [sum(before) + value.detach()]
+            else:
+                before.append(value.detach().float())
+    return {
+        name: (parts[0] if parts[0].dim() == 0 else torch.cat(parts)).float()
+        for name, parts in results.items()
+    }
 
 
 def as_tuple(value: Any) -> tuple[Tensor, ...]:

@@ -28,9 +28,8 @@ import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
 from bench.harness import Bench, Job, Record, failure, heading, markdown, named, provider_table
-from bench.kernels import PEERS
 from bench.measure import ONCE, Effort, Problem, Provider
-from bench.peers import call, imported, random_model
+from bench.peers import PACKAGES, call, imported, random_model
 from tigon.kernels import grouped_mlp_ref
 
 # N, C, I, E, K; and transformers' experts
@@ -98,13 +97,8 @@ def dense(s: int, c: int, i: int) -> dict[str, measure.Run]:
     return {"forward_ms": forward, "both_ms": both}
 
 
-def exact(leaves: dict[str, Tensor], chosen: Tensor, upstream: Tensor) -> dict[str, Tensor]:
-    """Value and gradients of the definition in fp32, without TF32."""
-    wide = {name: t.detach().float().requires_grad_() for name, t in leaves.items()}
-    x, gate_up, down, weights = wide.values()
-    y = grouped_mlp_ref(x, gate_up, down, chosen, weights, "silu")
-    grads = torch.autograd.grad(y, list(wide.values()), upstream.float())
-    return {"y": y.detach()} | {f"d{n}": g for n, g in zip(wide, grads, strict=True)}
+def definition(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return grouped_mlp_ref(x, gate_up, down, chosen, weights, "silu")
 
 
 def problem(n: int, c: int, i: int, e: int, k: int, path: str, with_liger: bool) -> Problem:
@@ -123,9 +117,14 @@ def problem(n: int, c: int, i: int, e: int, k: int, path: str, with_liger: bool)
         providers.append(Provider(f"transformers {kind}", make))
     if with_liger:
         providers.append(Provider("Liger", partial(liger, sizes, args)))
-    truth = partial(exact, leaves, chosen, upstream)
+    rows, shared = (
+        {"x": x, "weights": weights, "chosen": chosen},
+        {"gate_up": gate_up, "down": down},
+    )
+    given = definition, rows, shared, ("y",), (upstream,)
+    exact = partial(measure.truth, *given, step=n, dtype=torch.float32)  # without TF32
     products = dense(n * k, c, i)
-    return Problem(leaves, ("y",), (upstream,), truth, providers, products, patience=PATIENCE)
+    return Problem(leaves, ("y",), (upstream,), exact, providers, products, patience=PATIENCE)
 
 
 def layer(name: str, quick: bool, device: str = "cuda") -> Record:
@@ -144,10 +143,6 @@ def layer(name: str, quick: bool, device: str = "cuda") -> Record:
     return {"shape": SHAPES[name], "flops_forward": flops, "providers": providers}
 
 
-def our_stack(config: Record, device: str) -> Any:
-    return tigon.Qwen3Moe.from_config(config, dtype=torch.bfloat16, device=device)
-
-
 def their_stack(config: Record, device: str, *, with_liger: bool) -> Any:
     if with_liger:
         imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
@@ -159,18 +154,17 @@ def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
     b, t = STACK_TOKENS
     ids = torch.randint(0, config["vocab_size"], (b, t), device=device)
     adam = partial(torch.optim.AdamW, lr=1e-5, fused=True)
-    found: dict[str, Any] = {}
-    for provider, make in {
-        "tigon": our_stack,
-        "transformers": partial(their_stack, with_liger=False),
-        "transformers + Liger": partial(their_stack, with_liger=True),
-    }.items():
-        load, inputs = partial(make, config, device), {"input_ids": ids, "labels": ids}
-        effort = ONCE if quick else STEP
-        row, _ = measure.training_step(provider, load, inputs, effort, adam)
+    ours = partial(tigon.Qwen3Moe.from_config, config, dtype=torch.bfloat16, device=device)
+    makers = {
+        "tigon": ours,
+        "transformers": partial(their_stack, config, device, with_liger=False),
+        "transformers + Liger": partial(their_stack, config, device, with_liger=True),
+    }
+    inputs = {"input_ids": ids, "labels": ids}
+    found = measure.training_steps(makers, inputs, ONCE if quick else STEP, adam)
+    for row in found.values():
         if "ms" in row:
             row["tokens_per_second"] = 1e3 * b * t / row["ms"][1]
-        found[row.pop("name")] = row
     return {"tokens": STACK_TOKENS, "config": config, "providers": found}
 
 
@@ -182,22 +176,20 @@ def layer_table(layers: Record) -> str:
     head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
     head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
     rows = []
-    for name, provider, row, dense in (
-        (name, provider, row, case["providers"]["dense"])
-        for name, case in layers.items()
-        for provider, row in case["providers"].items()
-    ):
-        rows.append([name, provider])
-        if "error" in row:
-            rows[-1].append(failure(row))
-            continue
-        for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
-            rate = row[f"{mode}_tflops"]
-            rows[-1] += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
-        if "errors" in row:
-            error = harness.worst(row["errors"].values())
-            rows[-1].append(error if isinstance(error, str) else f"{error:.1e}")
-            rows[-1].append(f"{row['peak_mib']:.0f}")
+    for name, case in layers.items():
+        dense = case["providers"]["dense"]
+        for provider, row in case["providers"].items():
+            rows.append(cells := [name, provider])
+            if "error" in row:
+                cells.append(failure(row))
+                continue
+            for mode, ms in ("forward", row["forward_ms"][1]), ("backward", backward_ms(row)):
+                rate = row[f"{mode}_tflops"]
+                cells += [f"{ms:.3g}", f"{rate:.0f}", f"{rate / dense[f'{mode}_tflops']:.2f}"]
+            if "errors" in row:
+                error = harness.worst(row["errors"].values())
+                cells.append(error if isinstance(error, str) else f"{error:.1e}")
+                cells.append(f"{row['peak_mib']:.0f}")
     return markdown(head, rows)
 
 
@@ -225,7 +217,7 @@ def show(record: Record) -> str:
 
 
 def run(job: Job) -> str:
-    peers = {**PEERS, "transformers": "transformers"}
+    peers = {**PACKAGES, "transformers": "transformers"}
     job.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
     job.record["layers"] = {}
     for name in SHAPES:

@@ -39,13 +39,12 @@ def by_rows(
     def define(*given: Tensor) -> Any:
         return formula(*given, *(options if exact is None else exact))
 
-    ours = [p for p in providers if p.name.startswith("tigon")]
-    others = [p for p in providers if p not in ours]
-    both = [*ours, *plain(formula, *tensors.values(), *options), *others]
+    own = sum(p.name.startswith("tigon") for p in providers)
+    plain_ones = plain(formula, *tensors.values(), *options)
+    every = [*providers[:own], *plain_ones, *providers[own:]]
     leaves = {name: t for name, t in tensors.items() if t.requires_grad}
-    return Problem(
-        leaves, names, upstream, partial(truth, define, rows, shared, names, upstream), both
-    )
+    exactly = partial(truth, define, rows, shared, names, upstream)
+    return Problem(leaves, names, upstream, exactly, every)
 
 
 def rms_norm(n: int, c: int) -> Problem:
@@ -129,12 +128,13 @@ def gated_act(n: int, i: int, act: str) -> Problem:
     return by_rows(peers.gated, {"gate": gate, "up": up}, {}, [act], {"y": dy}, providers)
 
 
-def tables(t: int, d: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Cosine and sine of Llama 3's base: [1, T, D/2] in fp32, and [1, T, D] in fp64."""
+def tables(t: int, d: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Cosine and sine of Llama 3's base: [1, T, D/2] in fp32, and [1, T, D] in fp64 and bf16."""
     inverse = 500000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = (torch.arange(t, dtype=torch.float64)[:, None] * inverse)[None]
-    wide = torch.cat((angle, angle), -1)
-    return [angle.cos().float(), angle.sin().float()], [wide.cos(), wide.sin()]
+    whole = torch.cat((angle, angle), -1)
+    wide = [whole.cos(), whole.sin()]
+    return [angle.cos().float(), angle.sin().float()], wide, [x.bfloat16() for x in wide]
 
 
 def heads_first(rotate: Callable[..., Any], q: Tensor, k: Tensor, *args: Tensor) -> Any:
@@ -146,16 +146,16 @@ def heads_first(rotate: Callable[..., Any], q: Tensor, k: Tensor, *args: Tensor)
 def rope(b: int, t: int, h: int, k: int, d: int) -> Problem:
     q_in, k_in = leaf(b, t, h, d), leaf(b, t, k, d)
     upstream = {"q": randn(b, t, h, d), "k": randn(b, t, k, d)}
-    table, wide = tables(t, d)
-    rounded = [x.bfloat16() for x in wide]
-
-    def of_liger() -> Run:
-        return partial(heads_first, imported(f"{LIGER}liger_rope"), q_in, k_in, *rounded)
+    table, wide, rounded = tables(t, d)
 
     providers = [
         tigon("rope", q_in, k_in, *table),
         # rotates in place, forward and backward
-        Provider("Liger", of_liger, overwrites=(q_in, k_in, *upstream.values())),
+        Provider(
+            "Liger",
+            lambda: partial(heads_first, imported(f"{LIGER}liger_rope"), q_in, k_in, *rounded),
+            overwrites=(q_in, k_in, *upstream.values()),
+        ),
     ]
     rows = {"q_in": q_in, "k_in": k_in}
     return by_rows(peers.rope, rows, {}, rounded, upstream, providers, wide)
@@ -173,8 +173,7 @@ def qk_norm_rope(b: int, t: int, h: int, k: int, d: int) -> Problem:
     upstream = {"q": randn(b, t, h, d), "k": randn(b, t, k, d)}
     dv = randn(b, t, k, d)
     weights = {"q_weight": q_w, "k_weight": k_w}
-    table, wide = tables(t, d)
-    rounded = [x.bfloat16() for x in wide]
+    table, wide, rounded = tables(t, d)
 
     def apart(results: Tensors) -> Tensors:
         d_q, d_k, _ = heads(results["dqkv"])
@@ -269,10 +268,8 @@ def linear_cross_entropy(n: int, c: int, v: int, variant: str) -> Problem:
         return peers.linear_cross_entropy(hidden, targets, weight, "sum") / count
 
     def exact() -> Tensors:
-        rows, options = {"hidden": hidden, "targets": targets}, {"dtype": torch.float32}
-        return with_elsewhere(
-            truth(define, rows, {"weight": weight}, ("loss",), (), step=1024, **options)
-        )
+        given = {"hidden": hidden, "targets": targets}, {"weight": weight}, ("loss",), ()
+        return with_elsewhere(truth(define, *given, step=1024, dtype=torch.float32))
 
     args = (hidden, weight, targets)
     flce = "liger_fused_linear_cross_entropy"

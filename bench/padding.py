@@ -1,8 +1,8 @@
 """A training step over padded rows, beside transformers, in one run.
 
 Forward and backward of Llama-3.2-1B's shape with random weights in bf16, over 16 rows of log-normal
-lengths that are padded on the right to the longest: as Tigon does it, which leaves padding out of
-the blocks; as it would if it did not; and transformers with SDPA. --write-docs puts the figures
+lengths that are padded on the right to the longest: as Tigon does it, which drops padding before
+the blocks; with `drop_padding=False`; and transformers with SDPA. --write-docs puts the figures
 into docs/attention.md.
 """
 
@@ -24,9 +24,8 @@ from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, heading, installed, named, provider_table
-from bench.measure import ONCE, Effort, training_step
+from bench.measure import ONCE, Effort, training_steps
 from bench.peers import imported
-from bench.timing import relative_l2
 
 ROWS, MEAN = 16, 700
 WITHOUT, WITH, THEIRS = "tigon", "tigon, padding computed", "transformers"
@@ -42,10 +41,9 @@ def batch(vocab: int, rows: int, mean: int) -> dict[str, Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask.long(), "labels": labels}
 
 
-def ours(directory: str, device: str, *, leave_out: bool) -> Any:
+def ours(directory: str, device: str, drop_padding: bool | None) -> Any:
     model: Any = tigon.from_pretrained(directory, dtype=torch.bfloat16, device=device)
-    if not leave_out:
-        model.drop_padding = False
+    model.drop_padding = drop_padding
     return model
 
 
@@ -57,22 +55,16 @@ def theirs(directory: str, device: str) -> Any:
 
 def measured(config: Record, inputs: dict[str, Tensor], effort: Effort) -> Record:
     device = str(inputs["input_ids"].device)
-    found: dict[str, Record] = {}
-    truth: Tensor | None = None
     with tempfile.TemporaryDirectory() as directory:
         model = tigon.Llama.from_config(config, dtype=torch.bfloat16, device=device)
         model.save_pretrained(directory)
         del model
-        for name, load in {
-            WITH: partial(ours, leave_out=False),
-            WITHOUT: partial(ours, leave_out=True),
-            THEIRS: theirs,
-        }.items():
-            row, gradient = training_step(name, partial(load, directory, device), inputs, effort)
-            if gradient is not None:
-                truth = gradient if truth is None else truth
-                row["gradient_off"] = relative_l2(gradient, truth)
-            found[row.pop("name")] = row
+        makers = {
+            WITH: partial(ours, directory, device, drop_padding=False),
+            WITHOUT: partial(ours, directory, device, drop_padding=None),
+            THEIRS: partial(theirs, directory, device),
+        }
+        found = training_steps(makers, inputs, effort)
     mask = inputs["attention_mask"]
     return {"shape": tuple(mask.shape), "real": int(mask.sum()), "providers": found}
 

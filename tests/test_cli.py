@@ -72,8 +72,8 @@ def test_commands_import_nothing_optional() -> None:
         ("generate MODEL hi --temperature -1", "temperature=-1.0 is not above 0"),
         ("generate MODEL hi --max-new-tokens -3", "max_new_tokens=-3 must be at least 0"),
         (f"generate MODEL hi --temperature 1 --seed {2**64}", f"seed={2**64} must be at most"),
-        (["generate", "MODEL", "\udcff"], "the prompt is not text in UTF-8, see position 0"),
-        ("generate MODEL hi --system \udcff", "the prompt is not text in UTF-8"),
+        (["generate", "MODEL", "\udcff"], "the prompt is not UTF-8 text (position 0)"),
+        ("generate MODEL hi --system \udcff", "the prompt is not UTF-8 text"),
         (["generate", "MODEL", "the " * 600], "tokens, but the model's context is 512"),
         (["generate", "MODEL", "", "--raw"], "the prompt is empty"),
         ("eval perplexity MODEL none.txt", "no data file matches 'none.txt'"),
@@ -139,7 +139,7 @@ def test_input_that_is_no_text(
     stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
     monkeypatch.setattr(sys, "stdin", stream)
     assert main(["generate", str(directory), "-"]) == 1
-    expected = "tigon generate: the prompt is not text in UTF-8, see position 3\n"
+    expected = "tigon generate: the prompt is not UTF-8 text (position 3)\n"
     assert capfd.readouterr() == ("", expected)
 
 

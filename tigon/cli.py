@@ -16,7 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; what a user can mend is one line on stderr, without a traceback."""
+    """Run one command; errors that a user can fix are one line on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
     args = argparse.Namespace(command="train") if training else _parser().parse_args(arguments)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 status = import_module("tigon.train").main(arguments[1:]) or 0
             else:
                 status = getattr(import_module("tigon.commands"), args.run)(args)
-        sys.stdout.flush()  # what a closed pipe refuses, it refuses here
+        sys.stdout.flush()  # a closed pipe raises here
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, ImportError) as error:
-        # What reaches no hub advises callers from Python
+        # An unreachable hub raises with advice for callers from Python
         hint = f"; for this command: {OFFLINE}" * isinstance(error, ConnectionError)
         print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
@@ -80,14 +80,21 @@ def _parser() -> argparse.ArgumentParser:
         help="default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     )
     group = p.add_argument_group(
-        "sampling", "by default as the model's generation_config says, which mostly is greedy"
+        "sampling", "default: the model's generation_config, which is usually greedy"
     )
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="N", help="of the N likeliest tokens only")
-    group.add_argument("--top-p", type=float, metavar="P", help="of the likeliest that make up P")
-    group.add_argument("--min-p", type=float, metavar="P", help="of those P times the likeliest")
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens that add up to P"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the best",
+    )
     group.add_argument("--repetition-penalty", type=float, metavar="F", help="1 is none")
-    group.add_argument("--seed", type=int, metavar="N", help="the same text every time")
+    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     p.set_defaults(run="generate")
 
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
@@ -114,11 +121,11 @@ def _parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("export", help="write a model, or a run's checkpoint, for transformers")
     _model_arguments(p)
-    p.add_argument("directory", help="where to: new or empty")
+    p.add_argument("directory", help="a new or empty directory")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     p.set_defaults(run="export")
 
-    p = commands.add_parser("info", help="what a model is, or this machine")
+    p = commands.add_parser("info", help="describe a model, or this machine")
     p.add_argument("model", nargs="?", help="a directory or a hub repository")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     p.set_defaults(run="info")

@@ -1,4 +1,4 @@
-"""What the commands of `tigon` do; cli.py says what they take."""
+"""What the commands of `tigon` do; cli.py has their arguments."""
 
 import json
 import platform
@@ -40,7 +40,7 @@ def generate(args: Namespace) -> int:
     if args.stop:
         given["stop_strings"] = args.stop
     if args.seed is None:
-        torch.seed()  # else every process would draw the same
+        torch.seed()  # otherwise every process draws the same tokens
     assistant = None
     if args.assistant is not None:
         assistant = from_pretrained(args.assistant, dtype=_dtype(args), device=model.device)
@@ -64,13 +64,13 @@ def generate(args: Namespace) -> int:
 
 
 def _read(args: Namespace) -> str:
-    """The prompt, which - has come from standard input."""
+    """The prompt; `-` reads it from standard input."""
     try:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
-        (text + (args.system or "")).encode()  # some locales let any byte in
+        (text + (args.system or "")).encode()  # some locales accept any byte
     except UnicodeError as error:
         where = getattr(error, "start", 0)
-        raise ValueError(f"the prompt is not text in UTF-8, see position {where}") from None
+        raise ValueError(f"the prompt is not UTF-8 text (position {where})") from None
     return text
 
 

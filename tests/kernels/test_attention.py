@@ -263,7 +263,7 @@ def test_padding_inside_a_sequence_needs_a_dense_mask() -> None:
     real = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]).bool()
     q, k, v = tensors(5)
     for backend in ("fa4", "cudnn", "flash"):
-        message = f"'{backend}' cannot do this: it knows no dense mask, and there is padding inside"
+        message = f"'{backend}' cannot do this: it takes no dense mask, and there is padding inside"
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, mask=AttentionMask(5, key_mask=real, backend=backend))
     out = attention(q, k, v, mask=AttentionMask(5, key_mask=real))

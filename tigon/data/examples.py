@@ -1,4 +1,4 @@
-"""Files to token ids and named columns beside them, once, in memory.
+"""Files to token ids and named columns of values, once, in memory.
 
 # N tokens, E examples, G groups of examples
 """
@@ -20,8 +20,6 @@ from tigon.tokenizer import Tokenizer
 
 BATCH = 1000  # documents that are tokenised together, in parallel
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
-
-
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -51,7 +49,7 @@ class Examples:
     per_token: Mapping[str, np.ndarray]  # [N, ...] each
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
-    ignored_keys: tuple[str, ...] = ()  # keys of the files' rows that nothing here reads
+    ignored_keys: tuple[str, ...] = ()  # keys of the files' rows that are not read
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step: no iterator, no state to save but the step itself.
+"""Batches as a pure function of the step: no iterator, and no state to save but the step.
 
 # B lines, T tokens of a line, n sequences
 """
@@ -27,7 +27,7 @@ class MicroBatch:
     position_ids: Tensor  # int64 [B, T]; they restart with each sequence, and with the padding
     attention_mask: Tensor | None  # bool [B, T], False on padding; None: there is none
     cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
-    longest: int  # tokens of the longest of these; the host has to know it to launch attention
+    longest: int  # tokens of the longest of these; attention kernels need it on the host
     spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
@@ -57,7 +57,7 @@ class Loader:
     Step s is batch b of epoch e, `e, b = divmod(s, steps_per_epoch)`, and takes the rows
     [b * batch_size, (b + 1) * batch_size) of that epoch's order; an epoch's last batch may be
     smaller. Micro-batch i of rank r holds the same rows as micro-batch i * world + r of one rank,
-    so a run means the same on any number of ranks.
+    so a run is the same on any number of ranks.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Which sequences share a row.
+"""Packing: which sequences share a row.
 
 A row holds spans of the token array. Each span is a sequence of its own: positions restart, and
-nothing attends or predicts across its ends. The examples of a group share a row.
+neither attention nor labels cross its ends. The examples of a group share a row.
 """
 
 from bisect import bisect_left, insort

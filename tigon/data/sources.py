@@ -31,7 +31,7 @@ def find_files(patterns: str | Sequence[str]) -> list[Path]:
 def read_texts(
     path: Path, separator: str = "", ignored: set[str] | None = None
 ) -> Iterator[tuple[int, str]]:
-    """(line, text) of each document; keys of a row that mean nothing here go to `ignored`.
+    """(line, text) of each document; keys of a row that are not read are added to `ignored`.
 
     A .jsonl file has one {"text": ...} a line. A .txt file is one document, or several that
     `separator` divides (blank ends are trimmed, empty documents skipped).

@@ -22,7 +22,7 @@ Request = tuple[tuple[int, ...], tuple[int, ...]]  # context and continuation
 @dataclass(frozen=True)
 class Likelihood:
     logprob: float  # of the whole continuation, in nats
-    greedy: bool  # whether greedy decoding would say exactly that
+    greedy: bool  # whether greedy decoding gives exactly these tokens
     tokens: int  # of the continuation
 
 
@@ -47,10 +47,9 @@ def log_likelihoods(
     before, the context is the token that begins a text. Equal contexts, as those of a question
     with several answers, are read once, and what follows them from copies of their keys and
     values; requests that share nothing are packed. The result is that of one forward pass per
-    request, to rounding. `tokens_per_batch` is about what a forward pass reads at most, and what
-    a cache has room for, of which there are two at a time; a longer request is a batch of its
-    own. Raises TypeError for what is no such request, and ValueError for one longer than the
-    model's max_position_embeddings.
+    request, up to rounding. `tokens_per_batch` limits the tokens of a forward pass and the room of
+    each of two caches, approximately; a longer request is a batch of its own. Raises TypeError for
+    anything but such requests, and ValueError for one longer than max_position_embeddings.
     """
     if tokens_per_batch < 1:
         raise ValueError(f"tokens_per_batch={tokens_per_batch} is not above 0")
@@ -68,7 +67,7 @@ def log_likelihoods(
     rope = model.turning_rope
 
     def far(tokens: int) -> bool:
-        """A forward pass rotates all that it reads alike: these and others go apart."""
+        """Past RoPE's turn. A pass has one RoPE table, so these are batched apart from others."""
         return rope is not None and tokens > rope.turn
 
     shared: list[Group] = []
@@ -160,7 +159,7 @@ def _packed(
 def _forked(
     model: CausalLM, requests: Sequence[Request], groups: Sequence[Group], tokens: int
 ) -> dict[int, Likelihood]:
-    """Contexts into a cache, one a row; then the continuations, after copies of these rows."""
+    """Read contexts into a cache, one a row; then continuations, each after a copy of its row."""
     longest = max(g.longest for g in groups)
     room = max(len(g.context) for g in groups) + longest
     contexts = [torch.tensor(g.context) for g in groups]
@@ -193,7 +192,7 @@ def _forked(
         labels = pad_sequence([s[1:] for s in said], batch_first=True, padding_value=IGNORE)
         fork = cache.rows(0, len(groups))
         fork.select(row[chosen])
-        # Padding has its row's last position, lest a RoPE that looks for the largest finds it
+        # Padding gets its row's last position: some RoPE types depend on the largest one
         last = torch.tensor([len(s) - 2 for s in said])[:, None]
         start = torch.tensor([len(groups[g].context) for g in row[chosen].tolist()])[:, None]
         positions = start + torch.arange(ids.shape[1]).clamp(max=last)

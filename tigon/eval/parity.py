@@ -34,7 +34,7 @@ class Parity:
 
     @property
     def failures(self) -> list[str]:
-        """What is worse than it may be; empty is parity."""
+        """The checks that fail; none means parity."""
         checks = {
             "fp32 logits": self.logits_error <= LOGITS_TOLERANCE * self.largest_logit,
             "fp32 loss": self.loss_error <= LOSS_TOLERANCE * abs(self.loss),
@@ -98,7 +98,7 @@ def parity(
 
 
 def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
-    """Greedy tokens that agree; an end of text counts for the tokens that would follow it."""
+    """Greedy tokens that agree; all of them if both texts end early and are equal."""
     a = ours.generate(ids, max_new_tokens=new_tokens, do_sample=False)
     b = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
@@ -110,7 +110,7 @@ def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> 
 
 
 def report(result: Parity) -> str:
-    """The result as a table, with what each figure may be."""
+    """The result as a table of measured and allowed values."""
     scale = result.largest_logit
     rows: list[tuple[str, float | str, float | str]] = [
         ("", "measured", "allowed"),

@@ -1,4 +1,4 @@
-"""Perplexity of a model on text or on what the assistant says in conversations."""
+"""Perplexity of a model on text, or on the assistant's turns in conversations."""
 
 import json
 import math
@@ -27,7 +27,7 @@ Window = tuple[int, int, int, int]  # document, start, stop, first token that no
 class Perplexity:
     perplexity: float
     loss: float  # nats per token
-    accuracy: float  # share of the tokens that greedy decoding would say
+    accuracy: float  # share of the tokens that the model ranks first
     tokens: int  # scored ones
 
 
@@ -104,7 +104,7 @@ def _is_chat(file: Path) -> bool:
     try:
         row = json.loads(first)
     except ValueError:
-        return False  # whoever reads the rows says which is wrong
+        return False  # reading the rows reports the line
     return isinstance(row, dict) and "messages" in row
 
 
@@ -126,7 +126,7 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
 def _batches(
     documents: Sequence[Document], windows: list[Window], batch_tokens: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """ids and labels [B, T], longest windows first, padded on the right: no token looks there."""
+    """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
     end = len(windows)
     while end:
         _, start, stop, _ = windows[end - 1]

@@ -11,22 +11,22 @@ import torch
 
 Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
-SHORT = 256  # tokens under which a kernel that has to be compiled first has nothing to win
+SHORT = 256  # fewer tokens are not worth compiling a kernel for
 FEW = 512  # tokens up to which cuDNN is the fastest on Hopper
 log = logging.getLogger("tigon.attention")
 _said: set[tuple[str, ...]] = set()  # what was logged
 
 
 class Request(NamedTuple):
-    """What a call of attention asks for, as far as a backend may care."""
+    """The properties of an attention call that decide which backend serves it."""
 
     device: str = "cuda"
     sm: int = 90  # compute capability of a GPU, times ten
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     longest: int | None = None  # tokens of the longest sequence, where the host knows it
-    # A row is a sequence; sequences of known bounds; or, otherwise, the reason why only a dense
-    # mask describes the batch
+    # "rows": each row is a sequence; "sequences": packed, with known bounds; anything else is the
+    # reason why only a dense mask describes the batch
     layout: str = "rows"
     cached: bool = False  # the tokens continue a cache
     single: bool = False  # each row has one
@@ -47,21 +47,21 @@ def _first(*rules: tuple[bool, str]) -> str | None:
 
 
 def _kernel(r: Request) -> str | None:
-    """What fused kernels ask for."""
+    """The requirement of every fused kernel that the request does not meet."""
     return _first(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
         (r.dtype not in HALF, f"it takes bfloat16 and float16, not {str(r.dtype)[6:]}"),
         (r.head_dim % 8 > 0, f"head_dim {r.head_dim} is not a multiple of 8"),
         (r.head_dim > 256, f"head_dim {r.head_dim} is above 256"),
-        (r.layout not in ("rows", "sequences"), f"it knows no dense mask, and {r.layout}"),
+        (r.layout not in ("rows", "sequences"), f"it takes no dense mask, and {r.layout}"),
     )
 
 
 def _fa4(r: Request) -> str | None:
     hopper, blackwell = r.sm // 10 == 9, r.sm // 10 == 10
-    # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32;
-    # some others, where both come to the same, have not been tried
+    # On Hopper 4.0.0b36 writes dQ for head_dim in multiples of 16, and reads it in multiples of 32.
+    # Head dims that both round to the same number have not been tested
     torn = hopper and r.grad and r.head_dim % 32 > 0
     wrong = f"its backward pass is wrong for head_dim {r.head_dim}, which is no multiple of 32"
     uncapped = blackwell and r.grad and r.head_dim == 256 and r.softcap
@@ -115,20 +115,20 @@ OBSTACLES: dict[str, Callable[[Request], str | None]] = {
     "sdpa": _sdpa,
     "reference": lambda r: None,
 }
-PLAIN = ("sdpa", "reference")  # without kernels of anybody's own choosing
+PLAIN = ("sdpa", "reference")  # on any device
 
 
 def _order(r: Request) -> tuple[str, ...]:
     """Backends, the fastest first."""
     few = r.longest is not None and r.longest <= FEW
-    # As measured on an H200; what is no row, cuDNN refuses
+    # As measured on an H200; packed sequences are refused by cuDNN's own rules
     if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
         return tuple(sorted(OBSTACLES, key=lambda name: name != "cudnn"))
     return tuple(OBSTACLES)
 
 
 def _hesitation(name: str, r: Request) -> str | None:
-    """Why a backend that could serve a request is not taken unless it is asked for by name."""
+    """Why a backend that could serve a request is taken only if it is named."""
     longest = 0 if r.longest is None else r.longest
     if name in ("fa4", "flex") and 0 < longest < SHORT:
         return f"{longest} tokens are too few to compile for"
@@ -159,11 +159,11 @@ def choose(
     *,
     plain: bool = False,
 ) -> Choice:
-    """The backend for a request: the one demanded, or the first of the order that can.
+    """The backend for a request: the one named, or the first of the order that can serve it.
 
-    `missing` names the backends that this machine lacks, with the reason; `plain` leaves only
-    what torch has for every device. Raises for a demand that cannot be met, except of tokens that
-    continue a cache: a demand is about whole sequences.
+    `missing` holds the backends that this machine lacks, with the reason; `plain` leaves only
+    `sdpa` and `reference`. Raises if the named backend cannot serve the request, unless the tokens
+    continue a cache: the name applies to whole sequences.
     """
     if backend != "auto":
         _check_name(backend)
@@ -172,7 +172,7 @@ def choose(
             return Choice(backend, f"attention={backend!r}")
         if not r.cached:
             raise ValueError(f"attention={backend!r} cannot do this: {reason}")
-    # One token against a cache: torch splits the keys among its blocks, and others do not
+    # Decoding: SDPA splits the keys among thread blocks, the others do not
     plain = plain or r.device != "cuda" or (r.cached and r.single)
     passed: list[str] = []
     for name in _order(r):
@@ -195,7 +195,7 @@ def flash_attn_4() -> Any:
         if (error.name or "").partition(".")[0] == "flash_attn":
             return f"flash-attn-4 is not installed: {hint}"
         return f"flash-attn-4 misses {error.name}: {hint}"
-    except Exception as error:  # a driver, a compiler, another version: whatever it is
+    except Exception as error:  # of the driver, the compiler, another version ...
         return f"flash-attn-4 does not load ({type(error).__name__}: {error}): {hint}"
     return package
 
@@ -207,7 +207,7 @@ def capability(device: int) -> int:
     return 0 if torch.version.hip else 10 * major + minor
 
 
-# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+# As torch.compiler.assume_constant_result does, which takes a second to import Dynamo
 capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -228,7 +228,7 @@ def _lack(name: str, device: int) -> str | None:
     return missing(device).get(name)
 
 
-_lack._dynamo_marked_constant = True  # type: ignore[attr-defined]  # Dynamo takes no dict for one
+_lack._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a dict cannot be a constant
 
 
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, Choice]:

@@ -1,4 +1,4 @@
-"""Who sees whom in a batch, in the forms that attention backends want.
+"""Which tokens attend to which in a batch, in the forms that attention backends take.
 
 # B batch, T query tokens, S key tokens (cached ones first), n sequences, or blocks of tokens
 """
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-MOST_REAL = 7 / 8  # of a batch, where its padding is left out
+MOST_REAL = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
@@ -30,11 +30,11 @@ class AttentionMask:
     """Which keys a query may see: causal, inside its own sequence, and never padding.
 
     `tokens` T queries follow `past` cached ones. `segment_ids` [B, T] number the packed
-    sequences in order; `key_mask` bool [B, past + T] is False on padding. Without `causal` a query
-    sees as far ahead as back. `cu_seq_lens` int32 [n + 1] says what segment_ids say, over the
-    flattened batch, and goes with them; `longest` is the number of tokens of its longest sequence,
-    or more. `backend` is "auto" or the name of one. One mask serves a whole forward pass: what is
-    derived from it is derived once, whichever layers ask.
+    sequences in order; `key_mask` bool [B, past + T] is False on padding. Without `causal`
+    attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
+    the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
+    sequence, or more. `backend` is "auto" or the name of one. One mask serves a whole forward pass:
+    whatever layers derive from it is computed once.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class AttentionMask:
         self.cu_seq_lens = cu_seq_lens
         self.longest = longest
         self.backend = backend
-        self.plans: dict[Any, Any] = {}  # what attention() settled, per kind of layer
+        self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
-        """What `derive` returns, kept for those who ask for the same later."""
-        # torch.compile lets a layer that will be recomputed write to nothing outside itself. It
-        # merges equal ops by itself, though only in graphs for training
+        """The result of `derive`, kept under `key`."""
+        # Under torch.compile, a layer that is recomputed must not write to anything outside itself.
+        # The compiler merges equal operations, though only in training graphs
         if torch.compiler.is_compiling() and torch.is_grad_enabled():
             return derive()
         if key not in self._derived:
@@ -79,11 +79,11 @@ class AttentionMask:
         return self.segment_ids is None and self.key_mask is None
 
     def sequences(self) -> Sequences | str:
-        """The sequences of the flattened batch, or why they cannot be told.
+        """The sequences of the flattened batch, or why they are not known.
 
-        A run of padding at either end of a sequence counts as a sequence of its own, which real
-        tokens do not see. If the caller gave no bounds, the host waits for the device, once;
-        ValueError while a CUDA graph is captured, where it cannot.
+        Padding at either end of a sequence counts as a sequence of its own, to which real tokens do
+        not attend. If the caller gave no bounds, the host waits for the device, once; while a CUDA
+        graph is captured it cannot, and ValueError is raised.
         """
         return self._once("sequences", self._find_sequences)
 
@@ -96,7 +96,7 @@ class AttentionMask:
             return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
         device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # What serves without them would be compiled now, which a capture forbids
+            # The backend that needs no lengths would compile now, which a capture forbids
             raise ValueError(
                 "a CUDA graph is being captured, and the host does not know how long the "
                 "sequences are: give cu_seq_lens and max_length_q"
@@ -113,7 +113,7 @@ class AttentionMask:
             code = code + first
         if self.key_mask is not None:
             code = code + 2 * self.key_mask.to(torch.uint8)
-        code = code.cpu()  # [B, T]; one copy for all that the host wants to know
+        code = code.cpu()  # [B, T]; one copy to the host for both
         real, begins = code >= 2, (code % 2).bool()
         begins[:, 0] = True
         sequence = begins.flatten().cumsum(0)
@@ -128,10 +128,10 @@ class AttentionMask:
         return Sequences(cu.to(device, non_blocking=True), longest)
 
     def unpadded(self) -> tuple[Tensor, Self] | None:
-        """Places of the real tokens in the flattened batch, [N], and their mask as one row.
+        """Indices [N] of the real tokens in the flattened batch, and their mask as one row.
 
-        None where there is too little padding to move tokens for, or some inside a sequence, or
-        where the caller's bounds make sequences of it.
+        None if there is too little padding, if some is inside a sequence, or if the caller gave
+        bounds, which make sequences of padding.
         """
         if self.key_mask is None or self.past or self.cu_seq_lens is not None:
             return None
@@ -160,7 +160,7 @@ class AttentionMask:
         return self._once("even", lambda: type(self)(longest, **options))
 
     def padded(self, tokens: int, batch: int, device: torch.device) -> Self:
-        """The mask of the same batch with rows that padding behind them fills to `tokens`."""
+        """The mask of the same batch with rows padded on the right to `tokens`."""
         return self._once("padded", lambda: self._pad(tokens, batch, device))
 
     def _pad(self, tokens: int, batch: int, device: torch.device) -> Self:
@@ -168,7 +168,7 @@ class AttentionMask:
         if segments is not None:  # one more sequence, in each row the last
             behind = segments[:, -1:] + 1
             segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
-        elif real is None and not self.causal:  # or else nobody looks behind
+        elif real is None and not self.causal:  # causal attention never sees it
             real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
         if real is not None:
             real = F.pad(real, more)
@@ -177,17 +177,17 @@ class AttentionMask:
         )
 
     def needs_dense(self, window: int | None) -> bool:
-        """Whether more than plain causality, or its absence, has to be said."""
+        """Whether `is_causal` alone does not describe the mask."""
         total = self.past + self.tokens
         windowed = window is not None and window < total
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
-        """Bool [B or 1, 1, T, S], True where a query may look."""
+        """Bool [B or 1, 1, T, S], True where a query attends to a key."""
         return self._once(("dense", window), lambda: self._build(window, device))
 
     def bias(self, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`dense` as something to add to the scores: 0 or -inf, [B or 1, 1, T, S]."""
+        """`dense` as an additive mask: 0 or -inf, [B or 1, 1, T, S]."""
 
         # Given a bool mask, SDPA makes this in every layer and saves each for the backward pass
         def spell() -> Tensor:
@@ -211,7 +211,7 @@ class AttentionMask:
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """The same for FlexAttention, without a cache: [T / 128, T / 128] and a rule inside."""
+        """The same for FlexAttention, without a cache: [T / 128, T / 128] blocks and a mask_mod."""
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:

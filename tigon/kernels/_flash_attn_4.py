@@ -1,4 +1,4 @@
-"""flash-attn-4 for torch.compile, which cannot look into it: its functions, as operators.
+"""The functions of flash-attn-4 as custom operators, since torch.compile cannot trace them.
 
 Names and shapes are those of flash_attn.cute 4.0.0b36.
 """
@@ -33,7 +33,7 @@ def flash_attn_varlen_func(
 
 
 flash_attn_func = flash_attn_varlen_func  # without bounds a row is a sequence
-ALIKE = (  # what the forward and the backward pass are told alike
+ALIKE = (  # arguments that the forward and the backward pass share
     "cu_seqlens_q",
     "cu_seqlens_k",
     "max_seqlen_q",
@@ -100,7 +100,7 @@ def _backward(
     run = backends.flash_attn_4().interface._flash_attn_bwd
     alike = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
     options: dict[str, Any] = dict(zip(ALIKE, alike, strict=True))
-    # By itself it would give them the strides of q, k and v, or others
+    # Allocated here, since it would choose other strides than the compiler expects
     options |= zip(("dq", "dk", "dv"), _empty_like(q, k, v), strict=True)
     return run(q, k, v, out, dout, lse, **options, deterministic=deterministic)
 
@@ -112,7 +112,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, cu_q, cu_k, out, lse = ctx.saved_tensors
-    # Not `_backward`, which autograd would take for a constant if asked for second derivatives
+    # Not `_backward`, which autograd would treat as a constant in second derivatives
     found = _backward.op(q, k, v, out, dout, lse, cu_q, cu_k, *ctx.rest)
     return *found, *[None] * 10
 

@@ -31,8 +31,8 @@ from tigon.kernels._attention_mask import AttentionMask, Sequences
 
 __all__ = ["AttentionMask", "Backend", "attention", "attention_ref", "check_backend", "survey"]
 
-FA4_LEAST = 512  # for a smaller longest sequence flash-attn-4 would compile once more
-FLEX_STEP = 256  # it compiles for every length, so rows are padded to a multiple
+FA4_LEAST = 512  # below it as the longest sequence, flash-attn-4 would compile once more
+FLEX_STEP = 256  # FlexAttention compiles for every length: rows are padded to a multiple
 
 
 def attention_ref(
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
     softcap: float | None
     scale: float | None
     sequences: Sequences | None = None  # of packed rows; None: the mask says all
-    even: AttentionMask | None = None  # instead, if the sequences are rows of one length
+    even: AttentionMask | None = None  # in place of `sequences`, if all have one length
 
     def reach(self, causal: bool) -> tuple[int | None, int | None]:
         """How many tokens a query in a window sees before and after itself; None is all."""
@@ -106,7 +106,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
-    # What varlen_attn and SDPA end in: at less cost on the host, and for rows too with a window
+    # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     run = torch.ops.aten._flash_attention_forward
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
     options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
@@ -145,13 +145,13 @@ def _cap(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex(*kind: Any) -> Callable[..., Any]:
-    """FlexAttention for one kind of call: torch 2.11 failed to compile it for any length."""
+    """FlexAttention for one kind of call: torch 2.11 failed to compile it for dynamic lengths."""
 
     def run(*tensors: Any, **options: Any) -> Any:
         return flex_attention(*tensors, **options)
 
-    # Dynamo compiles a code object for at most eight kinds; then it would spell out all scores,
-    # and say so only in a warning. So each kind has a code object
+    # Dynamo compiles a code object at most eight times. Then it runs eagerly, which materialises
+    # all scores, and only warns. So each kind of call has a code object of its own
     run.__code__ = run.__code__.replace()
     return torch.compile(run, dynamic=False, fullgraph=True)
 
@@ -162,7 +162,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
     b, t, h, d = q.shape
     kv_heads = k.shape[2]
     causal = bias is None and mask.causal
-    if t == 1:  # an `and` would be symbolic when compiled for any length, which SDPA refuses
+    if t == 1:  # `and` would be symbolic for dynamic lengths, which SDPA refuses
         causal = False
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if t == 1 and h != kv_heads:
@@ -171,7 +171,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
         return out.reshape(b, t, h, d)
     if bias is not None and q.is_cuda and h != kv_heads:
-        # With a mask, SDPA's only kernel for grouped heads would spell out all scores
+        # With a mask, SDPA's only kernel for grouped heads materialises all scores
         k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -197,7 +197,7 @@ RUN: dict[str, Callable[..., Tensor]] = {
     "sdpa": _sdpa,
     "reference": _reference,
 }
-PACKED = ("fa4", "cudnn", "flash")  # go by where sequences end, not by a mask
+PACKED = ("fa4", "cudnn", "flash")  # take the bounds of sequences, not a mask
 
 
 def attention(
@@ -212,9 +212,9 @@ def attention(
 ) -> Tensor:
     """Attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
 
-    A window of W sees W tokens, the query's own among them. `scale` defaults to D ** -0.5. The
-    mask names the backend; docs/attention.md says what "auto" takes. A backend that cannot do
-    what is asked raises, with the reason; ValueError for shapes that do not fit together.
+    A window of W covers W tokens, the query's own included. `scale` defaults to D ** -0.5.
+    `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError
+    if the named backend cannot serve the call, with the reason, and for shapes that do not match.
     """
     _check(q, k, v, mask, window, softcap)
     grad = _wants_grad(q, k, v)
@@ -265,7 +265,7 @@ def _plan(
     scale: float | None,
     grad: bool,
 ) -> Plan:
-    """Backend and layout, for which the device may be asked how long the sequences are."""
+    """Backend and layout; may wait for the device to learn the lengths of the sequences."""
     compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
     longest = mask.past + mask.tokens
     if window is not None and window >= longest:

@@ -16,7 +16,7 @@ from tigon.tokenizer.stream import DecodeStream
 from tigon.weights.hub import Repository
 
 NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
-# What else transformers' method takes; here it would pass for a variable of the template
+# Arguments of transformers' method that would be taken for template variables here
 _NOT_VARIABLES = {
     "return_tensors",
     "return_dict",

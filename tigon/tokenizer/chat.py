@@ -17,9 +17,9 @@ from tigon.tokenizer.schema import function_schema
 
 Message = Mapping[str, Any]
 
-# Names under which data sets keep a turn's reasoning; templates read the first, gpt-oss the second
+# Keys of a turn's reasoning in data sets; templates read the first, gpt-oss the second
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# The blank at its end tells whether the template strips the message
+# The space at its end shows whether the template strips the message
 _CUT = "<|CUT HERE|> "
 
 
@@ -32,7 +32,7 @@ _note: ContextVar[Callable[[str], None]] = ContextVar("note")
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` is what the assistant says, and is noted."""
+    """Notes the text of each `{% generation %}...{% endgeneration %}`: what the assistant says."""
 
     tags = {"generation"}
 
@@ -134,7 +134,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    # Templates know absent keys and mostly print None
+    # Templates handle absent keys, but most print None
     plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
     if reasoning is None:
@@ -143,7 +143,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy out of plain JSON types: the methods of others are not for a template to call."""
+    """A copy of plain JSON types, so that a template cannot call the methods of others."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What the assistant says in a conversation, which is what fine-tuning learns."""
+"""Which tokens of a conversation the assistant says: those that fine-tuning learns."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -18,12 +18,12 @@ _ADVICE = (
 def assistant_spans(template: str, messages: Sequence[Message], **given: Any) -> tuple[str, Spans]:
     """The conversation's text, and the character ranges in it that the assistant says.
 
-    Those are the template's {% generation %} blocks. Without any, a turn is what the text gains
-    over the prompt that the model is given for it; ValueError where the template writes an
-    earlier turn, or a prompt, differently later on.
+    Those are the template's {% generation %} blocks. Without any, a turn is the text that follows
+    the prompt for it; ValueError if the template renders an earlier turn, or a prompt, differently
+    in the whole conversation.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages have no turn of the role 'assistant', so nothing to learn")
+        raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
     full = render(template, messages, **given)
     if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
         return full.text, _block_spans(full)

@@ -65,7 +65,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _return_schema(hints: dict[str, Any]) -> dict[str, Any] | None:
-    # The model never writes the result, so a hint without a schema is no reason to refuse the tool
+    # The model never writes the result, so a hint without a schema is not an error
     try:
         return _type_schema(hints["return"], "")
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""What a repository's files say about its tokenizer."""
+"""Read a tokenizer from the files of a repository."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    # A mask is found by offsets, so they must cover every character; ids do not depend on it
+    # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", path.read_text(encoding="utf-8"))
     try:
         backend = tokenizers.Tokenizer.from_str(text)
@@ -69,7 +69,7 @@ def add_tokens(
 ) -> dict[str, str]:
     """Adds the tokens that tokenizer.json lacks; the special tokens by name ("bos_token": "<s>").
 
-    What counts, where the files differ, is what transformers 5 takes.
+    Where the files differ, the same one counts as in transformers 5.
     """
     # Not add_bos_token and add_eos_token: beside a tokenizer.json its post-processor decides
     settings, declared = config, config.get("added_tokens_decoder")

@@ -8,7 +8,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class DecodeStream:
-    """What `step` and `finish` return, joined, is `decode` of all the tokens, for any tokens.
+    """The joined results of `step` and `finish` equal `decode` of all the tokens.
 
     A piece never ends inside a character: text comes late rather than wrong.
     """
@@ -16,10 +16,10 @@ class DecodeStream:
     def __init__(self, backend: tokenizers.Tokenizer, ignored: frozenset[int]) -> None:
         self._backend = backend
         self._ignored = ignored
-        # A run of byte tokens is text or one U+FFFD a byte, which only its end decides
+        # A run of byte tokens is text, or one U+FFFD a byte; which, is known only at its end
         decoder = backend.decoder
         self._byte_fallback = decoder is not None and b"ByteFallback" in decoder.__getstate__()
-        # The tokens of the last piece stay: decoders treat the start of a text apart
+        # The tokens of the last piece are kept: decoders treat the start of a text specially
         self._ids: list[int] = []
         self._context = 0  # how many of them are the last piece's
         self._returned = 0  # characters of their text that were returned

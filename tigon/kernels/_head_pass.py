@@ -309,11 +309,3 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Te
     if a.device.type == "cuda" and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast multiplies in on the device of `x`; None where it is off."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.kernels._check import check, has_values, integer_labels
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref, loss_rows
 from tigon.kernels._head_autograd import Criteria, Pass, is_transformed
-from tigon.kernels._head_pass import Plan, autocast_dtype
+from tigon.kernels._head_pass import Plan
 from tigon.kernels._logits import (
     IGNORE_INDEX,
     METRICS,
@@ -22,7 +22,7 @@ from tigon.kernels._logits import (
     check_rows,
     check_targets,
 )
-from tigon.kernels._triton import check_devices, runs_triton
+from tigon.kernels._triton import autocast_dtype, check_devices, runs_triton
 from tigon.kernels.criteria import (
     KL,
     ActiveRows,
@@ -290,7 +290,7 @@ def _teacher(
         states, weight, bias = narrow(states, weight, bias)
     else:
         module = c.teacher
-        states = states.to(autocast_dtype(states) or states.dtype)
+        states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
     teacher_options = of_teacher.of_logits().at_temperature(c.temperature)
@@ -330,7 +330,7 @@ def narrow(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As autocast has them; an error if their dtypes differ."""
-    dtype = autocast_dtype(hidden)
+    dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
         return hidden.to(dtype), weight.to(dtype), bias

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import LMHead, RotaryEmbedding, StaticCache, autocast_dtype
+from tigon.layers import LMHead, RotaryEmbedding, StaticCache
 from tigon.models._arguments import (
     BATCH,
     PASS,

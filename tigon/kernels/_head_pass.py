@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
-from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options
+from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
 
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
@@ -176,8 +176,8 @@ def _head_pass(
         for i, plan in enumerate(plans):
             mine = slots[SLOTS * i : SLOTS * (i + 1)]
             mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
-            scale = None if out is None else row_scales[i][part]
-            values += _rows(plan, logits, mine, scale, out, add=i > 0)
+            grad = None if out is None else Gradient(row_scales[i][part], out, add=i > 0)
+            values += _rows(plan, logits, mine, grad)
         for parts, value in zip(found, values, strict=True):
             parts.append(value)
         if out is not None and weight is not None:
@@ -220,36 +220,22 @@ def _rows(
     plan: Plan,
     logits: Tensor,  # [n, V]
     slots: Slots,
-    row_scale: Tensor | None,
-    out: Tensor | None,
-    *,
-    add: bool,
+    grad: Gradient | None,
 ) -> list[Tensor]:
-    """What a criterion says about a chunk; its gradient goes to `out`."""
-    first, second, weight, bias, *statistics = slots
+    """What a criterion says about a chunk."""
+    first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if plan.kind == "topk":
         assert second is not None
-        arguments = logits, first, second, plan.options, plan.beta, row_scale, out
-        return [topk_rows(*arguments, add=add)]
+        return [topk_rows(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
+        options = plan.options, plan.teacher_options or PLAIN
         return [
-            divergence_rows(
-                logits,
-                teacher,
-                plan.options,
-                plan.teacher_options or PLAIN,
-                plan.beta,
-                row_scale,
-                out,
-                add=add,
-                normalized=plan.normalized,
-            )
+            divergence_rows(logits, teacher, *options, plan.beta, grad, normalized=plan.normalized)
         ]
-    peak, log_mass = statistics
     known = None if peak is None or log_mass is None else (peak, log_mass)
-    rows = loss_rows(logits, first, plan.options, plan.metrics, row_scale, out, known, add=add)
+    rows = loss_rows(logits, first, plan.options, plan.metrics, grad, known)
     found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
     return [found[name] for name in plan.names]
 

@@ -196,6 +196,15 @@ def test_a_criterion_with_targets_of_its_own(model: CausalLM) -> None:
     torch.testing.assert_close(alone.logprobs, expected)
 
 
+def test_a_criterion_with_weights_of_its_own(model: CausalLM) -> None:
+    """Rows that the batch's weights leave out count where the criterion's do not."""
+    w = torch.rand(B, T)
+    shift_labels, none = shifted(LABELS), torch.zeros(B, T)
+    own = [CrossEntropy(weights=w)]
+    out = model(IDS, shift_labels=shift_labels, loss_weights=none, criteria=own)
+    assert torch.equal(out.loss, model(IDS, shift_labels=shift_labels, loss_weights=w).loss)
+
+
 def test_packed_sequences(model: CausalLM) -> None:
     ids, cu = IDS.view(1, -1), torch.tensor([0, 5, 13, 26])
     parts = [(0, 5), (5, 13), (13, 26)]

@@ -83,6 +83,7 @@ def run_criteria(
     criteria: Sequence[Criterion],
     *,
     options: Options = PLAIN,  # softcap and scale of the logits
+    active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int = LOGITS_BYTES,
     overwrite: bool = False,
     name: str = "",  # in messages
@@ -109,7 +110,7 @@ def run_criteria(
         and all(a.plan.kind == "cross_entropy" for a in asked)
     ):
         return [_plain(rows, a, lead) for a in asked]
-    index, live = (None, None) if weight is None else select(rows, asked)
+    index, live = (None, None) if weight is None else select(rows, asked, active)
     p = _pass(rows, weight, bias, asked, logits_bytes, overwrite)
     if not torch.is_grad_enabled():
         rows = rows.detach()
@@ -339,14 +340,14 @@ def narrow(
     return hidden, weight, bias
 
 
-def select(rows: Tensor, asked: Sequence[Asked]) -> tuple[Tensor | None, Tensor | None]:
+def select(
+    rows: Tensor, asked: Sequence[Asked], active: ActiveRows | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The rows to compute and, if others are among them, which have a gradient; None: all."""
     if not host_may_count(rows):
         return None, _union([a.counted() for a in asked])
-    active = asked[0].given.active
     metrics = any(a.plan.metrics for a in asked)
-    same = all(a.given.active is active for a in asked)
-    if active is None or not same or (metrics and active.weights is not None):
+    if active is None or (metrics and active.weights is not None):
         keep = _union([a.needed() for a in asked])
         index = None if keep is None else ActiveRows(keep).index()
         extra = metrics and any(a.weighs for a in asked)

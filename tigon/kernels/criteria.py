@@ -73,21 +73,14 @@ class Criterion:
     """What criteria have in common. Per-row tensors are [B, n] or [N]."""
 
     targets: Tensor | None = None  # -100 is ignored
-    active: ActiveRows | None = None  # made ahead of time, it saves waiting for the device
 
     def with_targets(
-        self,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        denominator: Tensor | float | None = None,
-        active: ActiveRows | None = None,
+        self, targets: Tensor, weights: Tensor | None, denominator: Tensor | float | None
     ) -> Self:
         """With those of a batch where the criterion has none of its own."""
-        mine: dict[str, Any] = {"targets": targets, "weights": weights, "denominator": denominator}
-        empty = [n for n in mine if getattr(self, n, mine) is None]
-        if "targets" in empty and self.active is None:
-            mine, empty = mine | {"active": active}, [*empty, "active"]
-        return replace(self, **{n: mine[n] for n in empty})
+        of_batch = {"targets": targets, "weights": weights, "denominator": denominator}
+        missing = [n for n in of_batch if getattr(self, n, of_batch) is None]
+        return replace(self, **{n: of_batch[n] for n in missing})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -47,12 +47,16 @@ class Asked:
         self.targets = targets  # what the loss counts
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
-        by_weight = not metrics and all(isinstance(c, CrossEntropy | KL) for c in criteria)
-        active = _active(self.targets, by_weight=by_weight) if criteria else None
-        self._criteria = [self._filled(c, active) for c in criteria]
+        self.active: ActiveRows | None = None
+        labels = self.targets.labels
+        if criteria and labels is not None and all(c.targets is None for c in criteria):
+            weighted = all(isinstance(c, Weighted) and c.weights is None for c in criteria)
+            weights = self.targets.weights if weighted and not metrics else None
+            self.active = active_rows(labels, weights)
+        self._criteria = [self._filled(c) for c in criteria]
         self._own = len(self._criteria)
         if metrics:
-            self._ask_metrics(metrics, active)
+            self._ask_metrics(metrics)
 
     def __iter__(self) -> Iterator[Criterion]:
         return iter(self._criteria)
@@ -60,7 +64,7 @@ class Asked:
     def __len__(self) -> int:
         return len(self._criteria)
 
-    def _filled(self, c: Criterion, active: ActiveRows | None) -> Criterion:
+    def _filled(self, c: Criterion) -> Criterion:
         """With what it does not have of its own; per-position tensors [B, T, ...] are kept ones."""
         counted, shape = self.targets, self.targets.batch.shape
         mine: dict[str, Any] = {}
@@ -79,13 +83,13 @@ class Asked:
             mine["reduction"] = "none"
         c = replace(c, **mine)
         if c.targets is not None:
-            counted, active = counted.over(c.targets), None
+            counted = counted.over(c.targets)
         elif counted.labels is None or not (isinstance(c, KL) or self.targets.from_labels):
             raise ValueError(f"{type(c).__name__} without labels: give them, or targets to itself")
         assert counted.labels is not None
-        return c.with_targets(counted.labels, counted.weights, counted.denominator, active)
+        return c.with_targets(counted.labels, counted.weights, counted.denominator)
 
-    def _ask_metrics(self, metrics: tuple[str, ...], active: ActiveRows | None) -> None:
+    def _ask_metrics(self, metrics: tuple[str, ...]) -> None:
         """Of the first criterion that can, or by one of their own."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
@@ -97,9 +101,7 @@ class Asked:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
         counted = _everywhere(counted) if counted.labels is None else counted
         # Losses of single tokens, which nobody reads, make no gradient ahead
-        alone = CrossEntropy(
-            targets=counted.labels, reduction="none", metrics=metrics, active=active
-        )
+        alone = CrossEntropy(targets=counted.labels, reduction="none", metrics=metrics)
         self._criteria.append(alone)
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
@@ -117,12 +119,6 @@ class Asked:
         if self.returned:
             out.criteria = tuple(value for value, _ in values[: self._own])
         return out
-
-
-def _active(targets: Targets, *, by_weight: bool) -> ActiveRows | None:
-    if targets.labels is None:
-        return None
-    return active_rows(targets.labels, targets.weights if by_weight else None)
 
 
 def _everywhere(targets: Targets) -> Targets:

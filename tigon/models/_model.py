@@ -196,7 +196,9 @@ class LanguageModel(nn.Module):
         hidden = targets.take(batch.with_padding(hidden, places))
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
-        values, logits = self.lm_head(hidden, asked, return_logits=bool(logits))
+        values, logits = self.lm_head(
+            hidden, asked, active=asked.active, return_logits=bool(logits)
+        )
         result = asked.output(values, logits, batch.cache)
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
 

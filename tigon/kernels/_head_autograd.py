@@ -3,52 +3,24 @@
 # N rows (tokens), C model dim, V vocab, k criteria
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.kernels._head_pass import Plan, Slots, run_pass
+from tigon.kernels._head_pass import SLOTS, Inputs, Pass, Slots, run_pass
 from tigon.kernels._logits import rescale, rescale_
 from tigon.kernels._triton import refuse_second_derivative
 
+SHARED = len(Inputs._fields)
 INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
 
-class Pass(NamedTuple):
-    """What a pass does, apart from tensors."""
-
-    name: str  # in messages
-    plans: tuple[Plan, ...]
-    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
-    learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
-    teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
-    needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
-    late: bool  # fp16: gradients are made as of rows whose largest scale is 1
-    ahead: bool  # gradients are made in the forward pass, for the sum of the values
-    overwrite: bool
-    logits_bytes: int
-
-    @property
-    def instead(self) -> str:
-        if not self.name.startswith("linear_"):
-            return 'compute it inside `with tigon.kernels.use("reference")`'
-        return (
-            "the plain definitions, such as linear_cross_entropy_ref, have one, and so has a model "
-            'with return_logits=True and attention="reference" inside '
-            '`with tigon.kernels.use("reference")`'
-        )
-
-
 def _run(
     p: Pass,
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    live: Tensor | None,
+    inputs: Inputs,
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
     needs: tuple[bool, bool, bool],
@@ -70,27 +42,15 @@ def _run(
 
     def lend(i: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         if i == len(p.plans):
-            return run_pass(
-                hidden,
-                weight,
-                bias,
-                p.plans,
-                slots,
-                row_scales,
-                needs,
-                index,
-                live,
-                p.logits_bytes,
-                p.overwrite,
-            )
-        teacher, at = p.teachers[i], 6 * i
+            return run_pass(p, inputs, slots, row_scales, needs)
+        teacher, at = p.teachers[i], SLOTS * i
         if teacher is None:
             return lend(i + 1)
 
         def use(head: Tensor, bias: Tensor | None) -> Any:
             states = slots[at]
             assert states is not None
-            vocab = hidden.shape[1] if weight is None else len(weight)
+            vocab = inputs.hidden.shape[1] if inputs.weight is None else len(inputs.weight)
             if len(head) != vocab:
                 raise ValueError(f"the student has {vocab} tokens, the teacher {len(head)}")
             slots[at + 2] = head.detach().to(states.dtype)
@@ -106,25 +66,16 @@ class Criteria(torch.autograd.Function):
     """Values of k criteria, then metrics, then what the backward pass needs."""
 
     @staticmethod
-    def forward(
-        p: Pass,
-        hidden: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        index: Tensor | None,
-        live: Tensor | None,
-        *flat: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(p: Pass, *tensors: Any) -> tuple[Tensor, ...]:
+        given, flat = Inputs(*tensors[:SHARED]), tensors[SHARED:]
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
-                n = hidden.shape[0]
+                n = given.hidden.shape[0]
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False, False, False)
         nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_of, top = _run(
-            p, hidden, weight, bias, index, live, flat, row_scales, needs, nothing
-        )
+        grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
         for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -141,7 +92,8 @@ class Criteria(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        p, hidden, weight, bias, index, live, *flat = inputs
+        p, *given = inputs
+        hidden, weight, bias = given[:3]
         k = len(p.plans)
         kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
@@ -152,9 +104,8 @@ class Criteria(torch.autograd.Function):
         if p.ahead and weight is None and not ctx.transformed:
             # The gradient is handed out once, scaled where it lies: saved_tensors would keep it
             ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
-        given = (hidden, weight, bias, index, live, *flat)
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
-            given = (None,) * len(given)
+            given = [None] * len(given)
         ctx.save_for_backward(*given, *kept)
 
     @staticmethod
@@ -229,10 +180,10 @@ def _unpack(
     return tuple(of_weights), factor, kept
 
 
-def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
+def _differentiate(p: Pass, count: int, *given: Any) -> Grads:
     """Gradients of hidden, weight and bias, then of the weights of rows that learn."""
     k = len(p.plans)
-    dtypes, ups, saved = flat[:3], flat[3 : 3 + k], flat[3 + k :]
+    dtypes, ups, saved = given[:3], given[3 : 3 + k], given[3 + k :]
     split = len(saved) - count
     of_weights, factor, kept = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _same(ups):
@@ -241,30 +192,20 @@ def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
             for g, need, dtype in zip(kept, p.needs, dtypes, strict=True)
         ]
         return *grads, *of_weights
-    hidden, weight, bias, index, live, *inputs = saved[:split]
+    inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
-        w, scale = inputs[INPUTS * i + 4], inputs[INPUTS * i + 5]
-        rows = hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
+        w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+        rows = inputs.hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
-        row_scales.append(rows.expand(hidden.shape[0]))
+        row_scales.append(rows.expand(inputs.hidden.shape[0]))
     statistics = iter(kept)
     known: Slots = []
     for plan in p.plans:
         known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
-    made, _, top = _run(
-        p._replace(plans=tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)),
-        hidden,
-        weight,
-        bias,
-        index,
-        live,
-        inputs,
-        row_scales,
-        p.needs,
-        known,
-    )
+    of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
+    made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
     grads = [
         None if not need else g.to(dtype) if top is None else rescale(g, top, dtype)
         for g, need, dtype in zip(made, p.needs, dtypes, strict=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tigon.kernels._check import check, has_values, integer_labels
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref, loss_rows
-from tigon.kernels._head_autograd import Criteria, Pass, is_transformed
-from tigon.kernels._head_pass import Plan
+from tigon.kernels._head_autograd import Criteria, is_transformed
+from tigon.kernels._head_pass import Pass, Plan
 from tigon.kernels._logits import (
     IGNORE_INDEX,
     METRICS,

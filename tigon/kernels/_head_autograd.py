@@ -26,10 +26,10 @@ def _run(
     needs: tuple[bool, bool, bool],
     known: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
-    """The pass, with the heads of teachers that are modules lent for as long as it takes.
+    """The pass, inside the forward of the heads of all teachers that are modules.
 
-    The last result multiplies the gradients, if it is not None: in fp16, those of logits would
-    under- or overflow with the scales that rows have.
+    The last result, if not None, is still to multiply the gradients: in fp16 those of the logits
+    could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
     for i in range(len(p.plans)):
@@ -102,7 +102,7 @@ class Criteria(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.transformed = is_transformed(hidden, weight, bias)
         if p.ahead and weight is None and not ctx.transformed:
-            # The gradient is handed out once, scaled where it lies: saved_tensors would keep it
+            # The gradient is returned once, scaled in place: saved_tensors would keep it alive
             ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
             given = [None] * len(given)
@@ -118,8 +118,8 @@ class Criteria(torch.autograd.Function):
             refuse_second_derivative(p.name, p.instead)
             if ctx.spent:
                 raise RuntimeError(
-                    f"a second backward through {p.name}: its gradient was handed out; "
-                    'reduction="none" computes it each time'
+                    f"a second backward through {p.name}: the first one took its gradient; "
+                    'with reduction="none" it is computed each time'
                 )
             if ctx.grad is not None and _same(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.kept :], ups)
@@ -160,7 +160,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def _same(ups: Sequence[Tensor | None]) -> bool:
-    """Whether all values count alike: what a sum of them hands down."""
+    """Whether all values have the same upstream gradient, as the terms of a sum have."""
     if len(ups) == 1:
         return True
     if torch.compiler.is_compiling() or any(up is None for up in ups) or is_transformed(*ups):

@@ -66,8 +66,8 @@ class Pass(NamedTuple):
     learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
     teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
     needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
-    late: bool  # fp16: gradients are made as of rows whose largest scale is 1
-    ahead: bool  # gradients are made in the forward pass, for the sum of the values
+    late: bool  # fp16: row scales are divided by their maximum, gradients multiplied by it
+    ahead: bool  # gradients are computed in the forward pass, for the sum of the values
     overwrite: bool  # the logits by their gradient, which is then not returned
     logits_bytes: int
 

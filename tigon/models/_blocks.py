@@ -23,7 +23,7 @@ from tigon.layers import (
 )
 from tigon.models._config import SLIDING, Config, WindowedConfig, activation
 
-# The branch that has not joined the stream, the stream, and how experts were used, if asked for
+# The branch that is yet to be added to the stream, the stream, and the routing statistics
 Stream = tuple[Tensor, Tensor, Tensor | None]
 
 

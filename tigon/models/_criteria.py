@@ -1,4 +1,4 @@
-"""What a forward pass asks of its head, and what comes of the answers.
+"""The criteria of a forward pass, and its output from their values.
 
 # B batch, T tokens, n kept tokens
 """
@@ -32,7 +32,7 @@ class Asked:
     """The criteria of one pass, each with its targets, weights and denominator.
 
     Made before the blocks are launched, so that the number of rows that count is on the host when
-    the head wants it.
+    the head needs it.
     """
 
     def __init__(
@@ -65,7 +65,10 @@ class Asked:
         return len(self._criteria)
 
     def _filled(self, c: Criterion) -> Criterion:
-        """With what it does not have of its own; per-position tensors [B, T, ...] are kept ones."""
+        """With the batch's targets, weights and denominator where it has none of its own.
+
+        Its tensors [B, T, ...] are reduced to the kept positions.
+        """
         counted, shape = self.targets, self.targets.batch.shape
         mine: dict[str, Any] = {}
         for name in PER_POSITION:
@@ -90,7 +93,7 @@ class Asked:
         return c.with_targets(counted.labels, counted.weights, counted.denominator)
 
     def _ask_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Of the first criterion that can, or by one of their own."""
+        """Add the metrics to the first criterion that takes any, or else a criterion for them."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
@@ -100,12 +103,12 @@ class Asked:
         if not counted.from_labels and missing:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
         counted = _everywhere(counted) if counted.labels is None else counted
-        # Losses of single tokens, which nobody reads, make no gradient ahead
+        # Per-token losses: no gradient is computed in the forward pass
         alone = CrossEntropy(targets=counted.labels, reduction="none", metrics=metrics)
         self._criteria.append(alone)
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
-        """Of the head's answers: the sum of losses, log-probabilities, metrics."""
+        """The sum of losses, log-probabilities and metrics, from the values of the criteria."""
         out = CausalLMOutput(logits=logits, past_key_values=cache)
         reduction = "none" if self.targets.reduction == "none" else "sum"
         for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):
@@ -122,7 +125,7 @@ class Asked:
 
 
 def _everywhere(targets: Targets) -> Targets:
-    """With any target at every real position: for what needs none."""
+    """With a placeholder target at every real position, for criteria that need none."""
     batch = targets.batch
     labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
     if batch.real is not None:

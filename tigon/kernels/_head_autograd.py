@@ -112,6 +112,8 @@ class Criteria(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         p, saved = ctx.p, ctx.saved_tensors
         ups = grads[: len(p.plans)]
+        if all(up is None for up in ups):
+            return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
             found = Backward.apply(p, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:

@@ -118,7 +118,10 @@ def run_criteria(
     flat: list[Tensor | None] = []
     for a in prepared:
         flat += [*a.tensors, a.weights, a.scale]
-    out = iter(Criteria.apply(p, rows, weight, bias, index, live, *flat))
+    differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
+    # Without a gradient to trace, Dynamo would take p for the context of `apply`
+    run = Criteria.apply if differentiable else Criteria.forward
+    out = iter(run(p, rows, weight, bias, index, live, *flat))
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
     values = [next(out) for _ in prepared]

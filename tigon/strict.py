@@ -1,8 +1,8 @@
 """Settings from files, command lines and calls into dataclasses: each checked against its field.
 
-huggingface_hub.dataclasses.strict checks nothing in a frozen dataclass, takes no whole number for a
-float and no number of NumPy's. pydantic makes floats of whole numbers, which other readers of a
-config.json refuse, and its messages would be written anew from the hints as here.
+huggingface_hub.dataclasses.strict does not check frozen dataclasses and refuses integers for floats
+and NumPy's numbers. pydantic turns integers into floats, which other readers of a config.json
+refuse, and its messages would have to be rewritten from the type hints all the same.
 """
 
 import difflib
@@ -108,7 +108,7 @@ def check_bounds(settings: Any) -> None:
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """A question after the nearest of the known names; empty if none is near."""
+    """A "did you mean" with the closest of the known names; empty if none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
 

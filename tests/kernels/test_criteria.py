@@ -135,6 +135,26 @@ def test_several_criteria(options: Options, logits_bytes: int, reduction: str) -
     assert_same(found[0] - 3 * found[2], expected[0] - 3 * expected[2], b.learned)
 
 
+class Cut(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_no_gradient_from_above(reduction: Any) -> None:
+    b = Batch()
+    loss = b.run([CrossEntropy(targets=b.targets, reduction=reduction)])[0]
+    Cut.apply(loss).sum().backward()
+    assert all(x.grad is None or not x.grad.any() for x in b.learned)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_logits_are_computed_once_and_once_more_at_most(
     monkeypatch: pytest.MonkeyPatch, mixed: bool

@@ -371,11 +371,10 @@ def test_the_operator_is_what_it_says(path: str) -> None:
     slots = [targets, None, None, None, None, None]
     for needs in ([False] * 3, [True] * 3):
         for index in (None, torch.arange(9)):
-            arguments = (hidden, weight, bias, slots, [torch.rand(N)], plan.word(), plan.numbers())
+            given = (hidden, weight, bias, index, None, slots, [torch.rand(N)])
+            arguments = (*given, plan.word(), plan.numbers(), needs, 2**30, False)
             torch.library.opcheck(
-                MODULE._head_pass.op,
-                (*arguments, needs, index, None, 2**30, False),
-                test_utils=("test_schema", "test_faketensor"),
+                MODULE._head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")
             )
 
 

@@ -14,6 +14,7 @@ from tigon.kernels._logits import (
     IGNORE_INDEX,
     LOG2E,
     PLAIN,
+    Gradient,
     Options,
     scale_and_cap,
     transform,
@@ -50,40 +51,18 @@ class Rows:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
 
 
-def loss_rows(
-    logits: Tensor,  # [N, V] raw
-    targets: Tensor,  # [N]
-    options: Options,
-    metrics: Sequence[str] = (),
-    row_scale: Tensor | None = None,  # [N]: the gradient of each row's loss
-    out: Tensor | None = None,  # [N, V], may be `logits`: takes their gradient
-    known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
-    *,
-    add: bool = False,  # add the gradient to what `out` holds
-    holes: bool = False,  # raw logits of -inf have no probability, with a softcap either
-) -> Rows:
-    """One pass over the logits: losses, metrics and, with `row_scale` and `out`, the gradient.
-
-    Where `row_scale` is 0, so is the gradient, whatever the logits are.
-    """
-    run = _launch_rows if runs_triton(logits) else _reference_rows
-    return run(logits, targets, options, metrics, row_scale, out, known, add, holes)
-
-
 def _reference_rows(
     logits: Tensor,
     targets: Tensor,
     options: Options,
     metrics: Sequence[str],
-    row_scale: Tensor | None,
-    out: Tensor | None,
+    grad: Gradient | None,
     known: tuple[Tensor, Tensor] | None,
-    add: bool,
     holes: bool,
 ) -> Rows:
     z = scale_and_cap(logits.to(torch.float32, copy=True), options)
     smoothing, softcap = options.label_smoothing, options.softcap
-    chain = 1 - (z / softcap).square() if softcap is not None and row_scale is not None else None
+    chain = 1 - (z / softcap).square() if softcap is not None and grad is not None else None
     if holes:
         z.masked_fill_(logits == -torch.inf, -torch.inf)
     valid = targets != IGNORE_INDEX
@@ -110,14 +89,14 @@ def _reference_rows(
     loss = nll if mean is None else torch.lerp(nll, lse - mean, smoothing)
     if options.z_loss:
         loss = loss + options.z_loss * lse.square()
-    if row_scale is not None and out is not None:
-        slope = row_scale * valid * options.logit_scale
+    if grad is not None:
+        slope = grad.row_scale * valid * options.logit_scale
         z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
         if smoothing:
             z.sub_((slope * smoothing / logits.shape[1])[:, None])
         z.scatter_add_(1, index, (slope * (smoothing - 1))[:, None])
         d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
-        out.copy_(d.add_(out) if add else d)
+        grad.out.copy_(d.add_(grad.out) if grad.add else d)
     return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
 
 
@@ -301,20 +280,23 @@ def _rows_kernel(
             tl.store(out + target, d_target.to(out.dtype.element_ty))
 
 
-def _launch_rows(
-    logits: Tensor,
-    targets: Tensor,
+def loss_rows(
+    logits: Tensor,  # [N, V] raw
+    targets: Tensor,  # [N]
     options: Options,
-    metrics: Sequence[str],
-    row_scale: Tensor | None,
-    out: Tensor | None,
-    known: tuple[Tensor, Tensor] | None,
-    add: bool,
-    holes: bool,
+    metrics: Sequence[str] = (),
+    grad: Gradient | None = None,
+    known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
+    *,
+    holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
 ) -> Rows:
+    """One pass over the logits: losses, metrics and, if asked for, the gradient."""
+    if not runs_triton(logits):
+        return _reference_rows(logits, targets, options, metrics, grad, known, holes)
     n, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    out = logits if grad is None else grad.out
 
     def rows(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n if wanted else 0, dtype=dtype, device=logits.device)
@@ -328,10 +310,10 @@ def _launch_rows(
         block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
         _rows_kernel[(n,)](
             logits,
-            logits if out is None else out,
+            out,
             targets.contiguous(),
             # An upstream gradient may be one number, expanded
-            loss if row_scale is None else row_scale.contiguous(),
+            loss if grad is None else grad.row_scale.contiguous(),
             loss,
             peak.contiguous(),
             log_mass.contiguous(),
@@ -340,14 +322,14 @@ def _launch_rows(
             predicted,
             vocab,
             logits.stride(0),
-            logits.stride(0) if out is None else out.stride(0),
+            out.stride(0),
             **transform_arguments(options),
             smoothing=float(options.label_smoothing),
             z_loss=float(options.z_loss),
             SMOOTHED=options.label_smoothing != 0,
             Z_LOSS=options.z_loss != 0,
-            GRAD=out is not None,
-            ADD=add,
+            GRAD=grad is not None,
+            ADD=grad is not None and grad.add,
             MASS_KNOWN=known is not None,
             HOLES=holes,
             ENTROPY="entropy" in metrics,

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
-from tigon.kernels._logits import LOG2E, Options, scale_and_cap, transform, transform_arguments
+from tigon.kernels._logits import (
+    LOG2E,
+    Gradient,
+    Options,
+    scale_and_cap,
+    transform,
+    transform_arguments,
+)
 from tigon.kernels._triton import runs_triton, tl, triton
 
 SMALLEST_REST = 2.0**-24  # in fp32, 1 less the sum of other probabilities says nothing below
@@ -41,52 +48,32 @@ def _slope(a: Tensor, b: Tensor, beta: float) -> Tensor:
     return p * (a - m).masked_fill(p == 0, 0) * (1 if beta == 1 else 1 - beta)
 
 
-def divergence_rows(
-    student: Tensor,  # [N, V] raw
-    teacher: Tensor,  # [N, V] raw
-    options: Options,
-    teacher_options: Options,
-    beta: float,
-    row_scale: Tensor | None = None,  # [N]: the gradient of each row's loss
-    out: Tensor | None = None,  # [N, V], may be `student`: takes the gradient
-    *,
-    add: bool = False,  # add the gradient to what `out` holds
-    normalized: bool = False,  # both are log-probabilities, to be taken as they are
-) -> Tensor:
-    """Losses [N] and, with `row_scale` and `out`, the gradient: 0 where `row_scale` is."""
-    run = _launch if runs_triton(student) else _reference
-    return run(student, teacher, options, teacher_options, beta, row_scale, out, add, normalized)
-
-
 def _reference(
     student: Tensor,
     teacher: Tensor,
     options: Options,
     teacher_options: Options,
     beta: float,
-    row_scale: Tensor | None,
-    out: Tensor | None,
-    add: bool,
+    grad: Gradient | None,
     normalized: bool,
 ) -> Tensor:
     z = a = scale_and_cap(student.float(), options)
     b = scale_and_cap(teacher.float(), teacher_options)
     if not normalized:
         a, b = a.log_softmax(-1), b.log_softmax(-1)
-    if row_scale is not None and out is not None:
+    losses = kl_ref(a, b, beta)
+    if grad is not None:
         d = _slope(a, b, beta)
         if not normalized:
             d -= a.exp() * d.sum(-1, keepdim=True)
         elif beta == 1:
             d += a.exp()
-        d *= (row_scale * options.logit_scale)[:, None]
+        d *= (grad.row_scale * options.logit_scale)[:, None]
         if options.softcap is not None:
             d *= 1 - (z / options.softcap).square()
-        d.masked_fill_((row_scale == 0)[:, None], 0)
-        losses = kl_ref(a, b, beta)
-        out.copy_(d.add_(out) if add else d)
-        return losses
-    return kl_ref(a, b, beta)
+        d.masked_fill_((grad.row_scale == 0)[:, None], 0)
+        grad.out.copy_(d.add_(grad.out) if grad.add else d)
+    return losses
 
 
 @triton.jit
@@ -217,40 +204,43 @@ def _store(at, d, z, slope, cap, mask, CAPPED: tl.constexpr, ADD: tl.constexpr):
     tl.store(at, d.to(at.dtype.element_ty), mask=mask)
 
 
-def _launch(
-    student: Tensor,
-    teacher: Tensor,
+def divergence_rows(
+    student: Tensor,  # [N, V] raw
+    teacher: Tensor,  # [N, V] raw
     options: Options,
     teacher_options: Options,
     beta: float,
-    row_scale: Tensor | None,
-    out: Tensor | None,
-    add: bool,
-    normalized: bool,
+    grad: Gradient | None = None,
+    *,
+    normalized: bool = False,  # both are log-probabilities, to be taken as they are
 ) -> Tensor:
+    """Losses [N] and, if asked for, the gradient of the student's logits."""
+    if not runs_triton(student):
+        return _reference(student, teacher, options, teacher_options, beta, grad, normalized)
     n, vocab = student.shape
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
+    out = student if grad is None else grad.out
     losses = torch.empty(n, dtype=torch.float32, device=student.device)
     if n:
         block = min(8192, max(128, triton.next_power_of_2(vocab)))
         _divergence_kernel[(n,)](
             student,
             teacher,
-            student if out is None else out,
-            losses if row_scale is None else row_scale.contiguous(),  # perhaps one, expanded
+            out,
+            losses if grad is None else grad.row_scale.contiguous(),  # perhaps one, expanded
             losses,
             vocab,
             student.stride(0),
             teacher.stride(0),
-            student.stride(0) if out is None else out.stride(0),
+            out.stride(0),
             beta=float(beta),
             **transform_arguments(options),
             **transform_arguments(teacher_options, "t_"),
             MIX=0 < beta < 1,
             REVERSE=beta == 1,
             NORMALIZED=normalized,
-            GRAD=out is not None,
-            ADD=add,
+            GRAD=grad is not None,
+            ADD=grad is not None and grad.add,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),
         )
@@ -263,19 +253,16 @@ def topk_rows(
     logprobs: Tensor,  # [N, k]
     options: Options,
     beta: float,
-    row_scale: Tensor | None = None,
-    out: Tensor | None = None,  # [N, V], may be `logits`
-    *,
-    add: bool = False,
+    grad: Gradient | None = None,
 ) -> Tensor:
     """Losses [N] against stored log-probabilities: all other tokens are one outcome.
 
-    Logits at the tokens are -inf for a while, so that one pass sums up the others.
+    The others' probability comes from a cross-entropy pass with -inf at the stored tokens.
     """
     index = tokens.where(tokens >= 0, tokens[:, :1])
     raw = logits.gather(1, index)
     z = scale_and_cap(raw.float(), options)
-    others = logits if out is logits else logits.clone()
+    others = logits if grad is not None and grad.out is logits else logits.clone()
     others.scatter_(1, index, -torch.inf)
     target = index[:, 0].contiguous()
     rest = loss_rows(others, target, options.of_logits(), holes=True)
@@ -287,7 +274,8 @@ def topk_rows(
     # Where all tokens were stored there are no others, of either model
     left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
     teacher = torch.cat((teacher, left), 1)
-    if row_scale is not None and out is not None:
+    if grad is not None:
+        row_scale, out, add = grad
         d = _slope(student, teacher, beta)
         d -= student.exp() * d.sum(-1, keepdim=True)
         d = (d * row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0)
@@ -297,9 +285,7 @@ def topk_rows(
         exact = exact.where(~absent, exact[:, :1])
         if add:
             exact = exact + out.gather(1, index)
-        known = (rest.peak, rest.log_mass)
-        loss_rows(
-            others, target, options.of_logits(), (), d[:, -1], out, known, add=add, holes=True
-        )
+        of_rest, known = Gradient(d[:, -1], out, add), (rest.peak, rest.log_mass)
+        loss_rows(others, target, options.of_logits(), (), of_rest, known, holes=True)
         out.scatter_(1, index, exact.to(out.dtype))
     return kl_ref(student, teacher, beta)

@@ -5,60 +5,32 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.kernels._head_pass import Plan, Slots, run_pass
+from tigon.kernels._head_pass import SLOTS, Inputs, Pass, Slots, run_pass
 from tigon.kernels._logits import rescale, rescale_
 from tigon.kernels._triton import refuse_second_derivative, retains_graph
 
+SHARED = len(Inputs._fields)
 INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
 
-class Pass(NamedTuple):
-    """What a pass does, apart from tensors."""
-
-    name: str  # in messages
-    plans: tuple[Plan, ...]
-    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
-    learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
-    teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
-    needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
-    late: bool  # fp16: gradients are made as of rows whose largest scale is 1
-    ahead: bool  # gradients are made in the forward pass, for the sum of the values
-    overwrite: bool
-    logits_bytes: int
-
-    @property
-    def instead(self) -> str:
-        if not self.name.startswith("linear_"):
-            return 'compute it inside `with tigon.kernels.use("reference")`'
-        return (
-            "the plain definitions, such as linear_cross_entropy_ref, have one, and so has a model "
-            'with return_logits=True and attention="reference" inside '
-            '`with tigon.kernels.use("reference")`'
-        )
-
-
 def _run(
     p: Pass,
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    live: Tensor | None,
+    inputs: Inputs,
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
     needs: tuple[bool, bool, bool],
     known: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
-    """The pass, with the heads of teachers that are modules lent for as long as it takes.
+    """The pass, inside the forward of the heads of all teachers that are modules.
 
-    The last result multiplies the gradients, if it is not None: in fp16, those of logits would
-    under- or overflow with the scales that rows have.
+    The last result, if not None, is still to multiply the gradients: in fp16 those of the logits
+    could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
     for i in range(len(p.plans)):
@@ -69,21 +41,8 @@ def _run(
         top = torch.where(top > 0, top, 1)
         row_scales = [r / top for r in row_scales]
 
-    run = partial(
-        run_pass,
-        hidden,
-        weight,
-        bias,
-        p.plans,
-        slots,
-        row_scales,
-        needs,
-        index,
-        live,
-        p.logits_bytes,
-        p.overwrite,
-    )
-    vocab = hidden.shape[1] if weight is None else len(weight)
+    run = partial(run_pass, p, inputs, slots, row_scales, needs)
+    vocab = inputs.hidden.shape[1] if inputs.weight is None else len(inputs.weight)
     return *_with_teachers(p, 0, slots, vocab, run), top
 
 
@@ -98,7 +57,7 @@ def _with_teachers(
         return _with_teachers(p, first + 1, slots, vocab, run)
 
     def use(head: Tensor, bias: Tensor | None) -> Any:
-        at = 6 * first
+        at = SLOTS * first
         states = slots[at]
         assert states is not None
         if len(head) != vocab:
@@ -114,25 +73,16 @@ class Criteria(torch.autograd.Function):
     """Values of k criteria, then metrics, then what the backward pass needs."""
 
     @staticmethod
-    def forward(
-        p: Pass,
-        hidden: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        index: Tensor | None,
-        live: Tensor | None,
-        *flat: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    def forward(p: Pass, *tensors: Any) -> tuple[Tensor, ...]:
+        given, flat = Inputs(*tensors[:SHARED]), tensors[SHARED:]
         row_scales: list[Tensor] = []
         for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
             if p.ahead and scale is not None:
-                n = hidden.shape[0]
+                n = given.hidden.shape[0]
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
         needs = p.needs if p.ahead else (False, False, False)
         nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_of, top = _run(
-            p, hidden, weight, bias, index, live, flat, row_scales, needs, nothing
-        )
+        grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
         for i, (plan, rows) in enumerate(zip(p.plans, rows_of, strict=True)):
             w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -149,7 +99,8 @@ class Criteria(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        p, hidden, weight, bias, index, live, *flat = inputs
+        p, *given = inputs
+        hidden, weight, bias = given[:3]
         k = len(p.plans)
         kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
@@ -158,17 +109,18 @@ class Criteria(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         ctx.transformed = is_transformed(hidden, weight, bias)
         if p.ahead and weight is None and not ctx.transformed:
-            # Handed out last, the gradient is scaled where it lies: saved_tensors would keep it
+            # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
             ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
-        given = (hidden, weight, bias, index, live, *flat)
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
-            given = (None,) * len(given)
+            given = [None] * len(given)
         ctx.save_for_backward(*given, *kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         p, saved = ctx.p, ctx.saved_tensors
         ups = grads[: len(p.plans)]
+        if all(up is None for up in ups):
+            return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
             found = Backward.apply(p, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:
@@ -214,7 +166,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def _same(ups: Sequence[Tensor | None]) -> bool:
-    """Whether all values count alike: what a sum of them hands down."""
+    """Whether all values have the same upstream gradient, as the terms of a sum have."""
     if len(ups) == 1:
         return True
     if torch.compiler.is_compiling() or any(up is None for up in ups) or is_transformed(*ups):
@@ -234,10 +186,10 @@ def _unpack(
     return tuple(of_weights), factor, kept
 
 
-def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
+def _differentiate(p: Pass, count: int, *given: Any) -> Grads:
     """Gradients of hidden, weight and bias, then of the weights of rows that learn."""
     k = len(p.plans)
-    dtypes, ups, saved = flat[:3], flat[3 : 3 + k], flat[3 + k :]
+    dtypes, ups, saved = given[:3], given[3 : 3 + k], given[3 + k :]
     split = len(saved) - count
     of_weights, factor, kept = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _same(ups):
@@ -246,30 +198,20 @@ def _differentiate(p: Pass, count: int, *flat: Any) -> Grads:
             for g, need, dtype in zip(kept, p.needs, dtypes, strict=True)
         ]
         return *grads, *of_weights
-    hidden, weight, bias, index, live, *inputs = saved[:split]
+    inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
-        w, scale = inputs[INPUTS * i + 4], inputs[INPUTS * i + 5]
-        rows = hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
+        w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+        rows = inputs.hidden.new_zeros((), dtype=torch.float32) if up is None else up.float()
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
-        row_scales.append(rows.expand(hidden.shape[0]))
+        row_scales.append(rows.expand(inputs.hidden.shape[0]))
     statistics = iter(kept)
     known: Slots = []
     for plan in p.plans:
         known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
-    made, _, top = _run(
-        p._replace(plans=tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)),
-        hidden,
-        weight,
-        bias,
-        index,
-        live,
-        inputs,
-        row_scales,
-        p.needs,
-        known,
-    )
+    of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
+    made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
     grads = [
         None if not need else g.to(dtype) if top is None else rescale(g, top, dtype)
         for g, need, dtype in zip(made, p.needs, dtypes, strict=True)

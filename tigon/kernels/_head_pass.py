@@ -3,7 +3,8 @@
 # N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +12,18 @@ from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
-from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options
+from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
 
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 
 
+STATISTICS = ("peak", "log_mass")  # of cross-entropy; their sum is the logsumexp
+
+
 class Plan(NamedTuple):
-    """What of a criterion is no tensor; an operator takes it as a word and numbers."""
+    """The settings of a criterion in one pass; the operator takes them as a word and numbers."""
 
     kind: str  # cross_entropy: targets. divergence: teacher's states, head. topk: tokens, logprobs
     options: Options
@@ -27,10 +31,10 @@ class Plan(NamedTuple):
     teacher_options: Options | None = None  # None: plain. Dynamo traces no default of our own class
     normalized: bool = False
     metrics: tuple[str, ...] = ()
-    statistics: bool = False  # return peak and log_mass of cross-entropy
+    statistics: bool = False  # return these too
 
     def word(self) -> str:
-        return ":".join((self.kind, ",".join(self.names)))
+        return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
         o, t = self.options, self.teacher_options or PLAIN
@@ -40,8 +44,42 @@ class Plan(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """What comes out for each row."""
-        statistics = ("peak", "log_mass") if self.statistics else ()
-        return ("loss", *statistics, *self.metrics)
+        return ("loss", *(STATISTICS if self.statistics else ()), *self.metrics)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a pass that its criteria share."""
+
+    hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
+    weight: Tensor | None  # [V, C]
+    bias: Tensor | None  # [V]
+    index: Tensor | None  # [m]: the rows to compute; None: all
+    live: Tensor | None  # [N]: rows that have a gradient; None: all that are computed
+
+
+class Pass(NamedTuple):
+    """The settings of a pass."""
+
+    name: str  # in messages
+    plans: tuple[Plan, ...]
+    per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
+    learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
+    teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
+    needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
+    late: bool  # fp16: row scales are divided by their maximum, gradients multiplied by it
+    ahead: bool  # gradients are computed in the forward pass, for the sum of the values
+    overwrite: bool  # the logits by their gradient, which is then not returned
+    logits_bytes: int
+
+    @property
+    def instead(self) -> str:
+        if not self.name.startswith("linear_"):
+            return 'compute it inside `with tigon.kernels.use("reference")`'
+        return (
+            "the plain definitions, such as linear_cross_entropy_ref, have one, and so has a model "
+            'with return_logits=True and attention="reference" inside '
+            '`with tigon.kernels.use("reference")`'
+        )
 
 
 def _plans(words: str, numbers: list[float]) -> list[Plan]:
@@ -51,63 +89,44 @@ def _plans(words: str, numbers: list[float]) -> list[Plan]:
         cap, scale, t_cap, t_scale, smoothing, z_loss, beta, normalized = numbers[8 * i : 8 * i + 8]
         options = Options(cap or None, scale, smoothing, z_loss)
         teacher = Options(t_cap or None, t_scale)
-        statistics, metrics = "log_mass" in names, names.split(",")[1:]
-        metrics = metrics[2:] if statistics else metrics
-        plan = Plan(kind, options, beta, teacher, bool(normalized), tuple(metrics), statistics)
-        plans.append(plan)
+        metrics = tuple(n for n in names.split(",") if n not in ("loss", *STATISTICS))
+        statistics = STATISTICS[0] in names
+        plans.append(Plan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
     return plans
 
 
 def run_pass(
-    hidden: Tensor,  # [N, C]; or raw logits [N, V], where there is no weight
-    weight: Tensor | None,  # [V, C]
-    bias: Tensor | None,  # [V]
-    plans: tuple[Plan, ...],
+    p: Pass,
+    inputs: Inputs,
     slots: Slots,
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
     needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
-    index: Tensor | None,  # [m]: the rows to compute; None: all
-    live: Tensor | None,  # [N]: rows that have a gradient; None: all that are computed
-    logits_bytes: int,
-    overwrite: bool = False,  # the logits by their gradient, which is then not returned
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Three gradients (empty unless needed), and for each criterion values [N] by name.
 
     On the CPU it is visible to torch.compile, elsewhere one opaque op.
     """
-    plain = hidden.device.type == "cpu" and not runs_triton(hidden)
+    plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
     run = _head_pass.__wrapped__ if plain else _head_pass
-    words = " ".join(plan.word() for plan in plans)
-    numbers = [x for plan in plans for x in plan.numbers()]
-    out = run(
-        hidden,
-        weight,
-        bias,
-        slots,
-        row_scales,
-        words,
-        numbers,
-        list(needs),
-        index,
-        live,
-        logits_bytes,
-        overwrite,
-    )
+    words = " ".join(plan.word() for plan in p.plans)
+    numbers = [x for plan in p.plans for x in plan.numbers()]
+    flags = words, numbers, list(needs), p.logits_bytes, p.overwrite
+    out = run(*inputs, slots, row_scales, *flags)
     rest = iter(out[3:])
-    return out[:3], [{name: next(rest) for name in plan.names} for plan in plans]
+    return out[:3], [{name: next(rest) for name in plan.names} for plan in p.plans]
 
 
 def _outputs(
     hidden: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    slots: Slots,
+    index: Tensor | None,
+    live: Tensor | None,
+    slots: list[Tensor | None],
     row_scales: list[Tensor],
     words: str,
     numbers: list[float],
     needs: list[bool],
-    index: Tensor | None,
-    live: Tensor | None,
     logits_bytes: int,
     overwrite: bool,
 ) -> list[Tensor]:
@@ -137,13 +156,13 @@ def _head_pass(
     hidden: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    index: Tensor | None,
+    live: Tensor | None,
     slots: list[Tensor | None],
     row_scales: list[Tensor],
     words: str,
     numbers: list[float],
     needs: list[bool],
-    index: Tensor | None,
-    live: Tensor | None,
     logits_bytes: int,
     overwrite: bool,
 ) -> list[Tensor]:
@@ -176,8 +195,8 @@ def _head_pass(
         for i, plan in enumerate(plans):
             mine = slots[SLOTS * i : SLOTS * (i + 1)]
             mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
-            scale = None if out is None else row_scales[i][part]
-            values += _rows(plan, logits, mine, scale, out, add=i > 0)
+            grad = None if out is None else Gradient(row_scales[i][part], out, add=i > 0)
+            values += _rows(plan, logits, mine, grad)
         for parts, value in zip(found, values, strict=True):
             parts.append(value)
         if out is not None and weight is not None:
@@ -220,36 +239,22 @@ def _rows(
     plan: Plan,
     logits: Tensor,  # [n, V]
     slots: Slots,
-    row_scale: Tensor | None,
-    out: Tensor | None,
-    *,
-    add: bool,
+    grad: Gradient | None,
 ) -> list[Tensor]:
-    """What a criterion says about a chunk; its gradient goes to `out`."""
-    first, second, weight, bias, *statistics = slots
+    """What a criterion says about a chunk."""
+    first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if plan.kind == "topk":
         assert second is not None
-        arguments = logits, first, second, plan.options, plan.beta, row_scale, out
-        return [topk_rows(*arguments, add=add)]
+        return [topk_rows(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
+        options = plan.options, plan.teacher_options or PLAIN
         return [
-            divergence_rows(
-                logits,
-                teacher,
-                plan.options,
-                plan.teacher_options or PLAIN,
-                plan.beta,
-                row_scale,
-                out,
-                add=add,
-                normalized=plan.normalized,
-            )
+            divergence_rows(logits, teacher, *options, plan.beta, grad, normalized=plan.normalized)
         ]
-    peak, log_mass = statistics
     known = None if peak is None or log_mass is None else (peak, log_mass)
-    rows = loss_rows(logits, first, plan.options, plan.metrics, row_scale, out, known, add=add)
+    rows = loss_rows(logits, first, plan.options, plan.metrics, grad, known)
     found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
     return [found[name] for name in plan.names]
 
@@ -309,11 +314,3 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Te
     if a.device.type == "cuda" and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast multiplies in on the device of `x`; None where it is off."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)

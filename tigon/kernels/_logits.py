@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +47,17 @@ class Options:
 
 
 PLAIN = Options()
+
+
+class Gradient(NamedTuple):
+    """The gradient of a chunk's logits that a criterion is to write.
+
+    Where `row_scale` is 0, so is the gradient, whatever the logits are.
+    """
+
+    row_scale: Tensor  # [N], the gradient of each row's loss
+    out: Tensor  # [N, V], may be the logits
+    add: bool = False  # to what `out` holds
 
 
 def scale_and_cap(logits: Tensor, options: Options) -> Tensor:

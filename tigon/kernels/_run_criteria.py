@@ -1,4 +1,4 @@
-"""Criteria over the logits of a head: their tensors as rows, one pass, their values.
+"""Runs criteria: checks and flattens their tensors, makes one pass over the logits.
 
 # B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab
 """
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tigon.kernels._check import check, has_values, integer_labels
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref, loss_rows
-from tigon.kernels._head_autograd import Criteria, Pass, is_transformed
-from tigon.kernels._head_pass import Plan, autocast_dtype
+from tigon.kernels._head_autograd import Criteria, is_transformed
+from tigon.kernels._head_pass import Pass, Plan
 from tigon.kernels._logits import (
     IGNORE_INDEX,
     METRICS,
@@ -22,7 +22,7 @@ from tigon.kernels._logits import (
     check_rows,
     check_targets,
 )
-from tigon.kernels._triton import check_devices, runs_triton
+from tigon.kernels._triton import autocast_dtype, check_devices, runs_triton
 from tigon.kernels.criteria import (
     KL,
     ActiveRows,
@@ -46,7 +46,7 @@ class HeadValue(NamedTuple):
     metrics: dict[str, Tensor]
 
 
-class Asked(NamedTuple):
+class Prepared(NamedTuple):
     """A criterion with its tensors as rows."""
 
     given: Criterion
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
     @property
     def weighs(self) -> bool:
-        """Whether rows are out because their weight is 0; none are where it learns."""
+        """Whether rows of weight 0 are left out: not if the weights require a gradient."""
         return self.weights is not None and not self.weights.requires_grad
 
     def counted(self) -> Tensor | None:
@@ -83,6 +83,7 @@ def run_criteria(
     criteria: Sequence[Criterion],
     *,
     options: Options = PLAIN,  # softcap and scale of the logits
+    active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int = LOGITS_BYTES,
     overwrite: bool = False,
     name: str = "",  # in messages
@@ -101,58 +102,61 @@ def run_criteria(
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
         hidden, weight, bias = narrow(hidden, weight, bias)
-    asked = [ask(hidden, c, options, vocab) for c in criteria]
+    prepared = [prepare(hidden, c, options, vocab) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     if (
         weight is None
         and not runs_triton(rows)
-        and all(a.plan.kind == "cross_entropy" for a in asked)
+        and all(a.plan.kind == "cross_entropy" for a in prepared)
     ):
-        return [_plain(rows, a, lead) for a in asked]
-    index, live = (None, None) if weight is None else select(rows, asked)
-    p = _pass(rows, weight, bias, asked, logits_bytes, overwrite)
+        return [_plain(rows, a, lead) for a in prepared]
+    index, live = (None, None) if weight is None else select(rows, prepared, active)
+    p = _pass(rows, weight, bias, prepared, logits_bytes, overwrite)
     if not torch.is_grad_enabled():
         rows = rows.detach()
         weight, bias = (None if x is None else x.detach() for x in (weight, bias))
     flat: list[Tensor | None] = []
-    for a in asked:
+    for a in prepared:
         flat += [*a.tensors, a.weights, a.scale]
-    out = iter(Criteria.apply(p, rows, weight, bias, index, live, *flat))
+    differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
+    # Without a gradient to trace, Dynamo would take p for the context of `apply`
+    run = Criteria.apply if differentiable else Criteria.forward
+    out = iter(run(p, rows, weight, bias, index, live, *flat))
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
-    values = [next(out) for _ in asked]
-    metrics = [{name: next(out) for name in a.plan.metrics} for a in asked]
-    return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, asked, strict=True)]
+    values = [next(out) for _ in prepared]
+    metrics = [{name: next(out) for name in a.plan.metrics} for a in prepared]
+    return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, prepared, strict=True)]
 
 
 def _pass(
     rows: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    asked: Sequence[Asked],
+    prepared: Sequence[Prepared],
     logits_bytes: int,
     overwrite: bool,
 ) -> Pass:
     grad = torch.is_grad_enabled()
     needs = [grad and x is not None and x.requires_grad for x in (rows, weight, bias)]
-    per_token = tuple(a.scale is None for a in asked)
-    # Several sums: what they have upstream can be compared only where there are values
-    comparable = len(asked) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
+    per_token = tuple(a.scale is None for a in prepared)
+    # Upstream gradients of several sums can be compared only where tensors have values
+    comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
     ours = overwrite and ahead and not overlap and has_values(rows) and not is_transformed(rows)
-    kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in asked]
+    kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]
     return Pass(
         name=" and ".join(dict.fromkeys(kinds)),
         plans=tuple(
             a.plan._replace(statistics=any(needs) and not ahead and a.plan.kind == "cross_entropy")
-            for a in asked
+            for a in prepared
         ),
         per_token=per_token,
-        learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in asked),
-        teachers=tuple(a.teacher for a in asked),
+        learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in prepared),
+        teachers=tuple(a.teacher for a in prepared),
         needs=(needs[0], needs[1], needs[2]),
         late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
         ahead=ahead,
@@ -161,7 +165,7 @@ def _pass(
     )
 
 
-def _finish(value: Tensor, found: dict[str, Tensor], a: Asked, lead: torch.Size) -> HeadValue:
+def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Size) -> HeadValue:
     """The value as the criterion has it, and the metrics asked for, [...] where per row."""
     c = a.given
     if isinstance(c, LogProbs):
@@ -186,7 +190,7 @@ def rows_of(c: Criterion) -> Sequence[str]:
     return (metrics,) if isinstance(metrics, str) else metrics
 
 
-def ask(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Asked:
+def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Prepared:
     """The criterion's tensors, checked against the hidden states [..., C] and flattened."""
     weights = scale = targets = None
     if isinstance(c, Weighted):
@@ -209,9 +213,9 @@ def ask(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Asked:
         if isinstance(c, Divergence):
             plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
             given = c.teacher_logprobs.detach().flatten(0, -2)
-            return Asked(c, plan, (given, None, None, None), targets, weights, scale)
+            return Prepared(c, plan, (given, None, None, None), targets, weights, scale)
         plan, tensors, teacher = _teacher(hidden, c, options, vocab, targets)
-        return Asked(c, plan, tensors, targets, weights, scale, teacher)
+        return Prepared(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:
         raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
     smoothing = z_loss = 0.0
@@ -228,7 +232,7 @@ def ask(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Asked:
         weights = torch.where(targets != IGNORE_INDEX, weights, 0)
     options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
     plan = Plan("cross_entropy", options, metrics=_rows_behind(rows_of(c)))
-    return Asked(c, plan, (targets, None, None, None), targets, weights, scale)
+    return Prepared(c, plan, (targets, None, None, None), targets, weights, scale)
 
 
 def _scale(c: Weighted, device: torch.device) -> Tensor:
@@ -297,7 +301,7 @@ def _teacher(
         states, weight, bias = narrow(states, weight, bias)
     else:
         module = c.teacher
-        states = states.to(autocast_dtype(states) or states.dtype)
+        states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
     teacher_options = of_teacher.of_logits().at_temperature(c.temperature)
@@ -336,8 +340,8 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
 def narrow(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As autocast has them; an error if their dtypes differ."""
-    dtype = autocast_dtype(hidden)
+    """In autocast's dtype; without autocast, dtypes that differ are an error."""
+    dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
         return hidden.to(dtype), weight.to(dtype), bias
@@ -346,23 +350,23 @@ def narrow(
     return hidden, weight, bias
 
 
-def select(rows: Tensor, asked: Sequence[Asked]) -> tuple[Tensor | None, Tensor | None]:
-    """The rows to compute and, if others are among them, which have a gradient; None: all."""
+def select(
+    rows: Tensor, prepared: Sequence[Prepared], active: ActiveRows | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The rows to compute and, if not all of these have a gradient, which do; None: all."""
     if not host_may_count(rows):
-        return None, _union([a.counted() for a in asked])
-    active = asked[0].given.active
-    metrics = any(a.plan.metrics for a in asked)
-    same = all(a.given.active is active for a in asked)
-    if active is None or not same or (metrics and active.weights is not None):
-        keep = _union([a.needed() for a in asked])
+        return None, _union([a.counted() for a in prepared])
+    metrics = any(a.plan.metrics for a in prepared)
+    if active is None or (metrics and active.weights is not None):
+        keep = _union([a.needed() for a in prepared])
         index = None if keep is None else ActiveRows(keep).index()
-        extra = metrics and any(a.weighs for a in asked)
+        extra = metrics and any(a.weighs for a in prepared)
     else:
-        for a in asked:
+        for a in prepared:
             _check_active(active, a, len(rows))
         index = active.index()
-        extra = any(a.weights is not None and active.weights is not _given(a) for a in asked)
-    return index, _union([a.counted() for a in asked]) if extra else None
+        extra = any(a.weights is not None and active.weights is not _given(a) for a in prepared)
+    return index, _union([a.counted() for a in prepared]) if extra else None
 
 
 def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
@@ -372,15 +376,15 @@ def _union(keeps: Sequence[Tensor | None]) -> Tensor | None:
     return found
 
 
-def _given(a: Asked) -> Tensor | None:
-    """The weights that alone decide which rows are out, if they do."""
+def _given(a: Prepared) -> Tensor | None:
+    """The weights, if they alone decide which rows are left out."""
     if isinstance(a.given, CrossEntropy) and a.given.class_weights is not None:
         return None
     return a.given.weights if isinstance(a.given, Weighted) else None
 
 
-def _check_active(active: ActiveRows, a: Asked, rows: int) -> None:
-    """The active rows hold all that the criterion needs."""
+def _check_active(active: ActiveRows, a: Prepared, rows: int) -> None:
+    """Raises unless `active` has every row that the criterion needs."""
     if len(active.keep) != rows:
         raise ValueError(
             f"active has {len(active.keep)} rows, the criterion {rows}: make it from its targets"
@@ -394,7 +398,7 @@ def _check_active(active: ActiveRows, a: Asked, rows: int) -> None:
     check(~missing.any(), "active leaves out rows that count: make it from the same targets")
 
 
-def _plain(logits: Tensor, a: Asked, lead: torch.Size) -> HeadValue:
+def _plain(logits: Tensor, a: Prepared, lead: torch.Size) -> HeadValue:
     """Cross-entropy by autograd, of logits that exist."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)

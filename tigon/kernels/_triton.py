@@ -187,9 +187,9 @@ def operator(
     return register
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast multiplies in on the device of `x`; None where it is off."""
-    kind = x.device.type
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of matrix products under autocast; None where it is off."""
+    kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

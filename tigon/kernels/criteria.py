@@ -1,8 +1,8 @@
-"""What a head's logits can be asked for, one criterion or several in one pass over them.
+"""Criteria of a head: what is computed from its logits, one or several in one pass.
 
-No criterion makes a [N, V] tensor: logits exist chunk by chunk, for all criteria at once. Gradients
-of sums are made while they exist. Values for each token, and sums that count differently in the
-loss, compute the logits once more in the backward pass, for all criteria together.
+No criterion allocates a [N, V] tensor: logits exist chunk by chunk, for all criteria at once. The
+gradients of sums are computed with them in the forward pass. Per-token values, and sums with
+different upstream gradients, compute the logits again in the backward pass, once for all criteria.
 
 # B batch, n positions, N = B n rows, C and D model dims of student and teacher, V vocab,
 # K tokens whose log-probabilities were stored
@@ -20,10 +20,10 @@ from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options, Reduction
 
 
 class ActiveRows:
-    """Which rows of a loss count, and how many: a number on its way from the device to the host.
+    """The rows that count in a loss; their number is copied to the host asynchronously.
 
-    Made before the model's blocks are launched, the number has arrived when the head wants it,
-    and the host never waits for the device.
+    Made before the model's blocks are launched, it is there when the head needs it, so that the
+    host never waits for the device.
     """
 
     def __init__(self, keep: Tensor, targets: Tensor | None = None, weights: Tensor | None = None):
@@ -50,8 +50,8 @@ class ActiveRows:
 def active_rows(targets: Tensor, token_weights: Tensor | None = None) -> ActiveRows | None:
     """The rows with a target that is not ignored and, given weights, a weight that is not 0.
 
-    Weights that learn leave no row out. None where the host cannot learn a number from the
-    device: in graphs, traced or captured, and of tensors without values.
+    Weights that require a gradient leave no row out. None where the host cannot read values of the
+    device: in graphs, traced or captured, and for tensors without values.
     """
     if not host_may_count(targets):
         return None
@@ -64,38 +64,31 @@ def active_rows(targets: Tensor, token_weights: Tensor | None = None) -> ActiveR
 
 
 def host_may_count(x: Tensor) -> bool:
-    """Whether the host can learn a number from the device of `x`."""
+    """Whether the host can read values of `x`, if it waits."""
     return has_values(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Criterion:
-    """What criteria have in common. Per-row tensors are [B, n] or [N]."""
+    """What all criteria have. Per-row tensors are [B, n] or [N]."""
 
     targets: Tensor | None = None  # -100 is ignored
-    active: ActiveRows | None = None  # made ahead of time, it saves waiting for the device
 
     def with_targets(
-        self,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        denominator: Tensor | float | None = None,
-        active: ActiveRows | None = None,
+        self, targets: Tensor, weights: Tensor | None, denominator: Tensor | float | None
     ) -> Self:
-        """With those of a batch where the criterion has none of its own."""
-        mine: dict[str, Any] = {"targets": targets, "weights": weights, "denominator": denominator}
-        empty = [n for n in mine if getattr(self, n, mine) is None]
-        if "targets" in empty and self.active is None:
-            mine, empty = mine | {"active": active}, [*empty, "active"]
-        return replace(self, **{n: mine[n] for n in empty})
+        """The same with the batch's where the criterion has none of its own."""
+        of_batch = {"targets": targets, "weights": weights, "denominator": denominator}
+        missing = [n for n in of_batch if getattr(self, n, of_batch) is None]
+        return replace(self, **{n: of_batch[n] for n in missing})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Weighted(Criterion):
     """`coefficient * sum(w_t * value_t) / denominator` in fp32, or every `w_t * value_t`.
 
-    The coefficient belongs here, not behind the pass: the gradients of sums that are added up are
-    made in one go.
+    Give a loss's factor as the coefficient rather than multiplying the result: sums that are only
+    added up have their gradients computed together, in the forward pass.
     """
 
     weights: Tensor | None = None

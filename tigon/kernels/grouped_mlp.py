@@ -309,7 +309,7 @@ def unchecked_grouped_mlp(
 ) -> Tensor:
     """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
     numbers is six launches."""
-    if (dtype := autocast_dtype(x)) is not None:
+    if (dtype := autocast_dtype(x.device)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:
         raise ValueError(

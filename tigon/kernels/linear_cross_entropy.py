@@ -88,10 +88,14 @@ def linear_cross_entropy(
         z_loss=options.z_loss,
         class_weights=class_weights,
         metrics=metrics,
-        active=active,
     )
-    logit_options = options.of_logits()
     (found,) = run_criteria(
-        hidden, weight, bias, [criterion], options=logit_options, logits_bytes=logits_bytes
+        hidden,
+        weight,
+        bias,
+        [criterion],
+        options=options.of_logits(),
+        active=active,
+        logits_bytes=logits_bytes,
     )
     return found

@@ -88,9 +88,8 @@ def linear_kl(
         reduction=reduction,
         beta=beta,
         temperature=temperature,
-        active=active,
     )
     (found,) = run_criteria(
-        hidden, weight, bias, [criterion], options=options, logits_bytes=logits_bytes
+        hidden, weight, bias, [criterion], options=options, active=active, logits_bytes=logits_bytes
     )
     return found.value

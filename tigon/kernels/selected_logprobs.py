@@ -49,8 +49,8 @@ def selected_logprobs(
         raise ValueError(f"{options}: a log-probability has no label_smoothing and no z_loss")
     if hidden.dim() != 2:
         raise ValueError(f"hidden {tuple(hidden.shape)} is not [N, C]")
-    criterion = LogProbs(targets=targets, metrics=metrics, active=active)
+    criterion = LogProbs(targets=targets, metrics=metrics)
     (found,) = run_criteria(
-        hidden, weight, bias, [criterion], options=options, logits_bytes=logits_bytes
+        hidden, weight, bias, [criterion], options=options, active=active, logits_bytes=logits_bytes
     )
     return found

@@ -10,7 +10,7 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
-from tigon.layers.state import MakeStates, Quantize, State, autocast_dtype
+from tigon.layers.state import MakeStates, Quantize, State
 from tigon.layers.static_cache import StaticCache
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "SparseMoE",
     "State",
     "StaticCache",
-    "autocast_dtype",
     "balance",
     "tally",
 ]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import AttentionMask
 from tigon.layers.context import Append
-from tigon.layers.state import MakeStates, State, autocast_dtype
+from tigon.layers.state import MakeStates, State
 
 
 class Cache:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels._run_criteria import LOGITS_BYTES, HeadValue, run_criteria
-from tigon.kernels.criteria import Criterion
+from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.row_linear import linear
 
@@ -46,6 +46,7 @@ class LMHead(nn.Module):
         hidden: Tensor | None,  # [B, T, C]
         criteria: Sequence[Criterion] = (),
         *,
+        active: ActiveRows | None = None,
         return_logits: bool = False,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
@@ -67,6 +68,7 @@ class LMHead(nn.Module):
                 self.bias,
                 criteria,
                 options=self.options,
+                active=active,
                 logits_bytes=self.logits_bytes,
             )
             return HeadOutput(values, None)

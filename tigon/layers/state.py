@@ -11,20 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.append_attention import append_attention
 from tigon.kernels.attention import AttentionMask, attention
 from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 from tigon.layers.context import Context
 
 Quantize = Literal["int8"] | None
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype of products under `torch.autocast`; None outside of it."""
-    kind = device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 class State:

@@ -3,7 +3,6 @@
 # B batch, T tokens, C model dim, V vocab
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tigon.kernels.criteria import Criterion
 from tigon.layers import Cache
+from tigon.strict import suggest
 
 Reduction = Literal["token", "sequence", "sum", "none"]
 Keep = int | Tensor  # what logits_to_keep may be
@@ -92,9 +92,8 @@ def check_keywords(function: str, given: Mapping[str, Any], known: frozenset[str
     if known.issuperset(given):
         return
     name = next(name for name in given if name not in known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    message = f"{function}() got an unexpected keyword argument {name!r}"
+    raise TypeError("; ".join(filter(None, (message, suggest(name, known, 0.8)))))
 
 
 def among(names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:

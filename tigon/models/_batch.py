@@ -134,10 +134,11 @@ class Batch:
         )
 
     def without_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
-        """x [B, T, C], positions and mask for the blocks, and the places [N] of the rows of x.
+        """x [B, T, C], positions and mask for the blocks, with padding dropped or as they are.
 
-        Where padding is dropped, these are of the real tokens as one row [1, N]; elsewhere x,
-        positions and mask as they are, and None. See `LanguageModel.drop_padding`.
+        Where it is dropped, they are of the real tokens as one row [1, N], and the last result has
+        their places [N] in the flattened batch; else that is None. See
+        `LanguageModel.drop_padding`.
         """
         real = self.mask.unpadded() if self._drops(x) else None
         if real is None:
@@ -161,7 +162,7 @@ class Batch:
             return False
         if self._drop:
             return True
-        # One long row would need a longer mask, where attention spells masks out
+        # A dense mask of one long row would be larger than one of the batch
         by_bounds = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
         return by_bounds and runs_triton(x)
 
@@ -210,7 +211,7 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
 
 
 def _check_cache(cache: Cache, model: Model) -> None:
-    """The model can use one, and this was made for, or filled by, a model of such layers."""
+    """Raises unless the model can use a cache, and this one fits its layers."""
     name, holds = type(model).__name__, model.model.holds
     if not model.causal:
         raise ValueError(
@@ -241,7 +242,7 @@ def _resolve(
     causal: bool,
     attention: str,
 ) -> tuple[Tensor, Tensor | None, AttentionMask]:
-    """Positions [B or 1, T], segment ids [B, T] of packed sequences, and who sees whom."""
+    """Positions [B or 1, T], segment ids [B, T] of packed sequences, and the attention mask."""
     batch, tokens = shape
     look, bounds = cache is not None, None
     if position_ids is not None:

@@ -23,7 +23,7 @@ from tigon.layers import (
 )
 from tigon.models._config import SLIDING, Config, WindowedConfig, activation
 
-# The branch that has not joined the stream, the stream, and how experts were used, if asked for
+# The branch that is yet to be added to the stream, the stream, and the routing statistics
 Stream = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -41,14 +41,18 @@ class Block(nn.Module):
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # when they round
     mlp: nn.Module
-    mixer_name = "self_attn"  # in checkpoints; make_mixer may give its own
+    mixer_name = "self_attn"  # in checkpoints
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         return self.make_attention(c)
 
     def add_mixer(self, c: Config, layer: int) -> None:
-        mixer = self.make_mixer(c, layer)
+        mixer = self.make_mixer(c, layer)  # may set the name
         self.add_module(self.mixer_name, mixer)
+
+    @property
+    def mixer(self) -> Any:
+        return getattr(self, self.mixer_name)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
         return gated_mlp(c)
@@ -82,7 +86,7 @@ class Block(nn.Module):
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
         """The mixer's; see MakeStates."""
-        return getattr(self, self.mixer_name).make_state(rows, capacity, **options)
+        return self.mixer.make_state(rows, capacity, **options)
 
 
 def gated_mlp(c: Config, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
@@ -118,7 +122,7 @@ class PreNormBlock(Block):
     ) -> Stream:
         scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
-        x = getattr(self, self.mixer_name)(x, rotation, state, ctx)
+        x = self.mixer(x, rotation, state, ctx)
         x, residual = self.post_attention_layernorm(x if scale == 1 else x * scale, residual)
         y, routing = self.feed(x, ctx)
         return y if scale == 1 else y * scale, residual, routing
@@ -153,7 +157,7 @@ class SandwichBlock(Block):
     ) -> Stream:
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
-        x = getattr(self, self.mixer_name)(x, rotation, state, ctx)
+        x = self.mixer(x, rotation, state, ctx)
         x, residual = pre_mlp(x, residual, post_mixer)
         y, routing = self.feed(x, ctx)
         return post_mlp(y), residual, routing
@@ -178,7 +182,7 @@ class PostNormBlock(Block):
         ctx: Context,
     ) -> Stream:
         stream = x if residual is None else residual + x
-        x = getattr(self, self.mixer_name)(stream, rotation, state, ctx)
+        x = self.mixer(stream, rotation, state, ctx)
         stream = stream + self.post_attention_layernorm(x)
         y, routing = self.feed(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing

@@ -154,7 +154,7 @@ class Config:
 
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
-        """Is it this family's, and what do keys say that are none of its fields?"""
+        """Raises for another model type and for keys that this family would not follow."""
         quantization = source.get("quantization_config")
         if quantization is not None:
             known = isinstance(quantization, dict) and "quant_method" in quantization

@@ -1,4 +1,4 @@
-"""What a forward pass asks of its head, and what comes of the answers.
+"""The criteria of a forward pass, and its output from their values.
 
 # B batch, T tokens, n kept tokens
 """
@@ -32,7 +32,7 @@ class Asked:
     """The criteria of one pass, each with its targets, weights and denominator.
 
     Made before the blocks are launched, so that the number of rows that count is on the host when
-    the head wants it.
+    the head needs it.
     """
 
     def __init__(
@@ -47,15 +47,16 @@ class Asked:
         self.targets = targets  # what the loss counts
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
-        # Weights of the criterion's own may count rows that those of the targets leave out
-        by_weight = not metrics and all(
-            isinstance(c, CrossEntropy | KL) and c.weights is None for c in criteria
-        )
-        active = _active(self.targets, by_weight=by_weight) if criteria else None
-        self._criteria = [self._filled(c, active) for c in criteria]
+        self.active: ActiveRows | None = None
+        labels = self.targets.labels
+        if criteria and labels is not None and all(c.targets is None for c in criteria):
+            weighted = all(isinstance(c, Weighted) and c.weights is None for c in criteria)
+            weights = self.targets.weights if weighted and not metrics else None
+            self.active = active_rows(labels, weights)
+        self._criteria = [self._filled(c) for c in criteria]
         self._own = len(self._criteria)
         if metrics:
-            self._ask_metrics(metrics, active)
+            self._ask_metrics(metrics)
 
     def __iter__(self) -> Iterator[Criterion]:
         return iter(self._criteria)
@@ -63,8 +64,11 @@ class Asked:
     def __len__(self) -> int:
         return len(self._criteria)
 
-    def _filled(self, c: Criterion, active: ActiveRows | None) -> Criterion:
-        """With what it does not have of its own; per-position tensors [B, T, ...] are kept ones."""
+    def _filled(self, c: Criterion) -> Criterion:
+        """With the batch's targets, weights and denominator where it has none of its own.
+
+        Its tensors [B, T, ...] are reduced to the kept positions.
+        """
         counted, shape = self.targets, self.targets.batch.shape
         mine: dict[str, Any] = {}
         for name in PER_POSITION:
@@ -82,14 +86,14 @@ class Asked:
             mine["reduction"] = "none"
         c = replace(c, **mine)
         if c.targets is not None:
-            counted, active = counted.over(c.targets), None
+            counted = counted.over(c.targets)
         elif counted.labels is None or not (isinstance(c, KL) or self.targets.from_labels):
             raise ValueError(f"{type(c).__name__} without labels: give them, or targets to itself")
         assert counted.labels is not None
-        return c.with_targets(counted.labels, counted.weights, counted.denominator, active)
+        return c.with_targets(counted.labels, counted.weights, counted.denominator)
 
-    def _ask_metrics(self, metrics: tuple[str, ...], active: ActiveRows | None) -> None:
-        """Of the first criterion that can, or by one of their own."""
+    def _ask_metrics(self, metrics: tuple[str, ...]) -> None:
+        """Add the metrics to the first criterion that takes any, or else a criterion for them."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
@@ -99,14 +103,12 @@ class Asked:
         if not counted.from_labels and missing:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
         counted = _everywhere(counted) if counted.labels is None else counted
-        # Losses of single tokens, which nobody reads, make no gradient ahead
-        alone = CrossEntropy(
-            targets=counted.labels, reduction="none", metrics=metrics, active=active
-        )
+        # Per-token losses: no gradient is computed in the forward pass
+        alone = CrossEntropy(targets=counted.labels, reduction="none", metrics=metrics)
         self._criteria.append(alone)
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:
-        """Of the head's answers: the sum of losses, log-probabilities, metrics."""
+        """The sum of losses, log-probabilities and metrics, from the values of the criteria."""
         out = CausalLMOutput(logits=logits, past_key_values=cache)
         reduction = "none" if self.targets.reduction == "none" else "sum"
         for i, (c, (value, metrics)) in enumerate(zip(self._criteria, values, strict=True)):
@@ -122,14 +124,8 @@ class Asked:
         return out
 
 
-def _active(targets: Targets, *, by_weight: bool) -> ActiveRows | None:
-    if targets.labels is None:
-        return None
-    return active_rows(targets.labels, targets.weights if by_weight else None)
-
-
 def _everywhere(targets: Targets) -> Targets:
-    """With any target at every real position: for what needs none."""
+    """With a placeholder target at every real position, for criteria that need none."""
     batch = targets.batch
     labels = torch.zeros(batch.shape, dtype=torch.int64, device=batch.device)
     if batch.real is not None:

@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors: what parameters are made of, and under which names files have it."""
+"""Names of checkpoint tensors, and which slices of parameters they fill."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from tigon.layers import FusedLinear
 from tigon.weights import Layout, Part
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# What files put before the decoder's names; a checkpoint of the decoder alone puts nothing
+# Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # Checkpoints with more than text in them, and the model type of their text where they name none
 MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -90,9 +90,9 @@ def _prefix(present: Collection[str]) -> str:
 
 
 def locate(names: Collection[str], present: Collection[str]) -> tuple[dict[str, str], set[str]]:
-    """Where a checkpoint of tensors `present` has those of a model, `names`, under other names.
+    """From a model's `names` to those that a checkpoint of tensors `present` has instead.
 
-    And which of its tensors the model can do without.
+    Also returns the checkpoint's tensors that the model does not need.
     """
     prefix = _prefix(present)
     source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}

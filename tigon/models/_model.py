@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import LMHead, RotaryEmbedding, StaticCache, autocast_dtype
+from tigon.layers import LMHead, RotaryEmbedding, StaticCache
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -47,9 +48,9 @@ class LanguageModel(nn.Module):
         self.defaults = Defaults()
         self.activation_checkpointing = False  # recompute each block in the backward pass
         self.attention: Backend = "auto"
-        # Whether blocks compute padding: never with True, where it changes no number; always with
-        # False; and with None not where that is faster: in 16 bits on a GPU, where attention goes
-        # by the bounds of sequences. Zeros are scattered back behind the blocks
+        # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
+        # no number, False never, None where it is faster: in 16 bits on a GPU, with
+        # variable-length attention
         self.drop_padding: bool | None = None
         self.model = self.make_decoder(config)
         self.lm_head = self.make_head(config)
@@ -69,19 +70,19 @@ class LanguageModel(nn.Module):
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
-        """Whose table turns with the shortest text; None: no cache ever holds stale keys."""
+        """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
         return self.model.turning_rope
 
     @property
     def cache_restart(self) -> int | None:
-        """Tokens at which `generate` reads a text anew, for a RoPE that has turned."""
+        """Length at which `generate` processes the text again, since RoPE's table changes."""
         return None
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".
 
-        Raises for a name that is none, and for a package that is not there; a call that the
-        backend cannot serve raises when it is made.
+        Raises for an unknown name and for a package that is not installed; a call that the
+        backend does not support raises when it is made.
         """
         check_backend(backend)
         self.attention = backend
@@ -196,7 +197,9 @@ class LanguageModel(nn.Module):
         hidden = targets.take(batch.with_padding(hidden, places))
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
-        values, logits = self.lm_head(hidden, asked, return_logits=bool(logits))
+        values, logits = self.lm_head(
+            hidden, asked, active=asked.active, return_logits=bool(logits)
+        )
         result = asked.output(values, logits, batch.cache)
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
 

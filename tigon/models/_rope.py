@@ -100,9 +100,9 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 def read_two_ropes(
     source: Mapping[str, Any], theta: float, local_theta: float, longest: int
 ) -> dict[str, Rope]:
-    """That of full layers and that of sliding ones; rope_theta and rope_scaling are the former's.
+    """The RoPE of full layers, which rope_theta and rope_scaling belong to, and of sliding ones.
 
-    The thetas are for configs that do not say theirs.
+    `theta` and `local_theta` are defaults.
     """
     given = source.get("rope_parameters") or {}
     full, sliding = (given.get(name) or {} for name in (FULL, SLIDING))

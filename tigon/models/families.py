@@ -1,4 +1,4 @@
-"""The families, a line each: of them come the registry, `tigon.__all__` and README's table."""
+"""The families, one line each: the registry, `tigon.__all__` and README's table list these."""
 
 from tigon.models.gemma import Gemma as Gemma
 from tigon.models.gemma2 import Gemma2 as Gemma2

@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
     weight: Tensor | None  # [V, C]
     bias: Tensor | None  # [V]
-    index: Tensor | None  # [m]: the rows to compute; None: all
+    chosen: Tensor | None  # [m]: the rows to compute; None: all
     live: Tensor | None  # [N]: rows that have a gradient; None: all that are computed
 
 

@@ -78,7 +78,8 @@ class Criterion:
         self, targets: Tensor, weights: Tensor | None, denominator: Tensor | float | None
     ) -> Self:
         """The same with the batch's where the criterion has none of its own."""
-        of_batch = {"targets": targets, "weights": weights, "denominator": denominator}
+        of_batch: dict[str, Any] = {"targets": targets, "weights": weights}
+        of_batch["denominator"] = denominator
         missing = [n for n in of_batch if getattr(self, n, of_batch) is None]
         return replace(self, **{n: of_batch[n] for n in missing})
 

@@ -138,6 +138,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.traced
 def test_compiled() -> None:
+    torch.compiler.reset()
     x = inputs()
     compiled = torch.compile(
         lambda x: linear_kl(**x, beta=0.3),

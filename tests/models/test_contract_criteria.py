@@ -259,7 +259,11 @@ def test_in_one_graph(model: CausalLM, case: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"criteria": (LogProbs(),)}, ValueError, "LogProbs without labels: give them, or targets"),
+        (
+            {"criteria": (LogProbs(),)},
+            ValueError,
+            "LogProbs without labels: give labels, or targets=",
+        ),
         ({"criteria": (CrossEntropy(),)}, ValueError, "CrossEntropy without labels"),
         ({"criteria": ("kl",)}, TypeError, "criteria has 'kl': give CrossEntropy, LogProbs or KL"),
         (
@@ -303,3 +307,50 @@ def test_a_teacher_that_is_no_head() -> None:
         kind = type(teacher).__name__
         with pytest.raises(TypeError, match=f"teacher is a {kind}: give the teacher's lm_head"):
             model(ids, criteria=(KL(teacher_hidden=hidden, teacher=teacher),))
+
+
+def test_hidden_states_are_what_a_student_needs(model: CausalLM) -> None:
+    teacher = tiny_llama(hidden_size=48)
+    with torch.no_grad():
+        out = teacher(IDS, logits_to_keep=1, return_hidden=True)
+        torch.testing.assert_close(teacher.lm_head(out.hidden[:, -1:]).logits, out.logits)
+        q = teacher(IDS).logits.log_softmax(-1)
+    assert out.hidden.shape == (*IDS.shape, 48) and "hidden" not in model(IDS)
+    kl = KL(teacher_hidden=out.hidden, teacher=teacher.lm_head)
+    loss = model(IDS, criteria=(kl,), loss_reduction="sum").loss
+    p = model(IDS).logits.log_softmax(-1)
+    torch.testing.assert_close(loss, (q.exp() * (q - p)).sum())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"label_smoothing": 0.1, "labels": None}, "label_smoothing without a cross-entropy"),
+        ({"z_loss": 0.1, "criteria": (LogProbs(),)}, "z_loss without a cross-entropy"),
+        (
+            {"label_smoothing": 0.1, "criteria": (CrossEntropy(label_smoothing=0.5),)},
+            "label_smoothing is given twice",
+        ),
+        ({"criteria": (CrossEntropy(z_loss=-5.0),)}, "z_loss=-5.0 is negative"),
+        (
+            {"criteria": (CrossEntropy(coefficient=torch.ones((), requires_grad=True)),)},
+            "coefficient requires a gradient",
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_options_that_nobody_would_follow(
+    model: CausalLM, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(IDS, **({"labels": IDS} | given))
+
+
+def test_one_criterion_is_no_sequence(model: CausalLM) -> None:
+    with pytest.raises(TypeError, match="give a tuple of criteria"):
+        model(IDS, labels=IDS, criteria=CrossEntropy())
+
+
+def test_a_batch_belongs_to_its_model(model: CausalLM) -> None:
+    with pytest.raises(ValueError, match="for another model"):
+        tiny_llama()(batch=Batch.of(model, IDS))

@@ -35,6 +35,8 @@ class Options:
             raise ValueError(f"softcap={self.softcap} is not positive; None means no softcap")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} is not in [0, 1]")
+        if not self.z_loss >= 0:
+            raise ValueError(f"z_loss={self.z_loss} is negative")
 
     def of_logits(self) -> "Options":
         """Softcap and scale alone."""

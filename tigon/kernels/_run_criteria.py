@@ -238,6 +238,12 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Prepa
 def _scale(c: Weighted, device: torch.device) -> Tensor:
     """What the sum is multiplied by."""
     denominator, coefficient = c.denominator, c.coefficient
+    for name, x in (("denominator", denominator), ("coefficient", coefficient)):
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and criteria give it none: detach it, or multiply "
+                "what the criterion returns"
+            )
     if not isinstance(denominator, Tensor):
         denominator = _number(1.0 if denominator is None else denominator, device)
     elif denominator.device != device and denominator.device.type == "cpu":

@@ -57,6 +57,7 @@ class OutputArguments(TypedDict, total=False):
     """What comes out."""
 
     return_logits: bool | None
+    return_hidden: bool | None  # the last hidden states of all positions, as a teacher's are needed
     metrics: Sequence[str] | str | None
     criteria: Sequence[Criterion] | None
 

@@ -41,9 +41,14 @@ class Asked:
         self.returned = criteria is not None
         if criteria is None:
             criteria = () if targets.labels is None else (CrossEntropy(),)
+        elif not isinstance(criteria, Sequence):
+            raise TypeError(f"criteria={criteria!r} is no sequence: give a tuple of criteria")
         for c in criteria:
             if not isinstance(c, Criterion):
                 raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
+        if targets.options and not any(isinstance(c, CrossEntropy) for c in criteria):
+            names = ", ".join(targets.options)
+            raise ValueError(f"{names} without a cross-entropy: give labels, or CrossEntropy()")
         self.targets = targets  # what the loss counts
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
@@ -81,6 +86,10 @@ class Asked:
                     )
                 mine[name] = counted.take(value)
         if isinstance(c, CrossEntropy):
+            for name in counted.options:
+                own = getattr(c, name)
+                if isinstance(own, Tensor) or own:
+                    raise ValueError(f"{name} is given twice: to forward and to {type(c).__name__}")
             mine |= counted.options
         if isinstance(c, Weighted) and counted.reduction == "none":
             mine["reduction"] = "none"
@@ -88,7 +97,7 @@ class Asked:
         if c.targets is not None:
             counted = counted.over(c.targets)
         elif counted.labels is None or not (isinstance(c, KL) or self.targets.from_labels):
-            raise ValueError(f"{type(c).__name__} without labels: give them, or targets to itself")
+            raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
         assert counted.labels is not None
         return c.with_targets(counted.labels, counted.weights, counted.denominator)
 

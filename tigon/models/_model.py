@@ -165,7 +165,8 @@ class LanguageModel(nn.Module):
         `label_smoothing`, `z_loss` and `class_weights` [V] belong to the cross-entropy; the last
         multiply the weights and leave the denominator as it is. `criteria` (of tigon.kernels), in
         place of that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher, `LogProbs()`,
-        of one pass over the logits. Targets, weights and denominator are filled in; their tensors
+        of one pass over the logits (a teacher's hidden states are `teacher(ids, logits_to_keep=1,
+        return_hidden=True).hidden`). Targets, weights and denominator are filled in; their tensors
         are [B, T, ...]. The loss is the sum of what cross-entropies and divergences give, which
         `out.criteria` has one by one; log-probabilities are `out.logprobs` [B, n]. Without labels
         KL counts all real positions.
@@ -194,13 +195,14 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
         )
-        hidden = targets.take(batch.with_padding(hidden, places))
+        hidden = batch.with_padding(hidden, places)
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
         values, logits = self.lm_head(
-            hidden, asked, active=asked.active, return_logits=bool(logits)
+            targets.take(hidden), asked, active=asked.active, return_logits=bool(logits)
         )
         result = asked.output(values, logits, batch.cache)
+        result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
 
     def _resolve(
@@ -221,6 +223,8 @@ class LanguageModel(nn.Module):
         if targets is not None and batch is None:
             raise TypeError("targets= without batch=: give the batch that they were made from")
         batch = Batch.of(self, **of_batch) if batch is None else batch
+        if batch.defaults is not self.defaults:
+            raise ValueError("batch= was made by Batch.of for another model: make one for this")
         return batch, Targets.of(batch, **of_targets) if targets is None else targets
 
     def _add_routing(

@@ -29,6 +29,7 @@ class CausalLMOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
     criteria: tuple[Tensor, ...] = ()  # what each of the call's criteria gave
+    hidden: Tensor | None = None  # [B, T, C], normed, of all positions; with return_hidden
 
     def keys(self) -> list[str]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -1,6 +1,7 @@
 """Criteria over a head's logits: several in one pass, stored log-probabilities, class weights."""
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -329,3 +330,20 @@ def test_bad_label_smoothing() -> None:
     b = Batch()
     with pytest.raises(ValueError, match=r"1\.5 is not in"):
         b.run([CrossEntropy(targets=b.targets, label_smoothing=1.5)])
+
+
+def test_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    product = head_pass._product
+
+    def counted(*given: Any) -> Tensor:
+        assert all(x() is None for x in alive)
+        logits = product(*given)
+        alive.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(head_pass, "_product", counted)
+    monkeypatch.setattr(head_pass, "_chunk", lambda *_: 4)
+    b = Batch()
+    b.run([CrossEntropy(targets=b.targets)])
+    assert len(alive) > 3

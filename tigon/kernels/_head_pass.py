@@ -192,6 +192,7 @@ def _head_pass(
         elif any(needs):
             out = logits if len(plans) == 1 else _like(logits)
         values: list[Tensor] = []
+        grad = None
         for i, plan in enumerate(plans):
             mine = slots[SLOTS * i : SLOTS * (i + 1)]
             mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
@@ -211,7 +212,7 @@ def _head_pass(
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
-        del logits, out
+        del logits, out, grad  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     late = hidden.dtype == torch.float16 and weight is not None
     if needs[0] and not overwrite:

@@ -262,17 +262,20 @@ def test_a_step_leaves_no_tensor_to_the_garbage_collector(
         model(ids, labels=ids, **asked).loss.sum().backward()
         model.zero_grad()
 
-    with use(mode):
-        step()
+    def left() -> list[Tensor]:
         gc.collect()
         gc.disable()
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             step()
             gc.collect()
-            left = [x for x in gc.garbage if isinstance(x, Tensor)]
+            return [x for x in gc.garbage if isinstance(x, Tensor)]
         finally:
             gc.set_debug(0)
             gc.enable()
             gc.garbage.clear()
-    assert not left
+
+    with use(mode):
+        step()
+        # A cycle of the step's own comes back each time; what tests before it compiled does not
+        assert not all(left() for _ in range(3))

@@ -151,7 +151,7 @@ def time_decoding(model: Any, ids: Tensor, tiny: bool) -> Record:
 def time_host(model: Any, ids: Tensor, tiny: bool) -> Record:
     """Milliseconds until the host returns from forward and backward; the device is not awaited.
 
-    The least of many: what else runs on the machine only ever adds, 40 % to some medians.
+    The least of many: what else runs on the machine can only add to it.
     """
     step = stepping(model.train(), ids)
     loss = float(step())

@@ -46,6 +46,25 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"tigon: {message}", file=sys.stderr)
 
 
+def _sampling_arguments(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group(
+        "sampling", "default: the model's generation_config, which is usually greedy"
+    )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens that add up to P"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the best",
+    )
+    group.add_argument("--repetition-penalty", type=float, metavar="F", help="1 is none")
+    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
@@ -79,22 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=CACHES,
         help="default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     )
-    group = p.add_argument_group(
-        "sampling", "default: the model's generation_config, which is usually greedy"
-    )
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N likeliest tokens")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="sample from the likeliest tokens that add up to P"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="sample from tokens at least P times as likely as the best",
-    )
-    group.add_argument("--repetition-penalty", type=float, metavar="F", help="1 is none")
-    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    _sampling_arguments(p)
     p.set_defaults(run="generate")
 
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")

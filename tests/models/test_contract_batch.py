@@ -143,9 +143,9 @@ def test_resolved_arguments_come_alone(model: CausalLM) -> None:
     ids, labels = tokens(B, T)
     batch = Batch.of(model, ids)
     targets = Targets.of(batch, labels=labels)
-    with pytest.raises(TypeError, match="batch= with attention_mask, input_ids: these belong into"):
+    with pytest.raises(TypeError, match="batch= with attention_mask, input_ids: they are part of"):
         model(ids, batch=batch, attention_mask=PAD)
-    with pytest.raises(TypeError, match="targets= with labels: these belong into the targets"):
+    with pytest.raises(TypeError, match="targets= with labels: they are part of the targets"):
         model(batch=batch, targets=targets, labels=labels)
     with pytest.raises(TypeError, match="targets= without batch=: give the batch"):
         model(ids, targets=targets)

@@ -245,16 +245,11 @@ def _scale(c: Weighted, device: torch.device) -> Tensor:
                 "what the criterion returns"
             )
     if not isinstance(denominator, Tensor):
-        denominator = _number(1.0 if denominator is None else denominator, device)
-    elif denominator.device != device and denominator.device.type == "cpu":
-        denominator = _number(denominator.item(), device)
-    scale = denominator.float().reciprocal()
+        # A fill, where as_tensor would copy from the host and wait
+        value = 1.0 if denominator is None else denominator
+        denominator = torch.full((), value, dtype=torch.float32, device=device)
+    scale = denominator.to(device, torch.float32, non_blocking=True).reciprocal()
     return scale if _is_one(coefficient) else scale * coefficient
-
-
-def _number(value: float, device: torch.device) -> Tensor:
-    # A fill, where as_tensor would copy from the host and wait
-    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _is_one(x: Tensor | float) -> bool:

@@ -162,12 +162,12 @@ class LanguageModel(nn.Module):
         ranks the losses add up to the cross-entropy and the coefficient times the weighted mean
         of their aux_loss, however many they are.
 
-        `label_smoothing`, `z_loss` and `class_weights` [V] belong to the cross-entropy; the last
-        multiply the weights and leave the denominator as it is. `criteria` (of tigon.kernels), in
-        place of that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher, `LogProbs()`,
-        of one pass over the logits (a teacher's hidden states are `teacher(ids, logits_to_keep=1,
-        return_hidden=True).hidden`). Targets, weights and denominator are filled in; their tensors
-        are [B, T, ...]. The loss is the sum of what cross-entropies and divergences give, which
+        `label_smoothing`, `z_loss` and `class_weights` [V] belong to the cross-entropy; class
+        weights multiply the loss weights and leave the denominator as it is. `criteria` (of
+        tigon.kernels) replace that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher,
+        `LogProbs()`, of one pass over the logits (a teacher's hidden states are
+        `teacher(ids, logits_to_keep=1, return_hidden=True).hidden`). Targets, weights
+        and denominator are filled in; their tensors are [B, T, ...]. The loss is the sum of what cross-entropies and divergences give, which
         `out.criteria` has one by one; log-probabilities are `out.logprobs` [B, n]. Without labels
         KL counts all real positions.
 
@@ -219,7 +219,7 @@ class LanguageModel(nn.Module):
             of_batch["input_ids"] = input_ids
         for name, resolved, others in ("batch", batch, of_batch), ("targets", targets, of_targets):
             if resolved is not None and others:
-                raise TypeError(f"{name}= with {', '.join(others)}: these belong into the {name}")
+                raise TypeError(f"{name}= with {', '.join(others)}: they are part of the {name}")
         if targets is not None and batch is None:
             raise TypeError("targets= without batch=: give the batch that they were made from")
         batch = Batch.of(self, **of_batch) if batch is None else batch

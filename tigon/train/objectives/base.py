@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from tigon.data import Examples, MicroBatch, Rows, whole
+from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.parallel import World
-
-IGNORE = -100  # a label that is no target
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Objective:
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model is told of the loss: labels, where the column "supervised" is True."""
         supervised = micro_batch.per_token["supervised"]
-        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE)}
+        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE_INDEX)}
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
+from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import CausalLM, Targets
 from tigon.train.model import has_experts
-from tigon.train.objectives.base import IGNORE, Inputs, Objective, Part
+from tigon.train.objectives.base import Inputs, Objective, Part
 
 ROUTING = ("aux_loss", "expert_load")
 
@@ -74,4 +75,4 @@ class CrossEntropyObjective(Objective):
 def _count(targets: Targets) -> Tensor:
     """How many tokens are predicted, whatever the reduction."""
     assert targets.labels is not None
-    return (targets.labels != IGNORE).sum()
+    return (targets.labels != IGNORE_INDEX).sum()

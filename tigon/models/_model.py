@@ -167,7 +167,8 @@ class LanguageModel(nn.Module):
         tigon.kernels) replace that one cross-entropy: `CrossEntropy()`, `KL(...)` from a teacher,
         `LogProbs()`, of one pass over the logits (a teacher's hidden states are
         `teacher(ids, logits_to_keep=1, return_hidden=True).hidden`). Targets, weights
-        and denominator are filled in; their tensors are [B, T, ...]. The loss is the sum of what cross-entropies and divergences give, which
+        and denominator are filled in; their tensors are [B, T, ...]. The loss is the sum of what
+        cross-entropies and divergences give, which
         `out.criteria` has one by one; log-probabilities are `out.logprobs` [B, n]. Without labels
         KL counts all real positions.
 

@@ -1,14 +1,16 @@
-"""A run's checkpoint as a model, at any time: what `tigon export RUN DIRECTORY` writes."""
+"""A run's weights in Hugging Face format: at its end, and of any checkpoint later."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.build import load_tokenizer
+from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.model import build_model
 from tigon.train.parallel import start
@@ -30,3 +32,17 @@ def load_checkpoint(source: Path) -> tuple[CausalLM, Tokenizer]:
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         dcp.load({"model": parameters}, checkpoint_id=source)
     return model.eval(), tokenizer
+
+
+def export(run: Run, target: Path) -> None:
+    """Hugging Face format, in the dtype of the checkpoint that the run began with unless told."""
+    run.world.barrier()
+    if run.world.main and target.exists():  # of this run, when it had fewer steps
+        old = target.with_name(".hf.old")
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(target.rename(old))
+    run.world.barrier()
+    chosen, own = run.config.export_dtype, run.model.config.dtype or run.config.param_dtype
+    dtype = getattr(torch, (own if chosen == "auto" else chosen).removeprefix("torch."))
+    run.model.save_pretrained(target, tokenizer=run.tokenizer, dtype=dtype)
+    run.world.say(f"exported to {target}")

@@ -1,0 +1,109 @@
+"""The settings of a training run, by section; `config.py` makes one flat Config of them."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tigon import strict
+from tigon.kernels.attention import Backend
+
+
+def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
+    """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
+    another value."""
+    return strict.setting(default, help, least=least, stream=stream)
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The model."""
+
+    model: str = option("", "checkpoint to start from: a directory or a hub repository")
+    revision: str | None = option(None, "commit, branch or tag of a hub repository")
+    init: str = option("", "instead of model: a config.json to start from with random weights")
+    tokenizer: str = option("", "directory or hub repository; default: that of model")
+    chat_template: str = option(
+        "", "a Jinja file for chats, in place of the tokenizer's; run_dir/hf gets it"
+    )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "weight of the loss that balances experts, 0: none; null: as config.json says",
+        least=0,
+    )
+    attention: Backend = option("auto", "its backend: docs/attention.md")  # noqa: RUF009
+    activation_checkpointing: bool = option(False, "recompute blocks in backward to save memory")
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
+    )
+    param_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "of the weights being trained and of AdamW's state"
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The data."""
+
+    data: tuple[str, ...] = option((), "training files or globs: .jsonl, or .txt to pretrain on")
+    eval_data: tuple[str, ...] = option((), "held-out files or globs")
+    separator: str = option("", "divides a .txt file into documents; empty: a file is one")
+    seq_len: int = option(2048, "tokens in a row", least=2, stream=True)
+    packing: bool = option(True, "several sequences to a row; false pads instead", stream=True)
+    truncate: bool = option(
+        True, "cut chats longer than seq_len; false leaves them out", stream=True
+    )
+    batch_size: int = option(8, "rows in a step, over all ranks", least=1, stream=True)
+    micro_batch_size: int = option(1, "rows in one forward of one rank", least=1)
+    seed: int = option(0, "of the data order and of random weights", least=0, stream=True)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The loss, and what is measured with it."""
+
+    task: str = option(
+        "sft", "the objective; sft: chats, learning what the assistant says; pretrain: text"
+    )
+    loss_reduction: Literal["token", "sequence"] = option(
+        "token", "what weighs the same in a step's loss: every token, or every sequence"
+    )
+    eval_every: int = option(0, "steps between evaluations; 0: only at the end", least=0)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer and its schedule."""
+
+    epochs: float | None = option(None, "passes over the data; 1 unless steps is given", least=0)
+    steps: int | None = option(None, "optimizer steps, instead of epochs", least=1)
+    lr: float = option(1e-5, "peak learning rate", least=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "of the learning rate after warm-up; wsd: constant, then linear in the last fifth"
+    )
+    warmup_steps: int = option(0, "steps of linear warm-up", least=0)
+    min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", least=0)
+    weight_decay: float = option(0.0, "AdamW's, on matrices only", least=0)
+    beta1: float = option(0.9, "AdamW's", least=0)
+    beta2: float = option(0.95, "AdamW's", least=0)
+    eps: float = option(1e-8, "AdamW's", least=0)
+    max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", least=0)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The run: what it writes, and how it goes on."""
+
+    run_dir: str = option("", "where everything that the run writes goes")
+    resume: str | bool = option(
+        False, "auto: from the run's latest checkpoint, if any; or a checkpoint's path"
+    )
+    log_every: int = option(10, "steps between log lines", least=1)
+    save_every: int = option(0, "steps between checkpoints; 0: only at the end", least=0)
+    keep_last: int = option(2, "checkpoints to keep; 0: all", least=0)
+    export: bool = option(True, "write run_dir/hf, in Hugging Face format, at the end")
+    export_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "of the weights in run_dir/hf; auto: what the model's config.json says"
+    )
+
+
+SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

@@ -1,0 +1,52 @@
+"""The passes of one step, over all micro-batches and ranks."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tigon.train.build import Run
+from tigon.train.objectives import Part
+from tigon.train.optim import clip_gradients
+from tigon.train.parallel import World, sync_gradients
+
+
+def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
+    """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
+    stop, and what else the objective logs."""
+    world, model, objective = run.world, run.model, run.objective
+    batches = [
+        objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
+    ]
+    # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
+    sums = total(world, [objective.sums(model, batch) for batch in batches])
+    parts = []
+    for i, batch in enumerate(batches):
+        sync_gradients(model, i == len(batches) - 1)
+        part = objective.loss(model, batch, sums)
+        part.loss.backward()
+        parts.append(part)
+    norm = clip_gradients(model, run.config.max_grad_norm)
+    return numbers({"grad_norm": norm} | summed(run, parts, stop=stop))
+
+
+def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:
+    """The loss and what else is logged, and how many ranks raise each flag."""
+    loss = torch.stack([part.loss.detach().double() for part in parts]).sum()
+    flagged = {name: torch.full_like(loss, float(flag)) for name, flag in flags.items()}
+    first = {"loss": loss, **flagged}
+    both = run.world.sum(torch.stack(list(first.values())))
+    metrics = total(run.world, [part.metrics for part in parts])
+    return dict(zip(first, both, strict=True)) | run.objective.logged(metrics)
+
+
+def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each sum over all micro-batches and ranks."""
+    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    return {name: world.sum(values.sum(0)) for name, values in stacked.items()}
+
+
+def numbers(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """The values on the host, after one wait for the device: the step's only one."""
+    host = torch.stack([value.double() for value in values.values()]).tolist()
+    return dict(zip(values, host, strict=True))

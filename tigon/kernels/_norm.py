@@ -88,8 +88,8 @@ def tile(first, columns, N, C, BLOCK, ROWS):
 
 @triton.jit
 def load_rows(x, rows, columns, mask):
-    """A tile in fp32 of `x`, which is what `rows_of` gives."""
-    return tl.load(x[0] + rows * x[1] + columns, mask=mask, other=0.0).to(tl.float32)
+    """A tile of `x`, which is what `rows_of` gives."""
+    return tl.load(x[0] + rows * x[1] + columns, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -118,13 +118,10 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
         total += tl.load(partials + rows * C + columns, mask=(rows < P) & (columns < C), other=0.0)
     total = tl.sum(total, 0, keep_dims=True)
     inside = columns < C
-    if out2 is None:
+    if tl.program_id(1) == 0:
         tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-    else:
-        if tl.program_id(1) == 0:
-            tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
+    elif out2 is not None:
+        tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
 
 
 def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:

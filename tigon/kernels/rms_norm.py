@@ -112,16 +112,16 @@ def _forward_kernel(
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
-    h = load_rows(x, rows, columns, mask)
+    h = load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
-        h += load_rows(residual, rows, columns, mask)
+        h += load_rows(residual, rows, columns, mask).to(tl.float32)
         h = h.to(total.dtype.element_ty)
         tl.store(total + rows * C + columns, h, mask=mask)
         h = h.to(tl.float32)
     if weight is not None:  # loaded before the reduction, which then hides the wait
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
-        z = load_rows(gate, rows, columns, mask)
+        z = load_rows(gate, rows, columns, mask).to(tl.float32)
     r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
     if rstd is not None:
         tl.store(rstd + rows, r, mask=inside)
@@ -165,9 +165,10 @@ def _backward_kernel(
         n = load_rows(x, rows, columns, mask)
         d = load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
-        n *= r
+        n = n.to(tl.float32) * r
+        d = d.to(tl.float32)
         if gate is not None:
-            z = load_rows(gate, rows, columns, mask)
+            z = load_rows(gate, rows, columns, mask).to(tl.float32)
             s = tl.sigmoid(z)
             if dgate is not None:
                 m = n
@@ -183,7 +184,7 @@ def _backward_kernel(
                 d *= scale
             d = norm_gradient(d, n, r, C)
             if dtotal is not None:
-                d += load_rows(dtotal, rows, columns, mask)
+                d += load_rows(dtotal, rows, columns, mask).to(tl.float32)
             tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
     if partials is not None:
         at = partials + tl.program_id(0).to(tl.int64) * C + columns

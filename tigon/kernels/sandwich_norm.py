@@ -107,6 +107,7 @@ def _forward_kernel(
     scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     dtype: tl.constexpr = y.dtype.element_ty
 
+    h = h.to(tl.float32)
     r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
     if rstd is not None:
         tl.store(rstd + rows, r, mask=inside)
@@ -115,7 +116,7 @@ def _forward_kernel(
         h = h.to(dtype).to(tl.float32)
     h = (h * post_scale).to(dtype).to(tl.float32)
 
-    t = (t + h).to(dtype)
+    t = (t.to(tl.float32) + h).to(dtype)
     tl.store(total + rows * C + columns, t, mask=mask)
     t = t.to(tl.float32)
     r = tl.math.rsqrt(tl.sum(t * t, 1, keep_dims=True) * (1.0 / C) + eps)
@@ -158,7 +159,7 @@ def _backward_kernel(
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
         rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
         n = tl.load(total + rows * C + columns, mask=mask, other=0.0).to(tl.float32)
-        d = load_rows(dy, rows, columns, mask)
+        d = load_rows(dy, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + N + rows, mask=inside, other=0.0)
         n *= r
         if partials is not None:
@@ -166,11 +167,11 @@ def _backward_kernel(
         d *= scale
         d = norm_gradient(d, n, r, C)
         if dtotal is not None:
-            d += load_rows(dtotal, rows, columns, mask)
+            d += load_rows(dtotal, rows, columns, mask).to(tl.float32)
         if dresidual is not None:
             tl.store(dresidual + rows * C + columns, d.to(dresidual.dtype.element_ty), mask=mask)
 
-        n = load_rows(x, rows, columns, mask)
+        n = load_rows(x, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
         n *= r
         if partials is not None:

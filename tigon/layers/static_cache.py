@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import check, on_host
 from tigon.kernels.attention import AttentionMask
-from tigon.layers._check import check, on_host
 from tigon.layers.cache import Cache
 from tigon.layers.context import Append, Places
 from tigon.layers.state import MakeStates, Quantize, State

@@ -114,10 +114,10 @@ def where(row: Record) -> list[str]:
 def show(record: Record) -> str:
     head = ["what", "dtype", "threads", "batch", "tokens", "tigon, ms", "transformers, ms", "ratio"]
     rows = [[*where(row), *(figure(row[key]) for key in TIMES)] for row in record["results"]]
-    judged = (
-        verdict("{} {}, {} threads, batch {}, {} tokens".format(*where(row)), 1 / row["ratio"], 1.0)
-        for row in record["results"]
-    )
+    judged = []
+    for row in record["results"]:
+        what = "{} {}, {} threads, batch {}, {} tokens".format(*where(row))
+        judged.append(verdict(f"{what}, times as fast as transformers", 1 / row["ratio"], 1.0))
     said = heading(record, {"transformers": record["transformers"]})
     return "\n\n".join([f"{said}.", markdown(head, rows), "\n".join(judged)])
 

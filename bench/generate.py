@@ -215,9 +215,8 @@ def summary(record: Record) -> str:
     return f"{record['machine']}; commit {record['commit']}.\n\n{markdown(head, rows)}"
 
 
-def blocks(records: list[Record]) -> dict[str, str]:
-    newest = harness.newest(records)
-    return {"docs/generation.md": show(newest), "README.md": summary(newest)}
+def blocks(record: Record) -> dict[str, str]:
+    return {"docs/generation.md": show(record), "README.md": summary(record)}
 
 
 def run(job: Job) -> str:

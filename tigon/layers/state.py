@@ -79,7 +79,7 @@ class KVState(State):
 
     def attend(
         self,
-        q: Tensor,  # [B, T, H, D]
+        q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
         k: Tensor,  # [B, T, K, D]
         v: Tensor,  # [B, T, K, D]
         ctx: Context,
@@ -151,14 +151,7 @@ class StaticKV(KVState):
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def attend(
-        self,
-        q: Tensor,  # [B, T, H, D], or [1, N, H, D]
-        k: Tensor,
-        v: Tensor,
-        ctx: Context,
-        *,
-        window: int | None = None,
-        **how: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None = None, **how: Any
     ) -> Tensor:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(

@@ -220,7 +220,7 @@ def _resolve(
         bounds, longest = _sequences.check_bounds(cu_seq_lens, longest, batch * tokens, device)
     past: int | Tensor = 0
     if cache is not None:
-        past = cache.begin(batch, tokens, attention_mask=attention_mask, cu_seq_lens=cu_seq_lens)
+        past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
     if isinstance(past, Tensor):  # the device knows, and the cache will mask
         if position_ids is None:
             position_ids = past[:, None] + torch.arange(tokens, device=device)

@@ -277,6 +277,26 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     return torch.where(keep < 0, keep + tokens, keep)
 
 
+def positions_at(at: Any, batch: Batch) -> Tensor:
+    """`logits_at` as an index [n] into the flattened batch."""
+    b, t = batch.shape
+    if not isinstance(at, Tensor) or at.is_floating_point() or at.is_complex():
+        kind = at.dtype if isinstance(at, Tensor) else type(at).__name__
+        raise TypeError(f"logits_at must be a tensor of integers or truth values, not {kind}")
+    at = at.to(batch.device)
+    if at.dtype == torch.bool:
+        if at.shape != (b, t):
+            raise ValueError(f"logits_at {tuple(at.shape)} is not [batch, tokens] = [{b}, {t}]")
+        return at.flatten().nonzero().squeeze(1)
+    if at.dim() != 1:
+        raise ValueError(f"logits_at {tuple(at.shape)} is not an index [n] of the flattened batch")
+    at = at.long()
+    bad = (at < 0) | (at >= b * t)
+    values = f": {at[bad].tolist()}" if on_host(bad) else ""
+    check(~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}")
+    return at
+
+
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:
     """The kept positions of x [B, T, ...]."""
     if isinstance(keep, slice):

@@ -149,6 +149,16 @@ class Targets:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
 
+    def place(self, x: Tensor, fill: float) -> Tensor:
+        """The inverse: x [B, n] at its positions [B, T], and `fill` at those that are not kept."""
+        if x.shape[1] == self.batch.shape[1] and isinstance(self.kept, slice):
+            return x
+        full = x.new_full(self.batch.shape, fill)
+        if isinstance(self.kept, Tensor) and self.kept.dim() == 2:
+            return full.scatter_(1, self.kept, x)
+        full[:, self.kept] = x
+        return full
+
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)

@@ -1,9 +1,9 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,7 +12,13 @@ from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.hooks import Hooks, View, Wanted
 from tigon.train.parallel import World
+from tigon.train.settings import LossSettings
+
+# Settings that a value in evaluation may differ from, and all that need a prediction of tokens
+TWINS = ("metrics", "return_logits", "logits_to_keep", "logits_bytes", "label_smoothing", "z_loss")
+OF_TOKENS = (*TWINS, *(f"eval_{name}" for name in TWINS), "hooks", "predictions")
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class Inputs:
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
     batch: Batch  # what the model reads
     targets: Targets  # what it is to predict
+    training: bool = True  # or evaluation
+    wanted: Wanted | None = None  # by those that watch this pass; None: nobody does
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,7 @@ class Part:
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
+    view: View | None = None  # of the pass, if somebody watches it
 
 
 class Objective:
@@ -42,9 +51,16 @@ class Objective:
     losses then add up, and a run means the same on any number of ranks and micro-batches.
     """
 
+    predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+
     def __init__(self, config: Config, world: World):
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
+        for setting in fields(LossSettings):
+            value = getattr(config, setting.name)
+            if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
+                raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
+        self.hooks = Hooks(config.hooks, config.hook_every)
 
     def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
         """The examples of the files, with all columns that the loss reads."""
@@ -59,17 +75,31 @@ class Objective:
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""
 
-    def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model is told of the loss: labels, where the column "supervised" is True."""
-        supervised = micro_batch.per_token["supervised"]
-        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE_INDEX)}
+    def setting(self, name: str, *, training: bool) -> Any:
+        """One of TWINS, as it is in training or in evaluation."""
+        twin = None if training else getattr(self.config, f"eval_{name}")
+        return getattr(self.config, name) if twin is None else twin
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
+    def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model is told of the loss: labels, where the column "supervised" is True, and
+        their weights, if there is a column "loss_weights"."""
+        columns = micro_batch.per_token
+        labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
+        return {"labels": labels, "loss_weights": columns.get("loss_weights")}
+
+    def options(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
+    ) -> dict[str, Any]:
+        """More arguments of `Targets.of`."""
+        return {}
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""
         batch = Batch.of(model, **micro_batch.inputs())
-        reduction = self.config.loss_reduction
-        targets = Targets.of(batch, loss_reduction=reduction, **self.targets(micro_batch))
-        return Inputs(micro_batch, batch, targets)
+        options = self.options(model, micro_batch, training=training)
+        options |= self.targets(micro_batch)
+        targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
+        return Inputs(micro_batch, batch, targets, training)
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         """This micro-batch's part of every sum over the whole step that `loss` divides by."""

@@ -54,8 +54,10 @@ def test_what_they_see_is_what_the_model_says(workspace, seen):
         mask = watching.FirstAnswers().positions(batch, plain.labels)
         assert torch.equal(chosen.at, mask.flatten().nonzero()[:, 0])
         torch.testing.assert_close(chosen.logits_at, logits[mask], rtol=1e-4, atol=1e-5)
-        assert len(plain.origins) == len(batch.spans)
-        for origin, (begin, end) in zip(plain.origins, batch.spans.tolist(), strict=True):
+        assert len(plain.micro_batch.origins) == len(batch.spans)
+        for origin, (begin, end) in zip(
+            plain.micro_batch.origins, batch.spans.tolist(), strict=True
+        ):
             file, _, line = origin.rpartition(":")
             row = json.loads(Path(file).read_text().splitlines()[int(line) - 1])
             ids, _ = plain.tokenizer.encode_chat(row["messages"])

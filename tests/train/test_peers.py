@@ -43,7 +43,7 @@ class Ours:
         main(workspace.settings("peers", **changes, hooks="tests.train.watching:keep"))
         self.steps: list[list[int]] = [[] for _ in range(STEPS)]
         for seen in watching.SEEN:
-            lines = [int(origin.rpartition(":")[2]) for origin in seen.origins]
+            lines = [int(origin.rpartition(":")[2]) for origin in seen.micro_batch.origins]
             self.steps[seen.step - 1] += [line - 1 for line in lines]
         watching.SEEN.clear()
         assert {len(step) for step in self.steps} == {BATCH}

@@ -52,6 +52,6 @@ def report(seen: Seen) -> None:
     right = ((seen.predictions == seen.labels) & (seen.labels != -100)).sum()
     every = seen.world.sum(right.clone())
     row = {"step": seen.step, "training": seen.training, "index": seen.index}
-    row |= {"right": int(right), "all": int(every), "origins": list(seen.origins)}
+    row |= {"right": int(right), "all": int(every), "origins": list(seen.micro_batch.origins)}
     with Path(f"{os.environ['REPORT']}-{seen.world.rank}").open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -31,7 +31,7 @@ class MicroBatch:
     spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
-    origin: np.ndarray  # int32 [n, 2], of each sequence: index into Examples.files, line
+    origins: tuple[str, ...]  # n times "file:line"
 
     def to(self, device: torch.device) -> Self:
         def move(value: Any) -> Any:
@@ -172,5 +172,5 @@ def collate(
         torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
-        examples.origin[of],
+        tuple(map(examples.where, spans[:, 0])),
     )

@@ -48,7 +48,7 @@ def evaluate(run: Run, step: int, record: Record) -> None:
         if config.predictions:
             file = Predictions(Path(config.run_dir), step, run.tokenizer, world)
             stack.enter_context(file)
-        watch = Watch(run, data, step, training=False, file=file)
+        watch = Watch(run, step, training=False, file=file)
         parts = [part(i, inputs) for i, inputs in enumerate(resolved())]
     model.train()
     reshard(model)

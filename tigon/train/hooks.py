@@ -55,8 +55,7 @@ class Seen(View):
     step: int  # as in metrics.jsonl
     training: bool  # or evaluation
     index: int  # of the micro-batch, among those of this rank
-    micro_batch: MicroBatch  # tokens, columns, and in `spans` where each sequence is
-    origins: Sequence[str]  # "file:line" of each sequence
+    micro_batch: MicroBatch  # tokens, columns; `spans` and `origins` of its sequences
     tokenizer: Tokenizer
     world: World  # rank, size, device; `world.sum(tensor)` adds over all ranks
 

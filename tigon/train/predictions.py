@@ -45,16 +45,16 @@ class Predictions:
         if self.world.main:
             merge(self.parts, self.target)
 
-    def write(self, view: View, micro_batch: MicroBatch, origins: Sequence[str]) -> None:
+    def write(self, view: View, micro_batch: MicroBatch) -> None:
         """This rank's next micro-batch; an empty line is its end."""
-        for row in rows(view, micro_batch, origins):
+        for row in rows(view, micro_batch):
             for name in ("target", "predicted"):
                 row[name] = self.tokenizer.decode(row[f"{name}_ids"])
             self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.file.write("\n")
 
 
-def rows(view: View, micro_batch: MicroBatch, origins: Sequence[str]) -> list[dict[str, Any]]:
+def rows(view: View, micro_batch: MicroBatch) -> list[dict[str, Any]]:
     """For each sequence with targets: where it is from, and what each target and prediction is."""
     labels, predictions = view.labels.flatten(), view.predictions.flatten()
     metrics = {n: x.flatten().tolist() for n, x in view.metrics.items()}
@@ -62,7 +62,8 @@ def rows(view: View, micro_batch: MicroBatch, origins: Sequence[str]) -> list[di
     targets, predicted = labels.tolist(), predictions.tolist()
     found = []
     at = 0
-    for (start, stop), origin in zip(micro_batch.spans.tolist(), origins, strict=True):
+    spans = micro_batch.spans.tolist()
+    for (start, stop), origin in zip(spans, micro_batch.origins, strict=True):
         begin = at
         while at < len(counted) and counted[at] < stop:
             at += 1

@@ -21,7 +21,7 @@ def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
     ]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
-    watch = Watch(run, run.data, step + 1, training=True)
+    watch = Watch(run, step + 1, training=True)
     parts = []
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from tigon.data import Loader
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.train.build import Run
 from tigon.train.hooks import Wanted
@@ -16,13 +15,12 @@ class Watch:
     def __init__(
         self,
         run: Run,
-        data: Loader,
         step: int,  # as in metrics.jsonl
         *,
         training: bool,
         file: Predictions | None = None,
     ):
-        self.run, self.data, self.file = run, data, file
+        self.run, self.file = run, file
         self.hooks = run.objective.hooks.due(step, training=training)
         self.facts = {"step": step, "training": training}
 
@@ -42,8 +40,6 @@ class Watch:
         if part.view is None:
             return part
         micro_batch = inputs.micro_batch
-        files = self.data.examples.files
-        origins = [f"{files[file]}:{line}" for file, line in micro_batch.origin.tolist()]
         if self.hooks:
             assert inputs.wanted is not None
             self.run.objective.hooks.show(
@@ -51,11 +47,10 @@ class Watch:
                 inputs.wanted,
                 index=index,
                 micro_batch=micro_batch,
-                origins=origins,
                 tokenizer=self.run.tokenizer,
                 world=self.run.world,
                 **self.facts,
             )
         if self.file is not None:
-            self.file.write(part.view, micro_batch, origins)
+            self.file.write(part.view, micro_batch)
         return replace(part, view=None)

@@ -82,10 +82,11 @@ class Objective:
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model is told of the loss: labels, where the column "supervised" is True, and
-        their weights, if there is a column "loss_weights"."""
+        the column "loss_weights" if there is one."""
         columns = micro_batch.per_token
         labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
-        return {"labels": labels, "loss_weights": columns.get("loss_weights")}
+        weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
+        return {"labels": labels, **weights}
 
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool

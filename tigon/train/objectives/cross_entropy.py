@@ -70,11 +70,13 @@ class CrossEntropyObjective(Objective):
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         targets = inputs.targets.with_num_items(sums["items"])
         output = self._forward(model, inputs, targets)
+        assert output.loss is not None
         return self._part(output.loss, output, inputs, sums)
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone: what the balance of experts adds belongs to training."""
         output = self._forward(model, inputs, inputs.targets.summed())
+        assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
     def _forward(self, model: CausalLM, inputs: Inputs, targets: Targets) -> Output:

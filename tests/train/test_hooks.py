@@ -1,6 +1,7 @@
 """Hooks see predictions, metrics and chosen logits of the passes, and change nothing."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,13 @@ def test_an_error_in_a_hook_names_it(workspace, tmp_path):
                 train(run)
         for path in (workspace.root / "broken").iterdir():
             path.unlink()
+
+
+def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
+    text = Path(__file__).parents[2].joinpath("docs/training.md").read_text()
+    (code,) = re.findall(r"```python\n(def answers.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "watch.py").write_text(code)
+    main(workspace.settings("documented", steps=1, hooks=f"{tmp_path}/watch.py:answers"))
+    lines = [line.split(" ", 3) for line in capfd.readouterr().out.splitlines()]
+    printed = [line for line in lines if line[:2] == ["1", "True"]]
+    assert len(printed) == 4 and all(0 < float(line[2]) < 1 for line in printed)

@@ -1,26 +1,23 @@
-"""Files to token ids and named columns of values, once, in memory.
+"""Token ids with named columns of values, and how the rows of files become them.
 
 # N tokens, E examples, G groups of examples
 """
 
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.sources import read_chats, read_texts
-from tigon.tokenizer import Tokenizer
+from tigon.data.sources import Block, Row, Source
 
-BATCH = 1000  # documents that are tokenised together, in parallel
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 NONE: Mapping[str, Any] = MappingProxyType({})
+NAMED = 5  # bad rows that a report shows
 
 
 class Example(NamedTuple):
@@ -31,15 +28,40 @@ class Example(NamedTuple):
     per_example: Mapping[str, Any] = NONE  # one value
 
 
-Group = tuple[int, int, Sequence[Example]]  # index of its file, its line, the examples of that line
+Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of rows; those of several blocks add up."""
+
+    rows: int = 0
+    skipped: int = 0  # rows that could not be read or encoded, with bad_rows=skip
+    silent: int = 0  # rows left out since the weights of all that could be learned are 0
+    errors: tuple[str, ...] = ()  # of the first rows that were skipped
+    ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
+
+    def __add__(self, other: "Report") -> "Report":
+        return Report(
+            self.rows + other.rows,
+            self.skipped + other.skipped,
+            self.silent + other.silent,
+            (self.errors + other.errors)[:NAMED],
+            tuple(sorted({*self.ignored_keys, *other.ignored_keys})),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; Report(**values) reads it back."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Examples:
     """Tokenised examples, end to end, with columns of values per token and per example.
 
-    The column "supervised" says which tokens are to be learned; without it, all are. Consecutive
-    examples can form groups, such as a chosen and a rejected answer, which share a micro-batch.
+    The column "supervised" says which tokens are to be learned; without it, all are. The column
+    "loss_weights" multiplies the tokens' losses; without it, all are 1. Consecutive examples can
+    form groups, such as a chosen and a rejected answer, which share a micro-batch.
     """
 
     tokens: np.ndarray  # int32 [N]
@@ -49,7 +71,7 @@ class Examples:
     per_token: Mapping[str, np.ndarray]  # [N, ...] each
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
-    ignored_keys: tuple[str, ...] = ()  # keys of the files' rows that are not read
+    report: Report = Report()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -79,114 +101,43 @@ class Examples:
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
-def text_examples(files: Sequence[Path], tokenizer: Tokenizer, *, separator: str = "") -> Examples:
-    """Documents for pretraining: every token is learned, and each document ends with eos."""
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("the tokenizer has no eos token to end a document with")
+class Encoder:
+    """Rows to examples: what an objective makes of its data.
 
-    ignored: set[str] = set()
-
-    def read() -> Iterable[Group]:
-        for i, file in enumerate(files):
-            texts = read_texts(file, separator, ignored)
-            while some := list(islice(texts, BATCH)):
-                encoded = tokenizer.encode_batch([text for _, text in some])
-                for (line, _), ids in zip(some, encoded, strict=True):
-                    ids = ids if ids[-1:] == [eos] else [*ids, eos]
-                    yield i, line, [Example(ids, {"supervised": [True] * len(ids)})]
-
-    return collect(files, read(), ignored)
-
-
-def chat_examples(files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-    """Conversations for fine-tuning: only what the assistant says is learned."""
-
-    ignored: set[str] = set()
-
-    def read() -> Iterable[Group]:
-        for i, file in enumerate(files):
-            for line, (messages, tools) in read_chats(file, ignored):
-                try:
-                    ids, mask = tokenizer.encode_chat(messages, tools=tools)
-                except ValueError as error:
-                    raise ValueError(f"{file}:{line}: {error}") from error
-                yield i, line, [Example(ids, {"supervised": mask})]
-
-    return collect(files, read(), ignored)
-
-
-def collect(
-    files: Sequence[Path],
-    groups: Iterable[Group],
-    ignored: Iterable[str] = (),
-    *,
-    per_token: Mapping[str, DTypeLike] = SUPERVISED,
-    per_example: Mapping[str, DTypeLike] = NONE,
-) -> Examples:
-    """Examples from groups of them, one group a line of a file, with columns of these dtypes.
-
-    A value may be an array, if all of its column have one shape. ValueError if an example lacks
-    a column or has another, and if a file has no rows.
+    Picklable, since worker processes have a copy each. An objective of its own subclasses it:
+    `row`, the columns, and `digest` if it has settings.
     """
-    tokens, offsets, origin, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
-    token_columns, example_columns = _Columns(per_token), _Columns(per_example)
-    for file, line, examples in groups:
-        where = f"{files[file]}:{line}"
-        for ids, token_values, example_values in examples:
-            tokens.extend(ids)
-            token_columns.extend(token_values, len(ids), where)
-            values = {name: [value] for name, value in example_values.items()}
-            example_columns.extend(values, 1, where)
-            offsets.append(len(tokens))
-            origin.extend((file, line))
-        if examples:
-            ends.append(len(offsets) - 1)
-    counts = np.bincount(np.array(origin[::2], dtype=np.int64), minlength=len(files))
-    for path, count in zip(files, counts, strict=True):
-        if not count:
-            raise ValueError(f"{path} has no rows")
-    return Examples(
-        np.array(tokens, dtype=np.int32),
-        np.array(offsets, dtype=np.int64),
-        np.array(origin, dtype=np.int32).reshape(-1, 2),
-        tuple(map(str, files)),
-        token_columns.arrays(),
-        example_columns.arrays(),
-        None if len(ends) == len(offsets) else np.array(ends, dtype=np.int64),
-        tuple(sorted(ignored)),
-    )
 
+    per_token: Mapping[str, DTypeLike] = SUPERVISED  # columns that examples may have
+    per_example: Mapping[str, DTypeLike] = NONE
+    # Columns that only some sources have, and the value that stands for them elsewhere: they are
+    # absent from Examples in which all values are this one
+    fills: Mapping[str, float] = MappingProxyType({"loss_weights": 1.0})
+    skip_bad_rows = False
 
-class _Columns:
-    """Values end to end in buffers: as Python objects they would take many times the memory."""
+    def open(self, source: Source) -> Source:
+        """The source with its rows' format, which its first ones decide. ValueError if none fits.
 
-    def __init__(self, dtypes: Mapping[str, DTypeLike]):
-        self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.buffers = {name: bytearray() for name in dtypes}
-        self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
+        The blocks and the digest of this one are those to use.
+        """
+        return source
 
-    def extend(self, values: Mapping[str, Any], count: int, where: str) -> None:
-        if values.keys() != self.dtypes.keys():
-            given, declared = (", ".join(names) or "none" for names in (values, self.dtypes))
-            raise ValueError(f"{where}: has the columns {given}, and not {declared}")
-        for name, dtype in self.dtypes.items():
-            new = np.asarray(values[name], dtype=dtype)
-            if len(new) != count:
-                raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
-            if not count:
-                continue
-            shape = self.shapes.setdefault(name, new.shape[1:])
-            if new.shape[1:] != shape:
-                raise ValueError(
-                    f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
-                )
-            self.buffers[name] += new.tobytes()
+    def digest(self) -> str:
+        """Changes with whatever changes the examples of a row, such as the tokenizer."""
+        raise NotImplementedError
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {
-            name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(
-                -1, *self.shapes.get(name, ())
-            )
-            for name, buffer in self.buffers.items()
-        }
+    def row(self, row: Row, block: Block) -> Sequence[Example]:
+        """The examples of one row, a group if there are several; ValueError for a bad row."""
+        raise NotImplementedError
+
+    def batch(self, rows: Sequence[Row], block: Block) -> Iterator[Sequence[Example] | ValueError]:
+        """`row` of each, or its error; overridden where many at once are faster."""
+        for row in rows:
+            try:
+                yield self.row(row, block)
+            except ValueError as error:
+                yield error
+
+    def __call__(self, block: Block) -> Examples:
+        """The examples of a block, with `block.name` as their only file, and the report."""
+        raise NotImplementedError

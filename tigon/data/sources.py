@@ -1,95 +1,72 @@
-"""Documents and conversations from files, each with the place it came from."""
+"""Where rows come from: files and data sets, in pieces small enough for any memory.
+
+A row has a place, file:line. In tables and data sets, lines count rows.
+"""
 
 import glob
+import gzip
+import hashlib
+import io
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-Chat = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]  # messages, tools
+from tigon.data.formats import Format, Row
 
+SIZE = 2**22  # bytes of a block, about
+LARGEST = 2**27  # characters of one document
+HUB = "hf://"
+ACCEPTED = (
+    ".jsonl, .json and .txt files (also .gz and .zst), .parquet, .arrow, directories that the "
+    f"library datasets has saved, and data sets of the hub as {HUB}owner/name"
+)
 
-def find_files(patterns: str | Sequence[str]) -> list[Path]:
-    """Paths and glob patterns, in the order given, each glob sorted; every one must match."""
-    files = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = Path(pattern).expanduser()
-        found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        if not found:
-            raise FileNotFoundError(f"no data file matches {pattern!r}")
-        files += sorted(found)
-    for file in files:
-        if file.is_dir():
-            raise IsADirectoryError(
-                f"{file} is a directory; name its files, as in '{file}/*.jsonl'"
-            )
-        if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty")
-    return files
+Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row or why there is none
 
 
-def read_texts(
-    path: Path, separator: str = "", ignored: set[str] | None = None
-) -> Iterator[tuple[int, str]]:
-    """(line, text) of each document; keys of a row that are not read are added to `ignored`.
+@dataclass(frozen=True)
+class Entry:
+    """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
 
-    A .jsonl file has one {"text": ...} a line. A .txt file is one document, or several that
-    `separator` divides (blank ends are trimmed, empty documents skipped).
-    """
-    if path.suffix == ".jsonl":
-        for line, row in _read_jsonl(path, {"text"}, ignored):
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f'{path}:{line}: needs a string "text"; its keys are {_keys(row)}')
-            yield line, row["text"]
-        return
-    if path.suffix != ".txt":
-        raise ValueError(f"{path}: text data is read from .txt or .jsonl files")
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    line = 1
-    for document in text.split(separator) if separator else [text]:
-        body = document.strip() if separator else document
-        if body.strip():
-            yield line + document[: document.index(body)].count("\n"), body
-        line += (document + separator).count("\n")
+    path: str
+    weight: float | None = None  # its share of the examples drawn from all entries
+    format: str = "auto"  # one of formats.KINDS
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
+    split: str = "train"  # of a data set
+    config: str | None = None  # of a data set of the hub
+    revision: str | None = None  # of a data set of the hub
 
 
-def read_chats(path: Path, ignored: set[str] | None = None) -> Iterator[tuple[int, Chat]]:
-    """(line, (messages, tools)) of each conversation of a .jsonl file; `ignored` as above.
+@dataclass(frozen=True)
+class Block:
+    """A few megabytes of a source, which worker processes are sent."""
 
-    A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}, tools optional.
-    """
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path}: chat data is read from .jsonl files, one conversation a line")
-    for line, row in _read_jsonl(path, {"messages", "tools"}, ignored):
-        where = f"{path}:{line}"
-        messages, tools = row.get("messages"), row.get("tools")
-        if not isinstance(messages, list):
-            raise ValueError(f'{where}: needs a list "messages"; its keys are {_keys(row)}')
-        if tools is not None and not isinstance(tools, list):
-            raise ValueError(f'{where}: "tools" must be a list, not {type(tools).__name__}')
-        yield line, (messages, tools)
+    name: str  # of the source
+    format: Format
+
+    def rows(self) -> Rows:
+        raise NotImplementedError
 
 
-def _read_jsonl(
-    path: Path, known: set[str], ignored: set[str] | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw)
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
-                raise ValueError(f"{path}:{line}: not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{line}: needs a JSON object, not {type(row).__name__}")
-            if ignored is not None:
-                ignored |= row.keys() - known
-            yield line, row
+@dataclass(frozen=True)
+class Source:
+    """The rows of one file or data set."""
 
+    name: str  # for messages; a file's is its path
+    format: Format
 
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "none"
+    def blocks(self) -> Iterator[Block]:
+        """All rows in order, read on demand. ValueError for a file that cannot be read."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Changes with the content, and with how it is divided into rows and read."""
+        raise NotImplementedError
+
+    def rows(self) -> Rows:
+        for block in self.blocks():
+            yield from block.rows()

@@ -113,7 +113,7 @@ class Format:
         if kind in ("messages", "sharegpt"):
             messages = self.get(row, "messages")
             first = messages[0] if isinstance(messages, list) and messages else None
-            return ("from" in first) == (kind == "sharegpt") if isinstance(first, dict) else True
+            return (isinstance(first, dict) and "from" in first) == (kind == "sharegpt")
         return True
 
     def read_keys(self) -> set[str]:
@@ -208,7 +208,7 @@ def _from_sharegpt(i: int, message: Any) -> dict[str, Any]:
     speaker, value = message["from"], message["value"]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {', '.join(ROLES)}")
-    rest = {k: v for k, v in message.items() if k not in ("from", "value")}
+    rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
     if speaker != "function_call":
         return {"role": ROLES[speaker], "content": value, **rest}
     calls = _json(value, f"messages[{i}]['value'] of a function_call")

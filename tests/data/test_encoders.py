@@ -238,6 +238,9 @@ def test_a_digest_for_everything_that_changes_examples(
         TextEncoder(tokenizer).digest(),
     }
     assert len(digests) == 4
+    before = ChatEncoder(other)
+    other.use_eos(2)  # as training does
+    assert before.digest() in digests and ChatEncoder(other).digest() not in digests
 
 
 class Pairs(Encoder):

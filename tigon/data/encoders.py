@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ class FormatEncoder(Encoder):
     formats: Sequence[str] = ()
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
-        self.tokenizer, self.eos = tokenizer, tokenizer.eos_token_id
+        # A copy: the end of a turn may become the tokenizer's eos when training begins
+        self.tokenizer, self.eos = copy(tokenizer), tokenizer.eos_token_id
         self.skip_bad_rows = skip_bad_rows
 
     def open(self, source: Source) -> Source:

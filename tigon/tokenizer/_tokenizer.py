@@ -112,9 +112,9 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
-        self.special_tokens["eos_token"] = self.eos_token = token
-        self.eos_token_id = token_id
-        self._changed["eos_token"] = token
+        self.special_tokens = self.special_tokens | {"eos_token": token}
+        self.eos_token, self.eos_token_id = token, token_id
+        self._changed = {"eos_token": token}
 
     @property
     def vocab_size(self) -> int:

@@ -44,9 +44,11 @@ OPTIONAL = {
     "flash_attn",
     "lm_eval",
     "matplotlib",
+    "pyarrow",
     "tensorboard",
     "transformers",
     "wandb",
+    "zstandard",
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}
 

@@ -1,20 +1,32 @@
 """Files to batches: sources -> examples -> rows -> micro-batches."""
 
-from tigon.data.examples import Example, Examples, chat_examples, collect, text_examples
+from tigon.data.blocks import Block, Source
+from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
+from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
+from tigon.data.formats import Format
 from tigon.data.loader import Loader, MicroBatch
 from tigon.data.packing import Rows, split, whole
-from tigon.data.sources import find_files
+from tigon.data.sources import Entry, find_sources
 
 __all__ = [
+    "Block",
+    "ChatEncoder",
+    "Encoder",
+    "Entry",
     "Example",
     "Examples",
+    "Format",
     "Loader",
     "MicroBatch",
+    "Report",
     "Rows",
-    "chat_examples",
+    "Source",
+    "TextEncoder",
     "collect",
-    "find_files",
+    "find_sources",
+    "join",
+    "read",
+    "read_texts",
     "split",
-    "text_examples",
     "whole",
 ]

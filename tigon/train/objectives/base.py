@@ -1,13 +1,11 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tigon.data import Examples, MicroBatch, Rows, whole
+from tigon.data import Encoder, Examples, MicroBatch, Rows, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -45,7 +43,7 @@ class Objective:
     """What a run learns from its files, and how.
 
     A new objective is one file: a subclass, and its name in OBJECTIVES. It says what becomes of
-    the files (`examples`, `rows`), what a step's losses are divided by (`sums`), and the loss of
+    the data (`encoder`, `rows`), what a step's losses are divided by (`sums`), and the loss of
     one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
     loss is computed, so that a loss can be divided by what the whole step holds; gradients and
     losses then add up, and a run means the same on any number of ranks and micro-batches.
@@ -61,9 +59,10 @@ class Objective:
             if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
                 raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
         self.hooks = Hooks(config.hooks, config.hook_every)
+        self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
-    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-        """The examples of the files, with all columns that the loss reads."""
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
     def rows(self, examples: Examples) -> Rows:

@@ -1,18 +1,38 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from tests.data.test_packing import make
-from tigon.data import Loader, MicroBatch, split, whole
+from tigon.data import Loader, MicroBatch, Mixture, split, whole
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
 EXAMPLES = make(LENGTHS, np.random.default_rng(1).random(LENGTHS.sum()) < 0.7)
 SHAPE = {"batch_size": 8, "micro_batch_size": 2}
 
 
-def loader(rank: int = 0, world: int = 1, packing: bool = True, **kwargs) -> Loader:
-    rows = whole(EXAMPLES, 32, packing=packing)
-    return Loader(EXAMPLES, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
+def loader(
+    rank: int = 0, world: int = 1, packing: bool = True, size: int = 1000, **kwargs
+) -> Loader:
+    """Of windows of `size` examples."""
+    rows = partial(whole, seq_len=32, packing=packing)
+    windows = Mixture.of(EXAMPLES, size)
+    return Loader(windows, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
+
+
+def all_rows(data: Loader) -> list[list[list[int]]]:
+    """The spans of every row of the first epoch, in the order of the windows."""
+    found = []
+    for number in range(data.windows.per_epoch or 0):
+        rows = data.pack(data.windows.window(number))
+        found += [rows[i].tolist() for i in range(len(rows))]
+    return found
+
+
+def taken(data: Loader, step: int) -> list[list[list[int]]]:
+    """The spans of the rows of a step, in order."""
+    return [rows[i].tolist() for _, rows, some in data.batch(step) for i in some]
 
 
 def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:

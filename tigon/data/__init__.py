@@ -1,20 +1,29 @@
-"""Files to batches: sources -> examples -> rows -> micro-batches."""
+"""Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
-from tigon.data.examples import Example, Examples, chat_examples, collect, text_examples
-from tigon.data.loader import Loader, MicroBatch
+from tigon.data.cache import cache_root, tokenised
+from tigon.data.collate import MicroBatch
+from tigon.data.examples import Encoder, Example, Examples
+from tigon.data.loader import Loader
+from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import Rows, split, whole
-from tigon.data.sources import find_files
+from tigon.data.sources import Block, Entry, Source
+from tigon.data.stream import Stream
 
 __all__ = [
+    "Block",
+    "Encoder",
+    "Entry",
     "Example",
     "Examples",
     "Loader",
     "MicroBatch",
+    "Mixture",
     "Rows",
-    "chat_examples",
-    "collect",
-    "find_files",
+    "Source",
+    "Stream",
+    "Window",
+    "cache_root",
     "split",
-    "text_examples",
+    "tokenised",
     "whole",
 ]

@@ -3,17 +3,8 @@
 A row has a place, file:line. In tables and data sets, lines count rows.
 """
 
-import glob
-import gzip
-import hashlib
-import io
-import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO
 
 from tigon.data.formats import Format, Row
 

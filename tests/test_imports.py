@@ -42,9 +42,11 @@ OPTIONAL = {
     "flash_attn",
     "lm_eval",
     "matplotlib",
+    "pyarrow",
     "tensorboard",
     "transformers",
     "wandb",
+    "zstandard",
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}
 

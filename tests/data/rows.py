@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tigon.data.blocks import Block, Source
 from tigon.data.examples import Encoder, Examples, Report
 from tigon.data.formats import Format
-from tigon.data.sources import Block, Source
 
 PER_BLOCK = 7
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from tigon.data.blocks import Block, Source
 from tigon.data.examples import Encoder, Examples
-from tigon.data.sources import Block, Source
 from tigon.data.store import Store, Stored, disk_errors, sync
 from tigon.data.workers import Pool
 
@@ -58,8 +58,7 @@ def tokenised(
         raise RuntimeError(f"something removes or damages files below {root} while they are made")
     for source, part in zip(sources, parts, strict=True):
         if not part.count:
-            skipped = f": {part.report.errors[0]}" if part.report.errors else ""
-            raise ValueError(f"{source.name} has no rows{skipped}")
+            raise ValueError(f"{source.name} {part.report.why_empty()}")
     return parts
 
 
@@ -125,7 +124,7 @@ def _make(root: Path, missing: dict[str, Source], encoder: Encoder, workers: int
     with ExitStack() as stack:
         pool = stack.enter_context(Pool(encoder, workers))
         progress = stack.enter_context(Progress(len(missing)))
-        makers = [_Maker(root, key, missing[key], encoder, stack) for key in sorted(missing)]
+        makers = [_Maker(root, key, missing[key], stack) for key in sorted(missing)]
         blocks_of: list[_Maker] = []  # whose each block is, in the order that they are encoded
 
         def blocks() -> Iterator[Block]:
@@ -150,10 +149,8 @@ def _make(root: Path, missing: dict[str, Source], encoder: Encoder, workers: int
 class _Maker:
     """One directory of the cache in the making."""
 
-    def __init__(
-        self, root: Path, key: str, source: Source, encoder: Encoder, stack: ExitStack
-    ) -> None:
-        self.root, self.key, self.source, self.encoder = root, key, source, encoder
+    def __init__(self, root: Path, key: str, source: Source, stack: ExitStack) -> None:
+        self.root, self.key, self.source = root, key, source
         self.stack = stack
         self.lock = ExitStack()
         self.store: Store | None = None
@@ -168,7 +165,7 @@ class _Maker:
         partial = self.root / f"{self.key}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         with disk_errors(partial):
-            self.store = Store(partial, self.encoder.fills)
+            self.store = Store(partial)
         self.lock.callback(self._abandon)
         return True
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tigon.data.examples import FILLS
 from tigon.data.mixture import Corpus
 
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
@@ -69,7 +70,6 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
     positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
     real = np.arange(length) < used[:, None]
     slices = [some for corpus, spans in lines for some in corpus.slices(spans)]
-    fills = columns.fills
 
     def place(pieces: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
         placed = np.zeros((*shape, *like.shape[1:]), like.dtype)
@@ -82,14 +82,14 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         pieces = [
             e.per_token[name][a:b]
             if name in e.per_token
-            else np.full((b - a, *like.shape[1:]), fills[name])
+            else np.full((b - a, *like.shape[1:]), FILLS[name])
             for e, a, b in slices
         ]
         per_token[name] = place(pieces, like)
     per_example = {}
     for name, like in columns.columns["per_example"].items():
         values = [
-            e.per_example[name][e.index(np.asarray(a))] if name in e.per_example else fills[name]
+            e.per_example[name][e.index(np.asarray(a))] if name in e.per_example else FILLS[name]
             for e, a, _ in slices
         ]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])

@@ -4,7 +4,8 @@
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,9 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.sources import Block, Row, Source
+from tigon.data.blocks import Block, Source
+from tigon.data.formats import Format, Row
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
+# A column that only some examples have, and what it is for the others. Examples in which it would
+# say nothing else have no such column.
+FILLS = {"loss_weights": 1.0}
+WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
 NAMED = 5  # bad rows that a report shows
 
@@ -36,7 +42,7 @@ class Report:
 
     rows: int = 0
     skipped: int = 0  # rows that could not be read or encoded, with bad_rows=skip
-    silent: int = 0  # rows left out since the weights of all that could be learned are 0
+    unlearned: int = 0  # rows left out, because the weights of all that they say are 0
     errors: tuple[str, ...] = ()  # of the first rows that were skipped
     ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
 
@@ -44,10 +50,32 @@ class Report:
         return Report(
             self.rows + other.rows,
             self.skipped + other.skipped,
-            self.silent + other.silent,
+            self.unlearned + other.unlearned,
             (self.errors + other.errors)[:NAMED],
             tuple(sorted({*self.ignored_keys, *other.ignored_keys})),
         )
+
+    def lines(self) -> list[str]:
+        """What a person should know of it."""
+        lines = []
+        if self.skipped:
+            named = "\n  ".join(self.errors)
+            lines.append(f"{self.skipped:,} of {self.rows:,} rows skipped as bad:\n  {named}")
+        if self.unlearned:
+            lines.append(f"{self.unlearned:,} rows left out, whose weights are all 0")
+        if self.ignored_keys:
+            lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
+        return lines
+
+    def why_empty(self) -> str:
+        """Why these rows gave no example."""
+        if not self.rows:
+            return "has no rows"
+        if self.unlearned:
+            return (
+                f"has nothing to learn: the weights are 0 in {self.unlearned} of {self.rows} rows"
+            )
+        return f"has no good row of {self.rows}: {self.errors[0]}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; Report(**values) reads it back."""
@@ -103,19 +131,16 @@ class Examples:
 class Encoder:
     """Rows to examples: what an objective makes of its data.
 
-    Picklable, since worker processes have a copy each. An objective of its own subclasses it:
-    `row`, the columns, and `digest` if it has settings.
+    Picklable, since worker processes have a copy each. A new one says its columns, `digest`, and
+    what `row` makes of a row.
     """
 
-    per_token: Mapping[str, DTypeLike] = SUPERVISED  # columns that examples may have
+    per_token: Mapping[str, DTypeLike] = SUPERVISED
     per_example: Mapping[str, DTypeLike] = NONE
-    # Columns that only some sources have, and the value that stands for them elsewhere: they are
-    # absent from Examples in which all values are this one
-    fills: Mapping[str, float] = MappingProxyType({"loss_weights": 1.0})
     skip_bad_rows = False
 
     def open(self, source: Source) -> Source:
-        """The source with its rows' format, which its first ones decide. ValueError if none fits.
+        """The source with what its first rows decide; ValueError if they cannot be read.
 
         The blocks and the digest of this one are those to use.
         """
@@ -125,18 +150,170 @@ class Encoder:
         """Changes with whatever changes the examples of a row, such as the tokenizer."""
         raise NotImplementedError
 
-    def row(self, row: Row, block: Block) -> Sequence[Example]:
-        """The examples of one row, a group if there are several; ValueError for a bad row."""
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        """The examples of a row, a group if there are several; ValueError for a bad row."""
         raise NotImplementedError
 
-    def batch(self, rows: Sequence[Row], block: Block) -> Iterator[Sequence[Example] | ValueError]:
-        """`row` of each, or its error; overridden where many at once are faster."""
+    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+        """`row` of each, or its error; for encoders that are faster with many at once."""
         for row in rows:
             try:
-                yield self.row(row, block)
+                yield self.row(row, form)
             except ValueError as error:
                 yield error
 
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        """The keys of a row that are not read."""
+        return set()
+
     def __call__(self, block: Block) -> Examples:
-        """The examples of a block, with `block.name` as their only file, and the report."""
-        raise NotImplementedError
+        """The examples of a block; `block.name` is their only file."""
+        lines = list(block.rows())
+        encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
+        groups: list[Group] = []
+        ignored: set[str] = set()
+        report = Report(len(lines))
+        for line, row in lines:
+            examples = row
+            if isinstance(row, dict):
+                ignored |= self.ignored(row, block.format)
+                examples = next(encoded)
+            if isinstance(examples, ValueError):
+                message = f"{block.name}:{line}: {examples}"
+                if not self.skip_bad_rows:
+                    raise ValueError(message) from examples
+                report += Report(skipped=1, errors=(message,))
+            elif examples:
+                groups.append((line, examples))
+            else:
+                report += Report(unlearned=1)
+        report += Report(ignored_keys=tuple(ignored))
+        return collect(block.name, groups, report, self.per_token, self.per_example)
+
+
+def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
+    """The examples of all rows of the sources, in memory; ValueError for a source without any."""
+    pieces: list[Examples] = []
+    for source in sources:
+        opened = encoder.open(source)
+        own = [encoder(block) for block in opened.blocks()]
+        if not any(map(len, own)):
+            raise ValueError(f"{source.name} {sum((p.report for p in own), Report()).why_empty()}")
+        pieces += own
+    return join(pieces)
+
+
+def join(pieces: Sequence[Examples]) -> Examples:
+    """Examples one after the other; without a column, examples get its value in FILLS."""
+    files = tuple(dict.fromkeys(file for piece in pieces for file in piece.files))
+    place = {file: i for i, file in enumerate(files)}
+    origins = []
+    for piece in pieces:
+        of = np.array([place[file] for file in piece.files], dtype=np.int32)
+        origins.append(np.stack([of[piece.origin[:, 0]], piece.origin[:, 1]], axis=1))
+
+    def ends(offsets: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(o) for o in offsets]))])
+
+    def columns(kind: str) -> dict[str, np.ndarray]:
+        names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
+        return {name: np.concatenate([column(p, kind, name) for p in pieces]) for name in names}
+
+    def column(piece: Examples, kind: str, name: str) -> np.ndarray:
+        if name in getattr(piece, kind) or name not in FILLS:
+            return getattr(piece, kind)[name]
+        return np.full(len(piece.tokens), FILLS[name], dtype=np.float32)
+
+    grouped = any(piece.groups is not None for piece in pieces)
+    return Examples(
+        np.concatenate([piece.tokens for piece in pieces]),
+        ends(piece.offsets for piece in pieces),
+        np.concatenate(origins),
+        files,
+        columns("per_token"),
+        columns("per_example"),
+        ends(np.arange(len(p) + 1) if p.groups is None else p.groups for p in pieces)
+        if grouped
+        else None,
+        sum((piece.report for piece in pieces), Report()),
+    )
+
+
+def collect(
+    file: str,
+    groups: Iterable[Group],
+    report: Report = Report(),
+    per_token: Mapping[str, DTypeLike] = SUPERVISED,
+    per_example: Mapping[str, DTypeLike] = NONE,
+) -> Examples:
+    """Examples from groups of them, one group a line of the file, with columns of these dtypes.
+
+    A value may be an array, if all of its column have one shape. ValueError if an example lacks
+    a column or has another.
+    """
+    tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
+    token_columns, example_columns = _Columns(per_token), _Columns(per_example)
+    for line, examples in groups:
+        where = f"{file}:{line}"
+        for ids, token_values, example_values in examples:
+            tokens.extend(ids)
+            token_columns.extend(token_values, len(ids), where)
+            values = {name: [value] for name, value in example_values.items()}
+            example_columns.extend(values, 1, where)
+            offsets.append(len(tokens))
+            lines.append(line)
+        ends.append(len(offsets) - 1)
+    of_line = np.array(lines, dtype=np.int32)
+    return Examples(
+        np.array(tokens, dtype=np.int32),
+        np.array(offsets, dtype=np.int64),
+        np.stack([np.zeros_like(of_line), of_line], axis=1),
+        (file,),
+        token_columns.arrays(),
+        example_columns.arrays(),
+        None if len(ends) == len(offsets) else np.array(ends, dtype=np.int64),
+        report,
+    )
+
+
+class _Columns:
+    """Values end to end in buffers: as Python objects they would take many times the memory."""
+
+    def __init__(self, dtypes: Mapping[str, DTypeLike]):
+        self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+        self.buffers = {name: bytearray() for name in dtypes if name not in FILLS}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
+        self.count = 0
+
+    def extend(self, values: Mapping[str, Any], count: int, where: str) -> None:
+        needed = self.dtypes.keys() - FILLS.keys()
+        if not needed <= values.keys() <= self.dtypes.keys():
+            given, declared = (", ".join(names) or "none" for names in (values, self.dtypes))
+            raise ValueError(f"{where}: has the columns {given}, and not {declared}")
+        for name in values.keys() - self.buffers.keys():
+            self.buffers[name] = bytearray(self._filled(name, self.count).tobytes())
+        for name, buffer in self.buffers.items():
+            given = values[name] if name in values else self._filled(name, count)
+            new = np.asarray(given, dtype=self.dtypes[name])
+            if len(new) != count:
+                raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
+            if not count:
+                continue
+            shape = self.shapes.setdefault(name, new.shape[1:])
+            if new.shape[1:] != shape:
+                raise ValueError(
+                    f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
+                )
+            buffer += new.tobytes()
+        self.count += count
+
+    def _filled(self, name: str, count: int) -> np.ndarray:
+        return np.full(count, FILLS[name], dtype=self.dtypes[name])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {
+            name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(
+                -1, *self.shapes.get(name, ())
+            )
+            for name, buffer in self.buffers.items()
+        }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.examples import Examples
+from tigon.data.examples import FILLS, Examples
 from tigon.data.store import Memory, Part, release
 
 OPEN = 64  # parts whose files are open
@@ -26,16 +26,14 @@ class Corpus:
     def __init__(
         self,
         parts: Sequence[Part],
-        fills: Mapping[str, float] | None = None,
         *,
         always: Mapping[str, DTypeLike] | None = None,
         most: int = OPEN,
     ):
-        """`fills`: columns that only some parts have, and their value elsewhere; those of them
-        that are in `always` are there even if no part has them. `most`: parts that are open at a
-        time.
+        """A column that only some parts have is the value in FILLS elsewhere. Those columns that
+        are in `always` are there even if no part has them. `most`: parts that are open at a time.
         """
-        self.parts, self.fills, self.most = tuple(parts), dict(fills or {}), most
+        self.parts, self.most = tuple(parts), most
         self.first_token = _starts([part.tokens for part in parts])
         self.first_group = _starts([part.groups for part in parts])
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
@@ -43,10 +41,10 @@ class Corpus:
             for part in parts:
                 known |= part.columns[kind]
             for name in known:
-                if name not in self.fills and any(name not in p.columns[kind] for p in parts):
+                if name not in FILLS and any(name not in p.columns[kind] for p in parts):
                     raise ValueError(f"only some of the data has the column {name}")
         for name, dtype in (always or {}).items():
-            if name in self.fills:
+            if name in FILLS:
                 self.columns["per_token"].setdefault(name, np.empty(0, dtype))
         self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
         self._opened: dict[int, tuple[Examples, np.ndarray]] = {}
@@ -208,10 +206,9 @@ class Mixture:
         *,
         size: int,
         weights: Sequence[float] | None = None,
-        fills: Mapping[str, float] | None = None,
     ):
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
-        self.corpus = Corpus([part for parts in entries for part in parts], fills)
+        self.corpus = Corpus([part for parts in entries for part in parts])
         sizes = tuple(sum(part.groups for part in parts) for parts in entries)
         self.order = Order(sizes, None if weights is None else tuple(weights))
         self.size = size

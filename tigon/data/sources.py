@@ -1,22 +1,23 @@
-"""Where rows come from: files and data sets, in pieces small enough for any memory.
+"""What `data` names: files, globs and data sets, as sources of rows."""
 
-A row has a place, file:line. In tables and data sets, lines count rows.
-"""
-
-from collections.abc import Iterator, Mapping
+import glob
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from tigon.data.formats import Format, Row
+from tigon.data.blocks import Block, Rows, Source
+from tigon.data.formats import Format
+from tigon.data.lines import COMPRESSED, JsonFile, TextFile
+from tigon.data.tables import ArrowFile, HubDataset, ParquetFile, SavedDataset, is_saved
 
-SIZE = 2**22  # bytes of a block, about
-LARGEST = 2**27  # characters of one document
+__all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
+
 HUB = "hf://"
 ACCEPTED = (
-    ".jsonl, .json and .txt files (also .gz and .zst), .parquet, .arrow, directories that the "
-    f"library datasets has saved, and data sets of the hub as {HUB}owner/name"
+    ".jsonl, .json and .txt files (each also .gz or .zst), .parquet and .arrow files, directories "
+    f"written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
 )
-
-Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row or why there is none
 
 
 @dataclass(frozen=True)
@@ -25,39 +26,69 @@ class Entry:
 
     path: str
     weight: float | None = None  # its share of the examples drawn from all entries
-    format: str = "auto"  # one of formats.KINDS
+    format: str | None = None  # of its rows, one of formats.KINDS; None: told from their keys
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     split: str = "train"  # of a data set
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
 
 
-@dataclass(frozen=True)
-class Block:
-    """A few megabytes of a source, which worker processes are sent."""
+def find_sources(
+    entries: Sequence[Entry | str] | Entry | str, *, separator: str = "", streaming: bool = False
+) -> list[Source]:
+    """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
 
-    name: str  # of the source
-    format: Format
+    `separator` divides text files into documents; `streaming` reads the hub's data sets as they
+    come, instead of downloading them first.
+    """
+    sources: list[Source] = []
+    for entry in [entries] if isinstance(entries, Entry | str) else entries:
+        entry = Entry(entry) if isinstance(entry, str) else entry
+        form = Format(entry.format, entry.columns)
+        if entry.path.startswith(HUB):
+            sources.append(_hub(entry, form, streaming))
+        else:
+            sources += [_source(path, entry, form, separator) for path in _find(entry.path)]
+    return sources
 
-    def rows(self) -> Rows:
-        raise NotImplementedError
+
+def _find(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not found:
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
+            hint = f"; a data set of the hub is written {HUB}{pattern}"
+        raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
+    return sorted(found)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of one file or data set."""
+def _source(path: Path, entry: Entry, form: Format, separator: str) -> Source:
+    name = str(path)
+    if path.is_dir():
+        if not is_saved(path):
+            raise IsADirectoryError(
+                f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
+            )
+        return SavedDataset(name, form, entry.split)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+    if suffix in (".jsonl", ".json"):
+        return JsonFile(name, form)
+    if suffix == ".txt":
+        return TextFile(name, form, separator)
+    if path.suffix == ".parquet":
+        return ParquetFile(name, form)
+    if path.suffix == ".arrow":
+        return ArrowFile(name, form)
+    raise ValueError(f"{path}: data is read from {ACCEPTED}")
 
-    name: str  # for messages; a file's is its path
-    format: Format
 
-    def blocks(self) -> Iterator[Block]:
-        """All rows in order, read on demand. ValueError for a file that cannot be read."""
-        raise NotImplementedError
-
-    def digest(self) -> str:
-        """Changes with the content, and with how it is divided into rows and read."""
-        raise NotImplementedError
-
-    def rows(self) -> Rows:
-        for block in self.blocks():
-            yield from block.rows()
+def _hub(entry: Entry, form: Format, streaming: bool) -> Source:
+    repository = entry.path.removeprefix(HUB)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
+        raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
+    parts = filter(None, (entry.config, entry.split))
+    name = f"{entry.path}[{','.join(parts)}]"
+    return HubDataset(name, form, repository, entry.split, entry.config, entry.revision, streaming)

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tigon.data.examples import Examples, Report
+from tigon.data.examples import FILLS, Examples, Report
 
 VERSION = 1  # of the files; others are made anew
 MANIFEST = "manifest.json"
@@ -160,10 +160,9 @@ def count_targets(examples: Examples) -> np.ndarray:
 class Store:
     """Writes examples into a new directory as they come."""
 
-    def __init__(self, directory: Path, fills: Mapping[str, float]):
-        """`fills`: columns that may come late, and their value before."""
+    def __init__(self, directory: Path):
         directory.mkdir(parents=True)
-        self.directory, self.fills = directory, fills
+        self.directory = directory
         self.arrays: dict[str, _Array] = {}
         self.columns: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
             "per_token": {},
@@ -273,9 +272,9 @@ class Store:
                 self._fill(f"{kind}-{name}", np.empty((0, *shape), dtype), new, self._filler(name))
 
     def _filler(self, name: str) -> float:
-        if name not in self.fills:
+        if name not in FILLS:
             raise ValueError(f"{', '.join(self.files)}: only some rows have the column {name}")
-        return self.fills[name]
+        return FILLS[name]
 
     def _fill(self, name: str, like: np.ndarray, count: int, value: float) -> None:
         array = self._array(name, like)

@@ -22,10 +22,10 @@ from typing import IO, Any
 
 import numpy as np
 
+from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, lock, write
 from tigon.data.examples import Encoder, Examples, Report
 from tigon.data.mixture import Corpus, Pattern, Window
-from tigon.data.sources import Block, Source
 from tigon.data.store import Store, Stored, disk_errors
 from tigon.data.workers import Pool, cpus
 
@@ -101,7 +101,7 @@ class Stream:
         highest = max(part.highest for part in parts)
         if self.limit is not None and highest >= self.limit:
             raise ValueError(f"the tokenizer gives token {highest}, beyond the model's vocabulary")
-        corpus = Corpus(parts, self.encoder.fills, always=self.encoder.per_token, most=len(parts))
+        corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
         for part in range(len(parts)):
             corpus.open(part)  # the files may be deleted before they are read
         groups = np.arange(corpus.first_group[-1])
@@ -233,7 +233,7 @@ class _Producer(threading.Thread):
             counts = drawn.tolist()
         last = False
         for i, (reader, count) in enumerate(zip(readers, counts, strict=True)):
-            store = Store(path / str(i), self.encoder.fills)
+            store = Store(path / str(i))
             while (count := count - reader.take(count, store)) or self.pattern is None:
                 if self.pattern is None:
                     last = reader.ended()

@@ -11,8 +11,8 @@ from itertools import islice
 from multiprocessing import connection, get_context, parent_process
 from typing import Self
 
+from tigon.data.blocks import Block
 from tigon.data.examples import Encoder, Examples
-from tigon.data.sources import Block
 
 MOST = 32  # workers, unless a setting says more
 FEW = 4  # blocks that are encoded sooner than processes start

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tigon.data import Loader, find_files
+from tigon.data import Entry, Loader, find_sources, read
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.config import Config
-from tigon.train.model import build_model
+from tigon.train.model import build_model, check_context, stop_at
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
 from tigon.train.parallel import World
@@ -45,6 +45,8 @@ def prepare(config: Config, world: World) -> Run:
         for change in resume.check(source, config, data):
             world.say(f"changed since {source}: {change}")
     model = build_model(config, world, load=source is None)
+    check_context(model, config)
+    stop_at(model, tokenizer, objective.ends)
     for loader in (data, eval_data):
         check_vocabulary(model, loader)
     optimizer = adamw(model, config)
@@ -78,17 +80,17 @@ def build_loader(
 ) -> Loader:
     """Training rows in a shuffled order; held-out ones in their own."""
     config, world = objective.config, objective.world
-    examples = objective.examples(find_files(paths), tokenizer)
+    entries = [Entry(path, format=config.format, columns=config.columns or {}) for path in paths]
+    sources = find_sources(entries, separator=config.separator)
+    examples = read(sources, objective.encoder(tokenizer))
     rows = objective.rows(examples)
     name = "eval_data" if held_out else "data"
     world.say(
         f"{name}: {len(examples):,} examples, {len(examples.tokens):,} tokens, {len(rows):,} rows; "
         f"{rows.truncated:,} cut to seq_len {config.seq_len}, {rows.dropped:,} left out"
     )
-    if examples.ignored_keys:
-        world.say(
-            f"{name}: keys of its rows that nothing reads: {', '.join(examples.ignored_keys)}"
-        )
+    for line in examples.report.lines():
+        world.say(f"{name}: {line}")
     return Loader(
         examples,
         rows,

@@ -46,7 +46,9 @@ class DataSettings:
 
     data: tuple[str, ...] = option((), "training files or globs: .jsonl, or .txt to pretrain on")
     eval_data: tuple[str, ...] = option((), "held-out files or globs")
-    separator: str = option("", "divides a .txt file into documents; empty: a file is one")
+    separator: str = option(
+        "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
+    )
     seq_len: int = option(2048, "tokens in a row", least=2, stream=True)
     packing: bool = option(True, "several sequences to a row; false pads instead", stream=True)
     truncate: bool = option(
@@ -55,6 +57,25 @@ class DataSettings:
     batch_size: int = option(8, "rows in a step, over all ranks", least=1, stream=True)
     micro_batch_size: int = option(1, "rows in one forward of one rank", least=1)
     seed: int = option(0, "of the data order and of random weights", least=0, stream=True)
+    format: str | None = option(
+        None,
+        "of the rows: messages, sharegpt, prompt_completion, instruction or text; null: told from "
+        "their keys",
+        stream=True,
+    )
+    columns: dict[str, str] | None = option(  # noqa: RUF009
+        None, "keys of other names, as in {messages: dialog}", stream=True
+    )
+    train_on: Literal["assistant", "last", "all"] = option(
+        "assistant",
+        "what is learned of a chat: the assistant's turns, its last one, or all of it",
+        stream=True,
+    )
+    bad_rows: Literal["error", "skip"] = option(
+        "error",
+        "what a row that cannot be read or encoded does; skipped ones are counted",
+        stream=True,
+    )
 
 
 @dataclass(frozen=True)

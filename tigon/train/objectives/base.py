@@ -1,13 +1,11 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tigon.data import Examples, MicroBatch, Rows, whole
+from tigon.data import Encoder, Examples, MicroBatch, Rows, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -36,7 +34,7 @@ class Objective:
     """What a run learns from its files, and how.
 
     A new objective is one file: a subclass, and its name in OBJECTIVES. It says what becomes of
-    the files (`examples`, `rows`), what a step's losses are divided by (`sums`), and the loss of
+    the data (`encoder`, `rows`), what a step's losses are divided by (`sums`), and the loss of
     one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
     loss is computed, so that a loss can be divided by what the whole step holds; gradients and
     losses then add up, and a run means the same on any number of ranks and micro-batches.
@@ -45,9 +43,10 @@ class Objective:
     def __init__(self, config: Config, world: World):
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
+        self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
-    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-        """The examples of the files, with all columns that the loss reads."""
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
     def rows(self, examples: Examples) -> Rows:
@@ -60,9 +59,12 @@ class Objective:
         """Called once, before the first step, when all of the model's settings are made."""
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model is told of the loss: labels, where the column "supervised" is True."""
-        supervised = micro_batch.per_token["supervised"]
-        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE_INDEX)}
+        """What the model is told of the loss: labels, where the column "supervised" is True, and
+        the column "loss_weights" if there is one."""
+        columns = micro_batch.per_token
+        labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
+        weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
+        return {"labels": labels, **weights}
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""

@@ -3,7 +3,7 @@
 # B lines, T tokens of a line, n sequences
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -32,14 +32,22 @@ class MicroBatch:
     spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
+    origins: tuple[str, ...]  # n times "file:line"
 
     def to(self, device: torch.device) -> Self:
-        def move(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: move(column) for name, column in value.items()}
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+    def pinned(self) -> Self:
+        """In memory from which a GPU copies while the CPU goes on."""
+        return self._mapped(Tensor.pin_memory)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: changed(column) for name, column in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
+
+        return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model."""
@@ -103,4 +111,5 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
+        tuple(examples.where(start) for examples, start, _ in slices),
     )

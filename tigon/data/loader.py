@@ -30,6 +30,9 @@ class Windows(Protocol):
     def window(self, number: int) -> Window: ...
     def keep(self, number: int) -> None: ...
     def state(self, number: int) -> dict[str, Any]: ...
+    def identity(self) -> str: ...
+    def check_vocabulary(self, size: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Packed(NamedTuple):
@@ -203,6 +206,14 @@ class Loader:
             place = next(p for p in self._of(epoch) if p.end > first)
             own = {"first_step": self._first_steps[epoch], "rows": place.begin}
             return own | self.windows.state(place.number)
+
+    def identity(self) -> str:
+        """Changes with the data."""
+        return self.windows.identity()
+
+    def close(self) -> None:
+        """No more batches are needed."""
+        self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, Rows, np.ndarray]]:
         """The windows of the global batch, and which of their rows it takes, in order."""

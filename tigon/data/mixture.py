@@ -240,15 +240,27 @@ class Mixture:
         """Nothing: any window can be had at any time."""
         return {}
 
-    def highest(self) -> int | None:
-        """The highest token."""
-        return max(part.highest for part in self.corpus.parts)
+    def check_vocabulary(self, size: int) -> None:
+        """ValueError if a token is not one of so many."""
+        check_vocabulary(self.corpus.parts, size)
+
+    def close(self) -> None:
+        """Nothing is running."""
 
     def identity(self) -> str:
         """Changes with the order of groups, and with any of them."""
         parts = [part.identity() for part in self.corpus.parts]
         order = self.order.sizes, self.order.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
+
+
+def check_vocabulary(parts: Sequence[Part], size: int) -> None:
+    highest = max(part.highest for part in parts)
+    if highest >= size:
+        raise ValueError(
+            f"the tokenizer gives token {highest}, but the model's vocabulary has {size}: "
+            "they do not belong together"
+        )
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

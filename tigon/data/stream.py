@@ -25,7 +25,7 @@ import numpy as np
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, lock, write
 from tigon.data.examples import Encoder, Examples, Report
-from tigon.data.mixture import Corpus, Pattern, Window
+from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
 from tigon.data.store import Store, Stored, disk_errors
 from tigon.data.workers import Pool, cpus
 
@@ -67,7 +67,7 @@ class Stream:
         self.encoder, self.size, self.weights = encoder, size, weights
         self.directory = stream_directory() if directory is None else directory
         self.local_rank = local_rank
-        self.limit: int | None = None  # above the highest token that the model knows
+        self.vocabulary: int | None = None  # tokens that the model knows
         self.names = [source.name for sources in entries for source in sources]
         if weights is None:  # they follow each other
             entries = [[source for sources in entries for source in sources]]
@@ -98,9 +98,8 @@ class Stream:
                         raise RuntimeError("the process that tokenises the stream has ended")
             time.sleep(WAIT)
         facts, parts = read
-        highest = max(part.highest for part in parts)
-        if self.limit is not None and highest >= self.limit:
-            raise ValueError(f"the tokenizer gives token {highest}, beyond the model's vocabulary")
+        if self.vocabulary is not None:
+            check_vocabulary(parts, self.vocabulary)
         corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
         for part in range(len(parts)):
             corpus.open(part)  # the files may be deleted before they are read
@@ -126,8 +125,9 @@ class Stream:
         """What a stream that begins with this window needs."""
         return self._states[number]
 
-    def highest(self) -> None:
-        """The highest token is not known."""
+    def check_vocabulary(self, size: int) -> None:
+        """Windows that hold a token beyond so many will be errors."""
+        self.vocabulary = size
 
     def identity(self) -> str:
         """Changes with the names of the sources, and with what is made of them."""

@@ -24,7 +24,7 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     began = time.perf_counter()
 
     def batches() -> Iterator[Inputs]:
-        for i in range(data.steps_per_epoch):
+        for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
                 yield objective.resolve(model, rows.to(world.device))
 
@@ -34,5 +34,5 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     model.train()
     reshard(model)
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
-    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    tokens, seconds = data.targets, time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})

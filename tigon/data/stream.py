@@ -8,7 +8,6 @@ import atexit
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -74,8 +73,7 @@ class Stream:
         start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
         start |= {name: cursor[name] for name in start} if cursor else {}
         self._states: dict[int, State] = {}
-        self._needed = -1
-        self.keep(0)
+        self._say(0, 0)
         self._producer: _Producer | None = None
         if local_rank == 0:
             workers = max(1, cpus() // (4 * local_ranks)) if workers is None else workers
@@ -84,7 +82,7 @@ class Stream:
 
     def window(self, number: int) -> Window:
         """Window `number`, counted from the first; waits until it is made."""
-        self.keep(min(number, self._needed))
+        self._say(min(number, self._needed), number)
         path = self.directory / f"{number:08d}"
         while (read := self._read(path)) is None:
             if (self.directory / FAILED).exists():
@@ -115,11 +113,12 @@ class Stream:
     def keep(self, number: int) -> None:
         """Windows before this one are not needed on this rank. Earlier ones may be, later."""
         if number != self._needed:
-            self._needed = number
-            path = self.directory / f"rank-{self.local_rank}"
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_text(str(number))
-            os.replace(temporary, path)
+            self._say(number, self._wanted)
+
+    def _say(self, needed: int, wanted: int) -> None:
+        """Tell the producer which windows this rank needs, and which one it reads last."""
+        self._needed, self._wanted = needed, wanted
+        write(self.directory / f"rank-{self.local_rank}", f"{needed} {wanted}")
 
     def state(self, number: int) -> State:
         """What a stream that begins with this window needs."""
@@ -197,18 +196,18 @@ class _Producer(threading.Thread):
         made: set[int] = set()
         number, readers = -1, self._readers(pool, self.states[0])
         while not self.stopped.is_set():
-            need = self._need()
+            need, wanted = self._needs()
             for old in [n for n in made if n < need]:
                 made.remove(old)
                 (self.directory / f"{old:08d}" / WINDOW).unlink()
                 shutil.rmtree(self.directory / f"{old:08d}")
-            wanted = next((n for n in range(need, need + AHEAD + 1) if n not in made), None)
-            if wanted is None:
+            missing = (n for n in range(need, wanted + AHEAD + 1) if n not in made)
+            if (after := next(missing, None)) is None:
                 self.stopped.wait(WAIT)
                 continue
-            if wanted != number + 1:  # training has gone back
-                readers = self._readers(pool, self.states[wanted])
-            number = wanted
+            if after != number + 1:  # training has gone back
+                readers = self._readers(pool, self.states[after])
+            number = after
             self.states[number + 1] = self._make(number, readers)
             made.add(number)
 
@@ -216,13 +215,15 @@ class _Producer(threading.Thread):
         places = zip(self.entries, state["places"], strict=True)
         return [_Reader(sources, pool, place) for sources, place in places]
 
-    def _need(self) -> int:
-        """The first window that any rank needs; one that has not said so yet needs all."""
-        needs = []
+    def _needs(self) -> tuple[int, int]:
+        """The first window that any rank needs, and the last that any reads."""
+        said = [(0, 0)] * self.ranks
         for rank in range(self.ranks):
             path = self.directory / f"rank-{rank}"
-            needs.append(int(path.read_text()) if path.exists() else 0)
-        return min(needs)
+            if path.exists():
+                needed, wanted = map(int, path.read_text().split())
+                said[rank] = needed, wanted
+        return min(needed for needed, _ in said), max(wanted for _, wanted in said)
 
     def _make(self, number: int, readers: Sequence["_Reader"]) -> State:
         """Write a window; the state of the next one."""

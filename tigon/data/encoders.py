@@ -17,7 +17,6 @@ VERSION = 1  # of what these make of a row; another one makes caches anew
 TRIED = 100  # rows that may be bad before a source is refused, where bad rows are skipped
 
 MESSAGE_KEYS = {"role", "content", "weight", "train"}
-SHAREGPT_KEYS = {"from", "value", "weight", "train"}
 
 
 class FormatEncoder(Encoder):
@@ -145,7 +144,9 @@ class ChatEncoder(FormatEncoder):
     def ignored(self, row: Row, form: Format) -> set[str]:
         """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
         found = super().ignored(row, form)
-        known = SHAREGPT_KEYS if form.kind == "sharegpt" else self.read_in_messages
+        known = self.read_in_messages
+        if form.kind == "sharegpt":
+            known = known - {"role", "content"} | {"from", "value"}
         for ours in ("messages", "prompt", "completion"):
             messages = form.get(row, ours)
             for message in messages if isinstance(messages, list) else ():

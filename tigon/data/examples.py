@@ -174,8 +174,10 @@ class Encoder:
         ignored: set[str] = set()
         report = Report(len(lines))
         for line, row in lines:
-            examples = row
-            if isinstance(row, dict):
+            examples: Sequence[Example] | ValueError
+            if isinstance(row, ValueError):
+                examples = row
+            else:
                 ignored |= self.ignored(row, block.format)
                 examples = next(encoded)
             if isinstance(examples, ValueError):
@@ -293,8 +295,8 @@ class _Columns:
         for name in values.keys() - self.buffers.keys():
             self.buffers[name] = bytearray(self._filled(name, self.count).tobytes())
         for name, buffer in self.buffers.items():
-            given = values[name] if name in values else self._filled(name, count)
-            new = np.asarray(given, dtype=self.dtypes[name])
+            column = values[name] if name in values else self._filled(name, count)
+            new = np.asarray(column, dtype=self.dtypes[name])
             if len(new) != count:
                 raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
             if not count:

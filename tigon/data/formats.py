@@ -30,7 +30,7 @@ OPTIONAL = {
     "text": ("weight",),
 }
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
-OTHER_NAMES = {"messages": ("conversations",)}  # under which a key is found without `columns`
+OTHER_NAMES = {"messages": "conversations"}  # under which a key is found without `columns`
 EXPLAINED = {
     "messages": '"messages": [{"role": ..., "content": ...}, ...]',
     "sharegpt": '"conversations": [{"from": "human", "value": ...}, ...]',
@@ -83,9 +83,9 @@ class Format:
     def told(self, row: Row, accepted: Sequence[str]) -> "Format":
         """The format of the row, one of `accepted`; ValueError if none or several fit."""
         columns = dict(self.columns)
-        for ours, others in OTHER_NAMES.items():
-            if ours not in columns and row.get(ours) is None:
-                columns |= {ours: name for name in others if row.get(name) is not None}
+        for ours, other in OTHER_NAMES.items():
+            if row.get(ours) is None and row.get(other) is not None:
+                columns.setdefault(ours, other)
         form = replace(self, columns=columns)
         if self.kind is not None:
             fits = [self.kind] if form._fits(row, self.kind) else []
@@ -113,7 +113,7 @@ class Format:
         if kind in ("messages", "sharegpt"):
             messages = self.get(row, "messages")
             first = messages[0] if isinstance(messages, list) and messages else None
-            return ("from" in first) == (kind == "sharegpt") if isinstance(first, dict) else True
+            return (isinstance(first, dict) and "from" in first) == (kind == "sharegpt")
         return True
 
     def read_keys(self) -> set[str]:
@@ -208,7 +208,7 @@ def _from_sharegpt(i: int, message: Any) -> dict[str, Any]:
     speaker, value = message["from"], message["value"]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {', '.join(ROLES)}")
-    rest = {k: v for k, v in message.items() if k not in ("from", "value")}
+    rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
     if speaker != "function_call":
         return {"role": ROLES[speaker], "content": value, **rest}
     calls = _json(value, f"messages[{i}]['value'] of a function_call")

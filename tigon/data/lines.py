@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,13 +137,43 @@ def _open(name: str) -> Iterator[IO[bytes]]:
         except ImportError:
             raise ImportError(f"{name}: .zst needs pip install 'tigon[data]'") from None
         try:
-            with zstandard.open(name, "rb") as unzipped, io.BufferedReader(unzipped) as buffered:
-                yield buffered
+            with open(name, "rb") as file:
+                frames = _Frames(file, zstandard.ZstdDecompressor().decompressobj)
+                with io.BufferedReader(frames, 2**20) as unzipped:
+                    yield unzipped
         except zstandard.ZstdError as error:
             raise ValueError(f"{name} cannot be decompressed: {error}") from None
     else:
         with open(name, "rb") as file:
             yield file
+
+
+class _Frames(io.RawIOBase):
+    """All frames of a .zst file. zstandard's own reader ends without a word where a frame does, or
+    where the file is cut off."""
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
+        self.file, self.begin = file, begin
+        self.frame: Any = None  # the one that has begun
+        self.compressed, self.text = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.text:
+            self.compressed = self.compressed or self.file.read(2**17)
+            if not self.compressed:
+                if self.frame is not None:
+                    raise EOFError("its end is missing")
+                return 0
+            self.frame = self.frame or self.begin()
+            self.text, self.compressed = memoryview(self.frame.decompress(self.compressed)), b""
+            if self.frame.eof:
+                self.compressed, self.frame = self.frame.unused_data, None
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
 
 
 def _suffix(name: str) -> str:

@@ -28,7 +28,7 @@ class Entry:
     weight: float | None = None  # its share of the examples drawn from all entries
     format: str | None = None  # of its rows, one of formats.KINDS; None: told from their keys
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
-    split: str = "train"  # of a data set
+    split: str | None = None  # of a data set; None: train
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
 
@@ -70,7 +70,15 @@ def _source(path: Path, entry: Entry, form: Format, separator: str) -> Source:
             raise IsADirectoryError(
                 f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
             )
-        return SavedDataset(name, form, entry.split)
+        source = SavedDataset(name, form, entry.split or "train")
+        source.folder()
+        return source
+    options = {"split": entry.split, "config": entry.config, "revision": entry.revision}
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{path} has no {option}: it is a file, so leave out {option}={value!r}"
+            )
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
@@ -89,6 +97,6 @@ def _hub(entry: Entry, form: Format, streaming: bool) -> Source:
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
-    parts = filter(None, (entry.config, entry.split))
-    name = f"{entry.path}[{','.join(parts)}]"
-    return HubDataset(name, form, repository, entry.split, entry.config, entry.revision, streaming)
+    split = entry.split or "train"
+    name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
+    return HubDataset(name, form, repository, split, entry.config, entry.revision, streaming)

@@ -88,14 +88,15 @@ class SavedDataset(Tables):
         with _reading(self.name):
             from datasets import load_from_disk
 
-            yield from _dataset_batches(load_from_disk(str(self._folder())))
+            yield from _dataset_batches(load_from_disk(str(self.folder())))
 
     def digest(self) -> str:
-        folder = self._folder()
+        folder = self.folder()
         files = sorted(path for path in folder.rglob("*") if path.suffix in (".arrow", ".json"))
         return hash_files(files, "saved", str(self.format))
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """The split's; ValueError if there is none."""
         folder = Path(self.name)
         if not (folder / "dataset_dict.json").is_file():
             return folder

@@ -282,7 +282,7 @@ class Tokenizer:
             said.pop()
         added = self.backend.get_added_tokens_decoder()
         if said[-1] not in added and said[-1] != self.eos_token_id:
-            end = self.decode(said[-8:])
+            end = self.decode(said[-24:])
             after = self.decode(ids[max(i for i, w in enumerate(weights) if w) + 1 :])
             where = f", and what follows, {after!r:.40}, is not learned" if after.strip() else ""
             raise ValueError(

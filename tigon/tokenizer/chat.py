@@ -144,7 +144,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A copy of plain JSON types, so that a template cannot call the methods of others."""
-    if value is None or isinstance(value, bool):
+    if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
         return str.__str__(value)

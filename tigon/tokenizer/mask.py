@@ -178,7 +178,8 @@ def _turn_range(
     template: str, messages: Sequence[Message], i: int, full: str, given: dict[str, Any]
 ) -> tuple[int, int]:
     try:
-        turn = render(template, messages[: i + 1], **given).text
+        whole = i + 1 == len(messages)
+        turn = full if whole else render(template, messages[: i + 1], **given).text
         prompt = render(template, messages[:i], add_generation_prompt=True, **given).text
     except ValueError as error:
         raise ValueError(

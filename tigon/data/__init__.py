@@ -1,12 +1,16 @@
-"""Files to batches: sources -> examples -> rows -> micro-batches."""
+"""Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
 from tigon.data.blocks import Block, Source
+from tigon.data.cache import cache_root, tokenised
+from tigon.data.collate import MicroBatch
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
 from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
 from tigon.data.formats import Format
-from tigon.data.loader import Loader, MicroBatch
+from tigon.data.loader import Loader
+from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import Rows, split, whole
 from tigon.data.sources import Entry, find_sources
+from tigon.data.stream import Stream, stream_directory
 
 __all__ = [
     "Block",
@@ -18,15 +22,21 @@ __all__ = [
     "Format",
     "Loader",
     "MicroBatch",
+    "Mixture",
     "Report",
     "Rows",
     "Source",
+    "Stream",
     "TextEncoder",
+    "Window",
+    "cache_root",
     "collect",
     "find_sources",
     "join",
     "read",
     "read_texts",
     "split",
+    "stream_directory",
+    "tokenised",
     "whole",
 ]

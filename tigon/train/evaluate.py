@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from tigon.data import MicroBatch
 from tigon.train.build import Run
 from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
@@ -29,29 +28,26 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     data = run.eval_data
     began = time.perf_counter()
 
-    def micro_batches() -> Iterator[MicroBatch]:
-        for i in range(data.steps_per_epoch):
+    def batches() -> Iterator[Inputs]:
+        for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
-                yield rows.to(world.device)
-
-    def resolved() -> Iterator[Inputs]:
-        return (objective.resolve(model, rows, training=False) for rows in micro_batches())
+                yield objective.resolve(model, rows.to(world.device), training=False)
 
     def part(index: int, inputs: Inputs) -> Part:
         inputs = watch.ask(inputs)
         return watch.show(objective.evaluate(model, inputs, sums), index, inputs)
 
     model.eval()
-    sums = total(world, [objective.sums(model, inputs) for inputs in resolved()])
+    sums = total(world, [objective.sums(model, inputs) for inputs in batches()])
     with ExitStack() as stack:
         file = None
         if config.predictions:
             file = Predictions(Path(config.run_dir), step, run.tokenizer, world)
             stack.enter_context(file)
         watch = Watch(run, step, training=False, file=file)
-        parts = [part(i, inputs) for i, inputs in enumerate(resolved())]
+        parts = [part(i, inputs) for i, inputs in enumerate(batches())]
     model.train()
     reshard(model)
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
-    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    tokens, seconds = data.targets, time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})

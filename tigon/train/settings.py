@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tigon import strict
+from tigon.data import Entry
 from tigon.kernels.attention import Backend
 
 
@@ -44,8 +45,12 @@ class ModelSettings:
 class DataSettings:
     """The data."""
 
-    data: tuple[str, ...] = option((), "training files or globs: .jsonl, or .txt to pretrain on")
-    eval_data: tuple[str, ...] = option((), "held-out files or globs")
+    data: tuple[str | Entry, ...] = option(
+        (),
+        "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
+        "weight, format, columns, split, config, revision",
+    )
+    eval_data: tuple[str | Entry, ...] = option((), "held-out ones")
     separator: str = option(
         "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
     )
@@ -75,6 +80,15 @@ class DataSettings:
         "error",
         "what a row that cannot be read or encoded does; skipped ones are counted",
         stream=True,
+    )
+    workers: int | None = option(
+        None, "processes that tokenise; 0: none but this one; null: as many as CPUs", least=0
+    )
+    streaming: bool = option(
+        False, "tokenise shortly before training instead of first; needs steps", stream=True
+    )
+    shuffle_window: int = option(
+        65536, "examples that are packed and shuffled together", least=1, stream=True
     )
 
 

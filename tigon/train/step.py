@@ -16,9 +16,7 @@ def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
     """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
     stop, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
-    batches = [
-        objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
-    ]
+    batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
     watch = Watch(run, step + 1, training=True)

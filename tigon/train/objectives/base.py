@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tigon.data import Encoder, Examples, MicroBatch, Rows, whole
+from tigon.data import Encoder, MicroBatch, Rows, Window, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -65,11 +65,11 @@ class Objective:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, examples: Examples) -> Rows:
-        """Which examples share a row: whole ones, unless overridden."""
+    def rows(self, window: Window) -> Rows:
+        """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
         options = {"packing": config.packing, "truncate": config.truncate}
-        return whole(examples, config.seq_len, **options)
+        return whole(window, config.seq_len, **options)
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""

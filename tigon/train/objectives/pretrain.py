@@ -1,6 +1,6 @@
 """Pretraining on text: every token is learned, and documents are joined and cut to rows."""
 
-from tigon.data import Encoder, Examples, Rows, TextEncoder, split
+from tigon.data import Encoder, Rows, TextEncoder, Window, split
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
@@ -18,5 +18,5 @@ class Pretrain(CrossEntropyObjective):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
-    def rows(self, examples: Examples) -> Rows:
-        return split(examples, self.config.seq_len, packing=self.config.packing)
+    def rows(self, window: Window) -> Rows:
+        return split(window, self.config.seq_len, packing=self.config.packing)

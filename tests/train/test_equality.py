@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.numbers import relative_error
 from tests.train.test_two_ranks import ROOT
-from tests.train.weights import WeightedSFT
+from tests.train.weights import write_weighted
 from tigon.train import load, prepare, start, train
-from tigon.train.objectives import OBJECTIVES
 
 STEPS = 20
-SAME = {"task": "weighted", "steps": STEPS, "label_smoothing": 0.1, "z_loss": 1e-3}
+SAME = {"steps": STEPS, "label_smoothing": 0.1, "z_loss": 1e-3}
 KINDS: dict[str, dict[str, Any]] = {
     f"{reduction}-{layout}": {"loss_reduction": reduction} | settings
     for reduction in ("token", "sequence")
@@ -34,7 +33,6 @@ TOLERANCE = 1e-5  # relative, as the project asks; the weights differ by some 1e
 
 def run_all(runs: list[list[str]]) -> None:
     """Train each in the processes that torchrun started, or this one; leave weights.pt in each."""
-    OBJECTIVES["weighted"] = WeightedSFT
     with start("cpu") as world:
         for settings in runs:
             run = prepare(load(None, settings), world)
@@ -55,9 +53,10 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def one(workspace):
     """One rank, four micro-batches a step."""
+    data, held_out = map(write_weighted, (workspace.data, workspace.held_out))
 
     def settings(way: str, kind: str, **changes: Any) -> list[str]:
-        values = SAME | KINDS[kind] | {"eval_data": workspace.held_out} | changes
+        values = SAME | KINDS[kind] | {"data": data, "eval_data": held_out} | changes
         return workspace.settings(f"equal-{kind}-{way}", **values)
 
     run_all([settings("one", kind) for kind in KINDS])

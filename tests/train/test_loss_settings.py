@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.train.weights import WeightedSFT, weights_of
+from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
 from tigon.train.objectives import OBJECTIVES
 
@@ -20,8 +20,7 @@ def chats_of(workspace, path) -> list[tuple[Tensor, Tensor, Tensor]]:
     tokenizer, found = tigon.Tokenizer.from_pretrained(workspace.model), []
     for line, text in enumerate(path.read_text().splitlines(), 1):
         ids, mask = tokenizer.encode_chat(json.loads(text)["messages"])
-        supervised = torch.tensor(mask).numpy()
-        weights = torch.from_numpy(weights_of(line, supervised))
+        weights = torch.from_numpy(token_weights(line, mask))
         found.append((torch.tensor(ids), torch.tensor(mask)[1:], weights[1:]))
     return found
 
@@ -48,7 +47,7 @@ def expected(
         losses = (1 - label_smoothing) * nll - label_smoothing * logp.mean(-1)
         losses = losses + z_loss * logits.logsumexp(-1) ** 2
         if weighted:
-            losses = losses * weights
+            losses, mask = losses * weights, mask & (weights > 0)
         sums.append(losses[mask].sum().item())
         counts.append(int(mask.sum()))
         right += int((logits.argmax(-1) == ids[1:])[mask].sum())
@@ -76,11 +75,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 @pytest.mark.parametrize(("training", "evaluation"), CASES.values(), ids=CASES)
-def test_values(workspace, monkeypatch, reduction, training, evaluation):
-    monkeypatch.setitem(OBJECTIVES, "weighted", WeightedSFT)
+def test_values(workspace, reduction, training, evaluation):
+    data, held_out = map(write_weighted, (workspace.data, workspace.held_out))
     name = f"loss-{reduction}-{len(training)}-{len(evaluation)}-{'z_loss' in evaluation}"
-    changes = {"task": "weighted", "steps": 1, "batch_size": 64, "micro_batch_size": 4}
-    changes |= {"loss_reduction": reduction, "eval_every": 1, "eval_data": workspace.held_out}
+    changes = {"data": data, "steps": 1, "batch_size": 64, "micro_batch_size": 4}
+    changes |= {"loss_reduction": reduction, "eval_every": 1, "eval_data": held_out}
     changes |= training | {f"eval_{key}": value for key, value in evaluation.items()}
     main(workspace.settings(name, **changes, packing="logits_to_keep" not in training))
     model = tigon.from_pretrained(workspace.model)

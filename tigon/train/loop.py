@@ -31,7 +31,7 @@ def train(run: Run) -> int:
     record = Record(config, world, start, steps)
     if start == 0 and config.eval_every:
         evaluate(run, 0, record)
-    with signals() as received:
+    with signals() as received, run.feed:
         for step in range(start, steps):
             began, done = time.perf_counter(), step + 1
             lr = learning_rate(config, step, steps)
@@ -49,12 +49,14 @@ def train(run: Run) -> int:
             record.step(
                 {
                     "step": done,
-                    "epoch": done / run.data.steps_per_epoch,
+                    "epoch": run.data.epoch(done),
                     "lr": lr,
                     **values,
                     "tokens": tokens,
                     "supervised_tokens": targets,
                     "step_seconds": seconds,
+                    "data_seconds": run.feed.seconds,
+                    "data_share": run.feed.seconds / seconds,
                     "tokens_per_second": tokens / seconds,
                     "memory_gib": peak_memory(world.device) / 2**30,
                 }
@@ -69,7 +71,7 @@ def train(run: Run) -> int:
                     run.model,
                     run.optimizer,
                     world,
-                    facts,
+                    facts | {"cursor": run.data.state(done)},
                     keep_last=config.keep_last,
                 )
             if stop and done < steps:

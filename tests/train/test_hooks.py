@@ -243,7 +243,7 @@ def test_an_error_in_an_evaluation_leaves_no_part_of_a_file(workspace):
     changes |= {"predictions": "true", "hooks": f"{HERE}:broken"}
     with start("cpu") as world:
         run = prepare(load(None, workspace.settings("torn", **changes)), world)
-        with pytest.raises(RuntimeError, match="hook .*broken: KeyError"):
+        with pytest.raises(RuntimeError, match=r"hook .*broken: KeyError"):
             train(run)
     left = [path.name for path in (workspace.root / "torn").iterdir()]
     assert left and not [name for name in left if "predictions" in name]

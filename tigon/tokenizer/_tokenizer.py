@@ -263,7 +263,8 @@ class Tokenizer:
 
     def digest(self) -> str:
         """Changes with whatever changes the tokens of a text or of a conversation."""
-        parts = self.special_tokens, self.chat_template, self.backend.encode_special_tokens
+        read = sorted(item for item in self.special_tokens.items() if self.template_reads(item[0]))
+        parts = read, self.chat_template, self.backend.encode_special_tokens
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
     def end_of_turn(

@@ -11,7 +11,8 @@ from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.config import Config
-from tigon.train.model import build_model, check_context, stop_at
+from tigon.train.matching import check_context, stop_at
+from tigon.train.model import build_model
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
 from tigon.train.parallel import World

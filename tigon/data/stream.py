@@ -23,9 +23,10 @@ import numpy as np
 
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, lock, write
+from tigon.data.disk import disk_errors
 from tigon.data.examples import Encoder, Examples, Report
 from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
-from tigon.data.store import Store, Stored, disk_errors
+from tigon.data.store import Store, Stored
 from tigon.data.workers import Pool, cpus
 
 AHEAD = 2  # windows that are made before they are needed

@@ -61,19 +61,10 @@ class LMHead(nn.Module):
             return lend(weight, self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
+        more: dict[str, Any] = {"options": self.options, "logits_bytes": self.logits_bytes}
         if criteria and not return_logits:
-            values = run_criteria(
-                hidden,
-                weight,
-                self.bias,
-                criteria,
-                options=self.options,
-                active=active,
-                logits_bytes=self.logits_bytes,
-            )
+            values = run_criteria(hidden, weight, self.bias, criteria, active=active, **more)
             return HeadOutput(values, None)
         raw = linear(hidden, weight, self.bias)
-        values = run_criteria(
-            raw, None, None, criteria, options=self.options, logits_bytes=self.logits_bytes
-        )
+        values = run_criteria(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options))

@@ -80,12 +80,10 @@ class Defaults:
     loss_reduction: Reduction = "token"
 
 
-def keywords_of(arguments: Any) -> frozenset[str]:
-    """The names that a TypedDict declares."""
-    return frozenset(arguments.__annotations__)
-
-
-BATCH, TARGETS, PASS = map(keywords_of, (BatchArguments, TargetArguments, PassArguments))
+BATCH, TARGETS, PASS = (
+    frozenset(arguments.__annotations__)
+    for arguments in (BatchArguments, TargetArguments, PassArguments)
+)
 
 
 def check_keywords(function: str, given: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -177,6 +177,14 @@ BAD = (
 )
 
 
+def test_prompts_are_all_texts_or_all_messages(tokenizer: Tokenizer, encode: Any) -> None:
+    rows = {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be texts"):
+        encode(ChatEncoder(tokenizer), *rows)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be lists of mes"):
+        encode(ChatEncoder(tokenizer), *rows[::-1])
+
+
 @pytest.mark.parametrize(("row", "message"), BAD)
 def test_a_bad_row_is_named_with_its_place(
     tokenizer: Tokenizer, encode: Any, row: Any, message: str
@@ -238,6 +246,29 @@ def test_a_digest_for_everything_that_changes_examples(
         TextEncoder(tokenizer).digest(),
     }
     assert len(digests) == 4
+
+
+def test_another_eos_changes_only_digests_of_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As when a run goes on, whose tokenizer got the end of a turn as eos."""
+    other = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    before = TextEncoder(other)
+    other.use_eos(2)
+    other.save_pretrained(tmp_path / "tokenizer")
+    other = Tokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert other.eos_token_id == 2
+    assert ChatEncoder(other).digest() == ChatEncoder(tokenizer).digest()
+    assert before.digest() == TextEncoder(tokenizer).digest() != TextEncoder(other).digest()
+    digests = set()
+    for name, row in (("chat", {"messages": CHAT}), ("text", {"prompt": "a", "completion": "b"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        (source,) = find_sources(f"{tmp_path}/{name}.jsonl")
+        digests |= {ChatEncoder(t).open(source).digest() for t in (other, tokenizer)}
+    assert len(digests) == 3
+    special = write_tokenizer(tmp_path / "special")
+    (special / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[1].content }}")
+    reads = [Tokenizer.from_pretrained(special) for _ in range(2)]
+    reads[1].use_eos(2)
+    assert len({t.digest() for t in reads}) == 2
 
 
 class Pairs(Encoder):

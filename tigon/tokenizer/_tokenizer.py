@@ -112,9 +112,9 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
-        self.special_tokens["eos_token"] = self.eos_token = token
-        self.eos_token_id = token_id
-        self._changed["eos_token"] = token
+        self.special_tokens = self.special_tokens | {"eos_token": token}
+        self.eos_token, self.eos_token_id = token, token_id
+        self._changed = {"eos_token": token}
 
     @property
     def vocab_size(self) -> int:
@@ -263,7 +263,8 @@ class Tokenizer:
 
     def digest(self) -> str:
         """Changes with whatever changes the tokens of a text or of a conversation."""
-        parts = self.special_tokens, self.chat_template, self.backend.encode_special_tokens
+        read = sorted(item for item in self.special_tokens.items() if self.template_reads(item[0]))
+        parts = read, self.chat_template, self.backend.encode_special_tokens
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
     def end_of_turn(

@@ -13,7 +13,8 @@ from tigon.train import checkpoint, resume
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.feed import Feed
-from tigon.train.model import build_model, check_context, stop_at
+from tigon.train.matching import check_context, stop_at
+from tigon.train.model import build_model
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
 from tigon.train.parallel import World

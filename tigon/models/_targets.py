@@ -126,6 +126,16 @@ class Targets:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
 
+    def place(self, x: Tensor, fill: float) -> Tensor:
+        """The inverse: x [B, n] at its positions [B, T], and `fill` at those that are not kept."""
+        if x.shape[1] == self.batch.shape[1] and isinstance(self.kept, slice):
+            return x
+        full = x.new_full(self.batch.shape, fill)
+        if isinstance(self.kept, Tensor) and self.kept.dim() == 2:
+            return full.scatter_(1, self.kept, x)
+        full[:, self.kept] = x
+        return full
+
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
     smoothing, z_loss = options.get("label_smoothing", 0), options.get("z_loss", 0)
@@ -248,6 +258,26 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     values = f": {keep[bad].tolist()}" if on_host(bad) else ""
     check(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
     return torch.where(keep < 0, keep + tokens, keep)
+
+
+def positions_at(at: Any, batch: Batch) -> Tensor:
+    """`logits_at` as an index [n] into the flattened batch."""
+    b, t = batch.shape
+    if not isinstance(at, Tensor) or at.is_floating_point() or at.is_complex():
+        kind = at.dtype if isinstance(at, Tensor) else type(at).__name__
+        raise TypeError(f"logits_at must be a tensor of integers or truth values, not {kind}")
+    at = at.to(batch.device)
+    if at.dtype == torch.bool:
+        if at.shape != (b, t):
+            raise ValueError(f"logits_at {tuple(at.shape)} is not [batch, tokens] = [{b}, {t}]")
+        return at.flatten().nonzero().squeeze(1)
+    if at.dim() != 1:
+        raise ValueError(f"logits_at {tuple(at.shape)} is not an index [n] of the flattened batch")
+    at = at.long()
+    bad = (at < 0) | (at >= b * t)
+    values = f": {at[bad].tolist()}" if on_host(bad) else ""
+    check(~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}")
+    return at
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:

@@ -103,6 +103,33 @@ class LossSettings:
         "token", "what weighs the same in a step's loss: every token, or every sequence"
     )
     eval_every: int = option(0, "steps between evaluations; 0: only at the end", least=0)
+    metrics: tuple[str, ...] = option(
+        (), "means over the targets to log beside accuracy: nll, entropy, max_logit, z"
+    )
+    return_logits: bool = option(False, "give hooks all logits of a pass [B, T, V]")
+    logits_to_keep: int = option(
+        0, "only the last so many positions of each sequence count; 0: all", least=0
+    )
+    logits_bytes: int | None = option(
+        None, "memory for logits that the loss takes at a time; null: 1 GiB", least=1
+    )
+    label_smoothing: float = option(0.0, "share of a target spread over all tokens", least=0)
+    z_loss: float = option(0.0, "factor of the squared log-normaliser, as in PaLM", least=0)
+    eval_metrics: tuple[str, ...] | None = option(None, "metrics in evaluation; null: the same")
+    eval_return_logits: bool | None = option(None, "in evaluation; null: the same")
+    eval_logits_to_keep: int | None = option(None, "in evaluation; null: the same", least=0)
+    eval_logits_bytes: int | None = option(None, "in evaluation; null: the same", least=1)
+    eval_label_smoothing: float | None = option(None, "in evaluation; null: the same", least=0)
+    eval_z_loss: float | None = option(None, "in evaluation; null: the same", least=0)
+    hooks: tuple[str, ...] = option(
+        (), "module:function or file.py:function, which watch passes; docs/training.md"
+    )
+    hook_every: int = option(
+        1, "steps between calls of hooks in training; 0: only in evaluation", least=0
+    )
+    predictions: bool = option(
+        False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -10,7 +10,13 @@ from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.hooks import Hooks, View, Wanted
 from tigon.train.parallel import World
+from tigon.train.settings import LossSettings
+
+# Settings that a value in evaluation may differ from, and all that need a prediction of tokens
+TWINS = ("metrics", "return_logits", "logits_to_keep", "logits_bytes", "label_smoothing", "z_loss")
+OF_TOKENS = (*TWINS, *(f"eval_{name}" for name in TWINS), "hooks", "predictions")
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,8 @@ class Inputs:
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
     batch: Batch  # what the model reads
     targets: Targets  # what it is to predict
+    training: bool = True  # or evaluation
+    wanted: Wanted | None = None  # by those that watch this pass; None: nobody does
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Part:
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
+    view: View | None = None  # of the pass, if somebody watches it
 
 
 class Objective:
@@ -40,9 +49,16 @@ class Objective:
     losses then add up, and a run means the same on any number of ranks and micro-batches.
     """
 
+    predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+
     def __init__(self, config: Config, world: World):
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
+        for setting in fields(LossSettings):
+            value = getattr(config, setting.name)
+            if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
+                raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
+        self.hooks = Hooks(config.hooks, config.hook_every)
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
@@ -58,6 +74,11 @@ class Objective:
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""
 
+    def setting(self, name: str, *, training: bool) -> Any:
+        """One of TWINS, as it is in training or in evaluation."""
+        twin = None if training else getattr(self.config, f"eval_{name}")
+        return getattr(self.config, name) if twin is None else twin
+
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model is told of the loss: labels, where the column "supervised" is True, and
         the column "loss_weights" if there is one."""
@@ -66,12 +87,19 @@ class Objective:
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
         return {"labels": labels, **weights}
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
+    def options(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
+    ) -> dict[str, Any]:
+        """More arguments of `Targets.of`."""
+        return {}
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""
         batch = Batch.of(model, **micro_batch.inputs())
-        reduction = self.config.loss_reduction
-        targets = Targets.of(batch, loss_reduction=reduction, **self.targets(micro_batch))
-        return Inputs(micro_batch, batch, targets)
+        options = self.options(model, micro_batch, training=training)
+        options |= self.targets(micro_batch)
+        targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
+        return Inputs(micro_batch, batch, targets, training)
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         """This micro-batch's part of every sum over the whole step that `loss` divides by."""

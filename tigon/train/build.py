@@ -1,8 +1,12 @@
 """Everything that a run needs, from its settings."""
 
+import atexit
 import math
+import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,9 +38,9 @@ class Run:
 def prepare(config: Config, world: World) -> Run:
     """Check every input before anything is written; every rank calls this."""
     objective = find_objective(config.task)(config, world)
-    source = resume.find(config)
+    source = resume.find(config, world)
     world.barrier()  # every rank has looked before the first one writes
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config, source)
     data = build_loader(objective, config.data, tokenizer)
     eval_data = None
     if config.eval_data:
@@ -44,7 +48,7 @@ def prepare(config: Config, world: World) -> Run:
     if source is not None:
         for change in resume.check(source, config, data):
             world.say(f"changed since {source}: {change}")
-    model = build_model(config, world, load=source is None)
+    model = build_model(config, world, source)
     for loader in (data, eval_data):
         check_vocabulary(model, loader)
     optimizer = adamw(model, config)
@@ -64,7 +68,17 @@ def prepare(config: Config, world: World) -> Run:
     return Run(config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps)
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
+def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
+    """The settings', or the one in the checkpoint `source` while the settings are the same."""
+    if source is not None and not checkpoint.is_legacy(source):
+        was = checkpoint.facts(source)["config"]
+        named = ("model", "revision", "tokenizer", "chat_template")
+        if all(was[name] == getattr(config, name) for name in named):
+            # A copy: the checkpoint may go while the run saves the tokenizer's files again
+            copy = tempfile.mkdtemp(prefix="tigon-tokenizer-")
+            atexit.register(shutil.rmtree, copy, ignore_errors=True)
+            Tokenizer.from_pretrained(source).save_pretrained(copy)
+            return Tokenizer.from_pretrained(copy)
     tokenizer = Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )

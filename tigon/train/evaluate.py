@@ -13,13 +13,13 @@ from tigon.train.step import numbers, summed, total
 
 
 @torch.no_grad()
-def evaluate(run: Run, step: int, record: Record) -> None:
-    """The loss of the held-out data as one step of training would have it.
+def evaluate(run: Run, step: int, record: Record) -> float | None:
+    """The loss of the held-out data as one step of training would have it; None without any.
 
     Every rank runs as many forward passes as the others.
     """
     if run.eval_data is None:
-        return
+        return None
     world, model, objective, data = run.world, run.model, run.objective, run.eval_data
     began = time.perf_counter()
 
@@ -36,3 +36,4 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
     tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
+    return values["eval_loss"]

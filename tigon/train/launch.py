@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from tigon.train import checkpoint
 from tigon.train.build import prepare
 from tigon.train.config import Config, dump, help_text, load
 from tigon.train.loop import train
@@ -44,4 +45,7 @@ def _run(config: Config, world: World) -> str | int:
         run = prepare(config, world)
     except (ValueError, OSError) as error:
         return f"tigon.train: {error}" if world.main else 1
-    return train(run)
+    try:
+        return train(run)
+    except checkpoint.SaveError as error:
+        return f"tigon.train: {error}" if world.main else 1

@@ -12,7 +12,7 @@ import torch
 from tigon.train import checkpoint, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import evaluate
-from tigon.train.export import export
+from tigon.train.export import export, export_best, export_due
 from tigon.train.optim import learning_rate
 from tigon.train.record import Record
 from tigon.train.signals import signals
@@ -31,7 +31,9 @@ def train(run: Run) -> int:
     record = Record(config, world, start, steps)
     if start == 0 and config.eval_every:
         evaluate(run, 0, record)
-    with signals() as received:
+    keep = checkpoint.Keep(config.keep_last, config.keep_best, config.keep_hours)
+    saver = checkpoint.Saver(directory, world, keep=keep, background=config.async_save)
+    with signals() as received, saver:
         for step in range(start, steps):
             began, done = time.perf_counter(), step + 1
             lr = learning_rate(config, step, steps)
@@ -61,22 +63,16 @@ def train(run: Run) -> int:
             )
             last = stop or done == steps
             if config.eval_every and done % config.eval_every == 0 and not last:
-                evaluate(run, done, record)
+                export_best(run, done, evaluate(run, done, record))
             if last or (config.save_every and done % config.save_every == 0):
-                checkpoint.save(
-                    directory / "checkpoints",
-                    done,
-                    run.model,
-                    run.optimizer,
-                    world,
-                    facts,
-                    keep_last=config.keep_last,
-                )
+                saver.save(done, run.model, run.optimizer, run.tokenizer, facts)
+            export_due(run, done)
             if stop and done < steps:
+                saver.wait()
                 record.close()
                 world.say(f"stopped by a signal after step {done}: resume=auto goes on from there")
                 return 128 + (received[0] if received else signal.SIGTERM)
-    evaluate(run, steps, record)
+    export_best(run, steps, evaluate(run, steps, record))
     record.close()
     if config.export:
         export(run, directory / "hf")

@@ -167,7 +167,7 @@ def _described(args: Namespace) -> tuple[CausalLM, str]:
     if checkpoint := find_checkpoint(args.model):
         sizes = [path.stat().st_size for path in checkpoint.iterdir() if path.is_file()]
         return described_checkpoint(checkpoint), (
-            f"checkpoint {checkpoint.name}, {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB"
+            f"checkpoint {checkpoint.name}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
         )
     repository = Repository(args.model, revision=args.revision)
     if repository.directory is not None:

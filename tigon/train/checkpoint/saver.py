@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint import files, integrity
+from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import available
 from tigon.train.checkpoint.retention import Keep, prune
@@ -143,7 +145,7 @@ class Saver:
                 done.set_result(
                     dcp.save(dict(state), storage_writer=writer, process_group=self._group)
                 )
-            except Exception as error:
+            except (Exception, CheckpointException) as error:
                 done.set_exception(error)
         self._saving = _Saving(target, partial, done, lock)
         if not background:
@@ -158,10 +160,10 @@ class Saver:
         with saving.lock:
             try:
                 saving.done.result()
-            except Exception as error:
+            except (Exception, CheckpointException) as error:
                 if self.world.main:
                     shutil.rmtree(saving.partial, ignore_errors=True)
-                raise SaveError(f"{saving.target} was not written: {_cause(error)}") from error
+                raise SaveError(f"{saving.target} was not written: {first_cause(error)}") from error
 
 
 class _Stager(AsyncStager):
@@ -205,13 +207,3 @@ class _Stager(AsyncStager):
         if on_gpu:
             torch.cuda.synchronize()
         return staged
-
-
-def _cause(error: BaseException) -> str:
-    """One line: what the first rank that failed met."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return str(error) or type(error).__name__
-    rank = min(failures)
-    first = failures[rank][0]
-    return f"{first}" if isinstance(first, OSError) else f"rank {rank}: {first!r}"

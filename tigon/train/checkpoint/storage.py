@@ -58,7 +58,9 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0."""
-        require_space(self.directory, sum(_nbytes(item) for plan in plans for item in plan.items))
+        require_space(
+            self.directory.parent, sum(_nbytes(item) for plan in plans for item in plan.items)
+        )
         return [dataclasses.replace(p, storage_data=rank) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

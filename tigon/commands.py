@@ -164,10 +164,10 @@ def info(args: Namespace) -> int:
 
 def _described(args: Namespace) -> tuple[CausalLM, str]:
     """The model without weights, and its files; those of a hub repository are not fetched."""
-    if checkpoint := find_checkpoint(args.model):
-        sizes = [path.stat().st_size for path in checkpoint.iterdir() if path.is_file()]
-        return described_checkpoint(checkpoint), (
-            f"checkpoint {checkpoint.name}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+    if of_run := find_checkpoint(args.model):
+        sizes = [path.stat().st_size for path in of_run.iterdir() if path.is_file()]
+        return described_checkpoint(of_run), (
+            f"checkpoint {of_run.name}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
         )
     repository = Repository(args.model, revision=args.revision)
     if repository.directory is not None:

@@ -49,7 +49,7 @@ def _check_names(
     reader: HuggingFaceStorageReader,
     optional: Callable[[str], bool],
 ) -> None:
-    stored = reader.read_metadata().state_dict_metadata
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     missing = sorted(state.keys() - stored.keys())
     unexpected = sorted(stored.keys() - state.keys())
     if not any(optional(name) for name in state):

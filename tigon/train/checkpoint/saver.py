@@ -189,6 +189,12 @@ class _Stager(AsyncStager):
                 )
         return self._fits
 
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         staged: dict[str, Any] = {}
         on_gpu = False

@@ -46,7 +46,9 @@ class LocalRows(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise NotImplementedError(f"{func}: {cls.__name__} has no memory, only its chunks have")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -89,7 +91,8 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
     layout = run_layout(model)
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {}
-    for parameter, values in dict(get_optimizer_state_dict(model, optimizer))["state"].items():
+    by_parameter: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    for parameter, values in by_parameter["state"].items():
         for kind, value in values.items():
             if not isinstance(value, Tensor) or not (
                 value.shape == parameters[parameter].shape or value.numel() == 1

@@ -12,20 +12,27 @@ from tigon.train.record import Record
 from tigon.train.step import numbers, summed, total
 
 
-@torch.no_grad()
-def evaluate(run: Run, step: int, record: Record) -> None:
-    """The loss of the held-out data as one step of training would have it.
+class Interrupted(Exception):
+    """By a signal: the evaluation is made when the run goes on."""
 
-    Every rank runs as many forward passes as the others.
+
+@torch.no_grad()
+def evaluate(run: Run, step: int, record: Record) -> float | None:
+    """The loss of the held-out data as one step of training would have it; None without any.
+
+    Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
+    of them keeps a signal for the loop.
     """
     if run.eval_data is None:
-        return
+        return None
     world, model, objective, data = run.world, run.model, run.objective, run.eval_data
     began = time.perf_counter()
 
     def batches() -> Iterator[Inputs]:
         for i in range(data.steps_per_epoch):
             for rows in data.micro_batches(i):
+                if world.most(world.signals.received):
+                    raise Interrupted
                 yield objective.resolve(model, rows.to(world.device))
 
     model.eval()
@@ -36,3 +43,4 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
     tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
+    return values["eval_loss"]

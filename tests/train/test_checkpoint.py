@@ -317,14 +317,15 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 
-def test_leftovers_are_removed_but_not_those_of_a_live_run(world, tmp_path):
+def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
     (tmp_path / "checkpoints/.step-00000004.partial").mkdir(parents=True)
     (tmp_path / "checkpoints/.step-00000002.removed").mkdir()
     live = tmp_path / "checkpoints/.step-00000008.partial"
     live.mkdir()
-    with files.in_use(live):
-        saver.Saver(tmp_path, world)
-    assert list((tmp_path / "checkpoints").iterdir()) == [live]
+    with files.in_use(live), saver.Saver(tmp_path, state.world) as to:
+        saved = state.save(to, 1)
+        to.wait()
+        assert sorted((tmp_path / "checkpoints").iterdir()) == [live, saved]
 
 
 def save_as_before(directory: Path, step: int, state: State, facts: dict) -> Path:

@@ -46,10 +46,12 @@ def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, mon
         main(settings)
     monkeypatch.undo()
     run = workspace.root / "stopped"
-    assert saved(run)[-1] == "step-00000004"  # the signal came after step 3: step 4 was finished
+    # It came in the evaluation after step 3, which is left to the run that goes on
+    assert saved(run)[-1] == "step-00000003"
+    assert workspace.metrics("stopped", "eval_loss") == workspace.metrics("whole", "eval_loss")[:1]
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
-            '{"step": 5, "loss": 0}\n{"step": 6, "lo'
+            '{"step": 4, "loss": 0}\n{"step": 5, "lo'
         )  # as a kill in the next step leaves it
     main([*settings, "resume=auto"])
     assert_same_curve(workspace, "stopped")
@@ -121,7 +123,7 @@ def test_an_existing_run_is_never_overwritten(workspace, whole, tmp_path):
         main([*workspace.settings("fresh"), f"resume={tmp_path}"])
     assert not (workspace.root / "fresh").exists()
     changed = {path for path, content in before.items() if path.read_bytes() != content}
-    assert {path.name for path in changed} <= {"config.yaml", "metrics.jsonl", "loss.png"}
+    assert {path.name for path in changed} <= {".lock"}
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match="is not empty"):
         main([*workspace.settings("x"), f"run_dir={tmp_path}", "resume=auto"])
@@ -133,8 +135,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_touches_anything(work
     newest = workspace.root / "diverged/checkpoints/step-00000002"
     before = {path: path.read_bytes() for path in newest.iterdir()}
     with pytest.raises(
-        FloatingPointError,
-        match=r"step 4: loss .*, gradient norm (nan|inf); its rows are .*train\.jsonl:\d+, .*00002",
+        SystemExit,
+        match=r"step 4: loss .*, gradient norm nan, with weights up to .*e\+29 from .*00002",
     ):
         main([*settings, "resume=auto", "lr=1e30"])
     assert saved(workspace.root / "diverged") == ["step-00000002"]

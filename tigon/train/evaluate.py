@@ -12,11 +12,16 @@ from tigon.train.record import Record
 from tigon.train.step import numbers, summed, total
 
 
+class Interrupted(Exception):
+    """By a signal: the evaluation is made when the run goes on."""
+
+
 @torch.no_grad()
 def evaluate(run: Run, step: int, record: Record) -> float | None:
     """The loss of the held-out data as one step of training would have it; None without any.
 
-    Every rank runs as many forward passes as the others.
+    Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
+    of them keeps a signal for the loop.
     """
     if run.eval_data is None:
         return None
@@ -26,6 +31,8 @@ def evaluate(run: Run, step: int, record: Record) -> float | None:
     def batches() -> Iterator[Inputs]:
         for i in range(data.steps_per_epoch):
             for rows in data.micro_batches(i):
+                if world.most(world.signals.received):
+                    raise Interrupted
                 yield objective.resolve(model, rows.to(world.device))
 
     model.eval()

@@ -1,6 +1,5 @@
 """A run's weights in Hugging Face format: as it trains, at its end, of any checkpoint later."""
 
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.model import build_model, described
 from tigon.train.parallel import start
-from tigon.train.record import read_metrics
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -102,23 +100,14 @@ def export(run: Run, target: Path) -> None:
     run.world.say(f"exported to {target}")
 
 
-def export_due(run: Run, step: int) -> None:
-    """After `step`: run_dir/hf-step-N if hf_every says so."""
-    if run.config.hf_every and step % run.config.hf_every == 0:
-        export(run, Path(run.config.run_dir, f"hf-step-{step:08d}"))
+def export_step(run: Run, step: int) -> None:
+    """After `step`, a multiple of hf_every: run_dir/hf-step-N."""
+    export(run, Path(run.config.run_dir, f"hf-step-{step:08d}"))
 
 
-def export_best(run: Run, step: int, eval_loss: float | None) -> None:
-    """run_dir/hf-best, if hf_best is set and no evaluation before `step` had a lower loss."""
-    if not run.config.hf_best or eval_loss is None or not math.isfinite(eval_loss):
-        return
-    best = [True]
-    if run.world.main:
-        rows = read_metrics(Path(run.config.run_dir, "metrics.jsonl"))
-        before = [row["eval_loss"] for row in rows if "eval_loss" in row and 0 < row["step"] < step]
-        best = [all(eval_loss < loss for loss in before if loss is not None)]
-    dist.broadcast_object_list(best, src=0)
-    if best[0]:
+def export_best(run: Run, step: int) -> None:
+    """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
+    if run.config.hf_best and run.state.best_step == step > 0:
         export(run, Path(run.config.run_dir, "hf-best"))
 
 

@@ -12,19 +12,13 @@ from tigon.train.parallel import World
 
 
 def find(config: Config, world: World) -> Path | None:
-    """The checkpoint to resume from, or None to begin; an error if that would overwrite a run.
+    """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory.
 
     Every rank calls this: together they check that the files are as they were written.
     """
     run = Path(config.run_dir)
     newest = checkpoint.latest(run / "checkpoints")
-    taken = run.exists() and any(run.iterdir())
-    if not config.resume or (taken and not (run / "metrics.jsonl").exists()):
-        if taken:
-            raise FileExistsError(
-                f"{run} is not empty: continue the run in it with resume=auto, "
-                "or choose another run_dir"
-            )
+    if not config.resume:
         return None
     if config.resume in (True, "auto"):
         return checkpoint.newest_whole(run / "checkpoints", world.say)

@@ -1,6 +1,6 @@
 """The passes of one step, over all micro-batches and ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from tigon.train.optim import clip_gradients
 from tigon.train.parallel import World, sync_gradients
 
 
-def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
-    """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
-    stop, and what else the objective logs."""
+def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, float]:
+    """Gradients of the step, clipped; its loss, this rank's part of it, the gradients' norm before
+    clipping, how many ranks want to stop, asked late, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
     batches = [
         objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
@@ -27,7 +27,8 @@ def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
         part.loss.backward()
         parts.append(part)
     norm = clip_gradients(model, run.config.max_grad_norm)
-    return numbers({"grad_norm": norm} | summed(run, parts, stop=stop))
+    own = torch.stack([part.loss.detach().double() for part in parts]).sum()
+    return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts, stop=stop()))
 
 
 def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:

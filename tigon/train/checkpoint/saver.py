@@ -26,7 +26,7 @@ from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import available
 from tigon.train.checkpoint.retention import Keep, prune
-from tigon.train.checkpoint.storage import Writer
+from tigon.train.checkpoint.storage import Writer, named_if_full
 from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, optimizer_states, weights
 from tigon.train.parallel import World
 from tigon.train.record import read_metrics
@@ -63,8 +63,6 @@ class Saver:
         self._group = dist.new_group(backend="gloo")
         self._stager = _Stager()
         self._saving: _Saving | None = None
-        if world.main:
-            files.clean(self.directory)
 
     def __enter__(self) -> Self:
         return self
@@ -93,45 +91,41 @@ class Saver:
         the save before it cannot be written.
         """
         self.wait()
-        check_finite(model, optimizer)
-        state = weights(model) | optimizer_states(model, optimizer)
         target = self.directory / f"step-{step:08d}"
+        try:
+            check_finite(model, optimizer)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{target} was not written: {error}") from None
+        state = weights(model) | optimizer_states(model, optimizer)
+        needed = sum(rows.numel() * rows.dtype.itemsize for rows in state.values())
         partial = self.directory / f".{target.name}.partial"
         lock = ExitStack()
         if self.world.main:
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(parents=True)
+            files.clean(self.directory)
+            with named_if_full(partial, needed):
+                partial.mkdir(parents=True)
             lock.enter_context(files.in_use(partial))
         self.world.barrier()
-        saved_at = time.time()
+        content = {
+            "step": step,
+            "saved_at": time.time(),
+            "ranks": self.world.size,
+            "stacked_experts": model.config.source.stacked_experts,
+            **facts,
+        }
 
         def commit(sums: Mapping[str, str]) -> None:
             """On rank 0, when every rank has written: nothing has the final name before."""
-            write_description(partial, model.config, model.generation_config, tokenizer)
-            content = {
-                "step": step,
-                "saved_at": saved_at,
-                "ranks": self.world.size,
-                "stacked_experts": model.config.source.stacked_experts,
-                **facts,
-            }
-            (partial / files.RUN).write_text(json.dumps(content, indent=2) + "\n")
-            integrity.write_sums(partial, sums)
-            for path in [*partial.rglob("*"), partial]:
-                fsync(path)
-            # An older one is damaged, or of a run that was resumed from before it
-            if not files.remove(target):
-                raise OSError("one of that name is being read by another process")
-            os.rename(partial, target)
-            fsync(self.directory)
-            rows = read_metrics(self.metrics)
-            losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
-            prune(self.directory, step, self.keep, losses)
+            with named_if_full(partial, needed):
+                write_description(partial, model.config, model.generation_config, tokenizer)
+                (partial / files.RUN).write_text(json.dumps(content, indent=2) + "\n")
+                integrity.write_sums(partial, sums)
+                for path in [*partial.rglob("*"), partial]:
+                    fsync(path)
+            self._publish(partial, target, step)
 
         writer = Writer(partial, commit)
-        background = self.background and self._stager.fits(state, self.world)
-        if background:
+        if self.background and self._stager.fits(state, self.world):
             done = dcp.async_save(
                 dict(state),
                 storage_writer=writer,
@@ -139,18 +133,31 @@ class Saver:
                 async_stager=self._stager,
             )
             assert isinstance(done, Future)
-        else:
-            done = Future()
-            try:
-                done.set_result(
-                    dcp.save(dict(state), storage_writer=writer, process_group=self._group)
-                )
-            except (Exception, CheckpointException) as error:
-                done.set_exception(error)
+            self._saving = _Saving(target, partial, done, lock)
+            return target
+        done = Future()
+        try:
+            dcp.save(dict(state), storage_writer=writer, process_group=self._group)
+            done.set_result(None)
+        except (Exception, CheckpointException) as error:
+            done.set_exception(error)
         self._saving = _Saving(target, partial, done, lock)
-        if not background:
-            self.wait()
+        self.wait()
         return target
+
+    def _publish(self, partial: Path, target: Path, step: int) -> None:
+        """Give a whole checkpoint its name, and remove those that need not stay."""
+        # An older one is damaged, or of a run that was resumed from before it
+        if not files.remove(target):
+            raise OSError("one of that name is being read by another process")
+        os.rename(partial, target)
+        fsync(self.directory)
+        losses = {
+            row["step"]: row["eval_loss"]
+            for row in read_metrics(self.metrics)
+            if row.get("eval_loss") is not None
+        }
+        prune(self.directory, step, self.keep, losses)
 
     def wait(self) -> None:
         """Until the save in flight is on the disk; raises SaveError, on all ranks, if it failed."""

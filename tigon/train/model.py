@@ -52,7 +52,8 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
-    model = _from_config(source / "config.json", dtype, "meta")
+    values = json.loads((source / "config.json").read_text())
+    model = _from_values(values, source, dtype, "meta")
     stacked = bool(checkpoint.facts(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
@@ -81,11 +82,14 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
 
 
-def _from_config(path: Path, dtype: torch.dtype, device: str = "cpu") -> CausalLM:
+def _from_config(path: Path, dtype: torch.dtype) -> CausalLM:
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a config.json file")
-    values = json.loads(path.read_text())
+        raise FileNotFoundError(f"init={path} is not a config.json file")
+    return _from_values(json.loads(path.read_text()), path, dtype, "cpu")
+
+
+def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
     kind = values.get("model_type")
     if kind not in MODELS:
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(MODELS)}")
+        raise ValueError(f"{origin}: model_type {kind!r} is not one of {', '.join(MODELS)}")
     return MODELS[kind].from_config(values, dtype=dtype, device=device)

@@ -41,7 +41,8 @@ class LocalRows(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[Chunk]
     ) -> "LocalRows":
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")  # type: ignore[attr-defined]
+        cpu = torch.device("cpu")
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=cpu)
         self.chunks = tuple(chunks)
         return self
 

@@ -81,7 +81,7 @@ class Signals:
             if number not in NUMBERS:
                 continue
             name, now = signal.Signals(number).name, time.monotonic()
-            if not self._deferred:
+            if not (self._deferred or first):
                 self._say(f"stopped by {name} {self.phase}")
             elif not first:
                 more = "; again to stop now" if number == signal.SIGINT else ""

@@ -29,17 +29,20 @@ def claim(config: Config) -> Iterator[None]:
     begun = (path / LOCK).exists() or (path / "metrics.jsonl").exists()
     descriptor = _lock(path / LOCK)
     try:
-        _check_files(path, begun, bool(config.resume))
+        try:
+            _check_files(path, begun, bool(config.resume))
+        except FileExistsError:
+            if descriptor is not None and not begun:
+                (path / LOCK).unlink()
+            raise
         yield
     finally:
-        if [file.name for file in path.iterdir()] == [LOCK] and descriptor is not None:
-            (path / LOCK).unlink()
-            with suppress(OSError):  # not empty
-                for folder in missing:
-                    folder.rmdir()
-        elif not begun and descriptor is not None and not (path / "config.yaml").exists():
-            (path / LOCK).unlink()  # the files are not of a run
         if descriptor is not None:
+            if [file.name for file in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                with suppress(OSError):  # not empty
+                    for folder in missing:
+                        folder.rmdir()
             os.close(descriptor)
 
 

@@ -136,9 +136,12 @@ def stop(run: Run, trouble: Trouble, why: str) -> FloatingPointError:
     run.saver.wait()
     saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"))
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
-    others = [policy for policy in ("skip", "rollback") if policy != trouble.policy]
-    advice = "rollback" if trouble.broken else " or ".join(others)
-    hint = f"; {trouble.kind}={advice} would go on" if trouble.policy != "rollback" else ""
+    if trouble.broken:
+        hint = "; the learning rate may be too high"
+    elif trouble.policy == "stop":
+        hint = f"; {trouble.kind}=skip or rollback would go on"
+    else:
+        hint = ""
     return FloatingPointError(f"{trouble.text}. {why}; {last}{hint}")
 
 

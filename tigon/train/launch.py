@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if problem is not None:
             print(f"tigon.train: {problem}", file=sys.stderr)
         sys.exit(code)
-    if problem := launch(config):
-        sys.exit(problem)
+    if status := launch(config):
+        sys.exit(status)
 
 
 def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:

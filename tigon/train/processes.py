@@ -80,8 +80,8 @@ def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
 def _wait(children: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> list[int]:
     """For all to end; after a failure of one not longer than GRACE. Their exit codes."""
     until: float | None = None
-    while any(child.poll() is None for child in children):
-        bad = [(r, c.returncode) for r, c in enumerate(children) if c.returncode not in (None, 0)]
+    while None in (codes := [child.poll() for child in children]):
+        bad = [(rank, code) for rank, code in enumerate(codes) if code]
         bad = [(rank, code) for rank, code in bad if code not in STOPPED]
         if bad and until is None:
             until = time.monotonic() + GRACE
@@ -90,12 +90,12 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> lis
             break
         time.sleep(POLL)
     _kill(children)
-    codes = [child.wait() for child in children]
-    for rank, code in enumerate(codes):
+    ended = [child.wait() for child in children]
+    for rank, code in enumerate(ended):
         if code and code not in STOPPED:
             _tell(store, rank, code)
             break
-    return [128 - code if code < 0 else code for code in codes]
+    return [128 - code if code < 0 else code for code in ended]
 
 
 def _tell(store: dist.Store, rank: int, code: int) -> None:

@@ -28,13 +28,15 @@ class Signals:
         self.silent = silent
         self._deferred = False
         self._first = 0.0
-        self._entered = False
+        self._depth = 0
+        self._installed = False
 
     def __enter__(self) -> Self:
-        """Nothing happens outside the main thread, whose handlers these are."""
-        if self._entered or threading.current_thread() is not threading.main_thread():
+        """Nothing happens outside the main thread, whose handlers these are, nor inside itself."""
+        self._depth += 1
+        self._installed |= threading.current_thread() is threading.main_thread()
+        if self._depth > 1 or not self._installed:
             return self
-        self._entered = True
         read, write = os.pipe()
         os.set_blocking(write, False)
         self._fds = read, write
@@ -45,9 +47,10 @@ class Signals:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if not self._entered:
+        self._depth -= 1
+        if self._depth or not self._installed:
             return
-        self._entered = False
+        self._installed = False
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -81,7 +84,7 @@ class Signals:
             if number not in NUMBERS:
                 continue
             name, now = signal.Signals(number).name, time.monotonic()
-            if not self._deferred:
+            if not (self._deferred or first):
                 self._say(f"stopped by {name} {self.phase}")
             elif not first:
                 more = "; again to stop now" if number == signal.SIGINT else ""

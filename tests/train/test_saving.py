@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tests.train.checkpoints import assert_equal
 from tigon.train import checkpoint, main
-from tigon.train.checkpoint import memory, saver, storage
+from tigon.train.checkpoint import files, memory, saver, storage
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -132,7 +132,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from tests.train.checkpoints import State
-from tigon.train.checkpoint import Keep, newest_whole, saver
+from tigon.train.checkpoint import files, Keep, newest_whole, saver
 from tigon.train.parallel import start
 
 model, root = map(Path, sys.argv[1:])
@@ -256,3 +256,19 @@ def test_two_ranks_killed_at_random_moments_end_with_the_same_bits(workspace):
     last = "checkpoints/step-00000014"
     for path in (workspace.root / "undisturbed" / last).glob("*.safetensors"):
         assert (run / last / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(
+    workspace, finished, monkeypatch
+):
+    source, load = finished / "checkpoints/step-00000002", checkpoint.load
+    removed = []
+
+    def try_to_remove(path, *arguments):
+        removed.append(files.remove(path))
+        load(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "load", try_to_remove)
+    main(workspace.settings("branch", steps=3, resume=source))
+    assert removed == [False]
+    assert workspace.metrics("branch", "loss") == workspace.metrics("finished", "loss")[2:]

@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def prepare(config: Config, world: World) -> Run:
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
+    held = world.closing.enter_context(ExitStack())
     with world.together():
         source = resume.find(config, world)
+        if source is not None:
+            held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
     with world.together():
         tokenizer = load_tokenizer(config, source)
         data = build_loader(objective, config.data, tokenizer)
@@ -76,6 +80,7 @@ def prepare(config: Config, world: World) -> Run:
         optimizer = adamw(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer)
+        held.close()
         world.say(f"resumed from {source}")
     epochs = 1.0 if config.epochs is None else config.epochs
     steps = config.steps or math.ceil(epochs * data.steps_per_epoch)

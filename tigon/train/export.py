@@ -38,13 +38,14 @@ def load_checkpoint(
     """
     if checkpoint.is_legacy(source):
         return _load_legacy(source, dtype, device)
-    checkpoint.verify(source, wanted=lambda name: name.startswith("weights-") or _small(name))
-    model = described(source, torch.float32)
-    own = getattr(torch, (model.config.dtype or "float32").removeprefix("torch."))
-    model.to(dtype or own)
-    materialize(model, torch.device(device))
-    checkpoint.load(source, model)
-    return model.eval(), Tokenizer.from_pretrained(source)
+    with checkpoint.in_use(source):
+        checkpoint.verify(source, wanted=lambda name: name.startswith("weights-") or _small(name))
+        model = described(source, torch.float32)
+        own = getattr(torch, (model.config.dtype or "float32").removeprefix("torch."))
+        model.to(dtype or own)
+        materialize(model, torch.device(device))
+        checkpoint.load(source, model)
+        return model.eval(), Tokenizer.from_pretrained(source)
 
 
 def described_checkpoint(source: Path) -> CausalLM:

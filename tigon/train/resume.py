@@ -38,15 +38,22 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
 
 
 def check(source: Path, config: Config, data: Loader) -> list[str]:
-    """The settings that differ from the checkpoint's; an error if the data stream does."""
+    """The settings that differ from the checkpoint's; an error if the data stream does.
+
+    A setting that the checkpoint does not know had today's default. Earlier versions read the data
+    in another order, so that the steps of their checkpoints cannot be compared.
+    """
     was, now = checkpoint.facts(source), facts(config, data)
-    stream = {field.name for field in fields(Config) if field.metadata["stream"]}
+    settings = {field.name: field for field in fields(Config)}
+    before = {name: field.default for name, field in settings.items()} | was["config"]
     changed = {
-        name: f"{name} {was['config'].get(name)!r} -> {value!r}"
+        name: f"{name} {before[name]!r} -> {value!r}"
         for name, value in now["config"].items()
-        if name not in ("resume", "run_dir") and was["config"].get(name) != value
+        if name not in ("resume", "run_dir") and json.loads(json.dumps(before[name])) != value
     }
-    wrong = [text for name, text in changed.items() if name in stream]
+    if checkpoint.is_legacy(source):
+        return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
+    wrong = [text for name, text in changed.items() if settings[name].metadata["stream"]]
     if wrong:
         raise ValueError(f"{source} was made with another order of the data: {', '.join(wrong)}")
     if was["data"] != now["data"]:

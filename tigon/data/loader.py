@@ -53,7 +53,6 @@ class Place(NamedTuple):
 
     number: int
     epoch: int
-    index: int
     begin: int
     end: int
     last: bool
@@ -297,7 +296,7 @@ class Loader:
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"seq_len {packed.rows.seq_len}"
             )
-        self._places.append(Place(number, window.epoch, window.index, begin, end, window.last))
+        self._places.append(Place(number, window.epoch, begin, end, window.last))
 
     def _window(self, number: int) -> Packed:
         if number in self._packed:

@@ -137,6 +137,16 @@ def test_prompts_are_learned_only_with_train_on_all(
     assert said(tokenizer, examples) == [(f"{start} says<|endoftext|>", 1)]
 
 
+def test_a_chat_without_an_answer_is_learned_only_with_train_on_all(
+    tokenizer: Tokenizer, encode: Any
+) -> None:
+    row = {"messages": [HI]}
+    examples = encode(ChatEncoder(tokenizer, train_on="all"), row, {"messages": CHAT})
+    assert said(tokenizer, examples)[0][0].startswith("<|im_start|>user\nhi<|im_end|>\n")
+    with pytest.raises(ValueError, match="no turn of the role 'assistant'"):
+        encode(ChatEncoder(tokenizer, train_on="last"), row)
+
+
 def test_columns_that_some_blocks_lack_are_filled(
     tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from tigon.train.config import Config, dump, help_text, load
+from tigon.train.names import OTHERS
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
 
@@ -37,7 +38,15 @@ def test_help_names_every_setting_with_its_default():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("learning_rate=1", "unknown setting 'learning_rate'"),
+        ("learning_rate=1", "unknown setting 'learning_rate'; here: lr"),
+        ("learing_rate=1", "unknown setting 'learing_rate'; if 'learning_rate' is meant, here: lr"),
+        ("gradient_accumulation_steps=4", "batch_size: rows of a step over all ranks"),
+        ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
+        ("report_to=wandb", "a run writes metrics.jsonl"),
+        ("lora_r=8", "there are no adapters"),
+        ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; known: model, "),
+        ("lr=inf", "lr=inf must be finite"),
+        ("patience=2", "patience=2 needs eval_data and eval_every"),
         ("batchsize=1", "unknown setting 'batchsize'; did you mean 'batch_size'"),
         ("lr=fast", "lr='fast' is not a number"),
         ("steps=1.5", "steps='1.5' is not a whole number or null"),
@@ -63,6 +72,13 @@ def test_bad_settings_name_key_and_value(override, message):
         load(None, [*NEEDED, override])
 
 
+def test_other_trainers_names_are_answered_with_settings_that_exist():
+    """No name is both; and an answer of one word is a setting."""
+    assert not set(OTHERS) & set(Config.__dataclass_fields__)
+    words = {text for text in OTHERS.values() if text.isidentifier()}
+    assert words <= set(Config.__dataclass_fields__) | {"label_smoothing"}
+
+
 def test_bad_pairs_of_settings():
     with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one"):
         load(None, [*NEEDED, "epochs=2", "steps=3"])
@@ -81,6 +97,7 @@ def test_bad_files_are_named(tmp_path):
         ("- lr", r"c\.yaml: needs `key: value` lines, not a list"),
         ("lr: fast", r"c\.yaml: lr='fast' is not a number"),
         ("sede: 1", r"c\.yaml: unknown setting 'sede'; did you mean 'seed'"),
+        ("seed: 1\nlr: 1\nseed: 2", r"c\.yaml: line 3: seed is also set in line 1"),
         ("seed: true", r"c\.yaml: seed=True is not a whole number"),
     ):
         path.write_text(text)

@@ -141,7 +141,8 @@ class ChatEncoder(FormatEncoder):
         if isinstance(chat, Text):
             self.ends.update(self.ended([]))
             return replace(form, eos=self.eos)
-        if self.must_end:
+        speaks = any(isinstance(m, dict) and m.get("role") == "assistant" for m in chat.messages)
+        if self.must_end and (speaks or self.train_on != "all"):
             given: dict[str, Any] = {"tools": chat.tools, **chat.variables}
             self.ends.add(self.tokenizer.end_of_turn(chat.messages, **given))
         return form

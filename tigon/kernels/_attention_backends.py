@@ -147,6 +147,17 @@ def check_backend(name: str) -> None:
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
 
 
+def check_training(
+    name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+) -> None:
+    """Raise if the named backend cannot train in this dtype on this device, whatever the model."""
+    check_backend(name)
+    gpu, index = device.type == "cuda", device.index or 0
+    sm = capability(index) if gpu else 0
+    request = Request(device.type, sm, dtype, grad=True, deterministic=deterministic)
+    choose(request, name, missing(index) if gpu else {})
+
+
 def _check_name(name: str) -> None:
     if name not in get_args(Backend):
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")

@@ -23,13 +23,22 @@ from tigon.kernels._attention_backends import (
     Request,
     capability,
     check_backend,
+    check_training,
     flash_attn_4,
     settle,
     survey,
 )
 from tigon.kernels._attention_mask import AttentionMask, Sequences
 
-__all__ = ["AttentionMask", "Backend", "attention", "attention_ref", "check_backend", "survey"]
+__all__ = [
+    "AttentionMask",
+    "Backend",
+    "attention",
+    "attention_ref",
+    "check_backend",
+    "check_training",
+    "survey",
+]
 
 FA4_LEAST = 512  # below it as the longest sequence, flash-attn-4 would compile once more
 FLEX_STEP = 256  # FlexAttention compiles for every length: rows are padded to a multiple

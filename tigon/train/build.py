@@ -1,23 +1,34 @@
 """Everything that a run needs, from its settings."""
 
+import atexit
+import json
 import math
+import os
+import random
+import shutil
+import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from tigon.data import Loader
+from tigon.kernels.attention import check_training
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
+from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
-from tigon.train.model import build_model
+from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
-from tigon.train.parallel import World
+from tigon.train.parallel import InputError, World
+from tigon.train.state import State
 
 
 @dataclass
@@ -32,6 +43,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     start: int  # steps that are done
     steps: int
+    state: State
+    saver: checkpoint.Saver
 
     @cached_property
     def feed(self) -> Feed:
@@ -40,29 +53,46 @@ class Run:
 
 
 def prepare(config: Config, world: World) -> Run:
-    """Check every input before anything is written; every rank calls this."""
-    objective = find_objective(config.task)(config, world)
-    source = resume.find(config)
-    world.barrier()  # every rank has looked before the first one writes
-    tokenizer = load_tokenizer(config)
-    cursor = None if source is None else checkpoint.facts(source).get("cursor")
-    data = build_loader(objective, config.data, tokenizer, cursor=cursor)
-    eval_data = None
-    if config.eval_data:
-        eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
+    """Check every input, on all ranks together; every rank calls this.
+
+    Until it returns nothing is written but the lock of the run directory.
+    """
+    with world.together():
+        check_machine(config, world)
+        objective = find_objective(config.task)(config, world)
+        if world.main:
+            world.closing.enter_context(claim(config))
+    held = world.closing.enter_context(ExitStack())
+    cursor = None
+    with world.together():
+        source = resume.find(config, world)
+        if source is not None:
+            held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
+            cursor = checkpoint.facts(source).get("cursor")
+    with world.together():
+        tokenizer = load_tokenizer(config, source)
+        data = build_loader(objective, config.data, tokenizer, cursor=cursor)
+        eval_data = None
+        if config.eval_data:
+            eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
+    check_equal(config, data, world)
+    start, state = 0, State()
+    with world.together():
+        if source is not None:
+            for change in resume.check(source, config, data):
+                world.say(f"changed since {source}: {change}")
+            start, state = checkpoint.step_of(source), State.of(checkpoint.facts(source))
+    with world.together():
+        seed_everything(config, world)
+        model = build_model(config, world, source)
+        check_context(model, config)
+        stop_at(model, tokenizer, objective.ends)
+        for loader in filter(None, (data, eval_data)):
+            loader.windows.check_vocabulary(model.config.vocab_size)
+        optimizer = adamw(model, config)
     if source is not None:
-        for change in resume.check(source, config, data):
-            world.say(f"changed since {source}: {change}")
-    model = build_model(config, world, load=source is None)
-    check_context(model, config)
-    stop_at(model, tokenizer, objective.ends)
-    for loader in filter(None, (data, eval_data)):
-        loader.windows.check_vocabulary(model.config.vocab_size)
-    optimizer = adamw(model, config)
-    start = 0
-    if source is not None:
-        start = checkpoint.step_of(source)
         checkpoint.load(source, model, optimizer)
+        held.close()
         world.say(f"resumed from {source}")
     epochs = 1.0 if config.epochs is None else config.epochs
     steps = config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
@@ -72,10 +102,58 @@ def prepare(config: Config, world: World) -> Run:
         f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
         f"steps: {start} to {steps}, {data.steps_per_epoch or 'unknown'} an epoch"
     )
-    return Run(config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps)
+    saver = checkpoint.Saver(
+        Path(config.run_dir),
+        world,
+        keep=checkpoint.Keep(config.keep_last, config.keep_best, config.keep_hours),
+        background=config.async_save,
+    )
+    return Run(
+        config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
+        saver,
+    )  # fmt: skip
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
+def check_machine(config: Config, world: World) -> None:
+    """Raises ValueError for an attention backend that cannot train here."""
+    dtype = compute_dtype(config, world.device)
+    check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
+
+
+def check_equal(config: Config, data: Loader, world: World) -> None:
+    """Raises InputError if ranks have other settings or other data than the first one."""
+    answers = world.board.gather(json.dumps(resume.facts(config, data)))
+    first, *others = (json.loads(answer) for answer in answers if answer)
+    for rank, other in enumerate(others, start=1):
+        if other != first:
+            names = [k for k, v in first["config"].items() if other["config"][k] != v]
+            what = f"other settings ({', '.join(names)})" if names else "other data"
+            raise InputError(f"rank {rank} has {what} than rank 0")
+
+
+def seed_everything(config: Config, world: World) -> None:
+    """For what hooks may draw; with `deterministic`, the same bits in every run."""
+    random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        world.closing.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
+        torch.use_deterministic_algorithms(True)
+
+
+def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
+    """The settings', or the one in the checkpoint `source` while the settings are the same."""
+    if source is not None and not checkpoint.is_legacy(source):
+        was = checkpoint.facts(source)["config"]
+        named = ("model", "revision", "tokenizer", "chat_template")
+        if all(was[name] == getattr(config, name) for name in named):
+            # A copy: the checkpoint may go while the run saves the tokenizer's files again
+            copy = tempfile.mkdtemp(prefix="tigon-tokenizer-")
+            atexit.register(shutil.rmtree, copy, ignore_errors=True)
+            Tokenizer.from_pretrained(source).save_pretrained(copy)
+            return Tokenizer.from_pretrained(copy)
     tokenizer = Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )

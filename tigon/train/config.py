@@ -1,5 +1,6 @@
 """The settings of a training run: one flat dataclass, read from YAML and the command line."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import yaml
 
 from tigon import strict
+from tigon.train.names import answer
 from tigon.train.settings import (
     SECTIONS,
     DataSettings,
@@ -18,9 +20,11 @@ from tigon.train.settings import (
 )
 
 USAGE = """\
-python -m tigon.train config.yaml [key=value | --key value ...]
+tigon train config.yaml [key=value | --key value ...]
+tigon train config.yaml --nproc 8 [key=value | --key value ...]
 torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
 
+  --nproc N        processes on this host, one for each GPU
   --help           this text
   --print-config   the settings as they would be used, as YAML
 """
@@ -41,6 +45,9 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
+        for name in ("keep_best", "hf_best"):
+            if getattr(self, name) and not self.eval_data:
+                raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:
@@ -50,6 +57,11 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 f"batch_size={self.batch_size} must be a multiple of "
                 f"micro_batch_size={self.micro_batch_size}"
             )
+        for name in ("lr", "weight_decay", "max_grad_norm", "spike_sigma", "eps"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name}={value} must be finite")
+        if self.patience and not (self.eval_every and self.eval_data):
+            raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 
@@ -61,17 +73,40 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no config file {path}")
         try:
-            read = yaml.safe_load(Path(path).read_text()) or {}
+            read = yaml.load(Path(path).read_text(), _Unique) or {}
         except yaml.YAMLError as error:
             raise ValueError(f"{path} is not valid YAML: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
         if not isinstance(read, dict):
             raise ValueError(f"{path}: needs `key: value` lines, not a {type(read).__name__}")
         try:
-            values = strict.read(Config, read, parse=_number)
+            values = _read(read, _number)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    values |= strict.read(Config, dict(_pairs(overrides)), parse=_parse)
+    values |= _read(dict(_pairs(overrides)), _parse)
     return strict.make(Config, values)
+
+
+def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
+    known = Config.__dataclass_fields__
+    for name in values:
+        if name not in known:
+            raise strict.ConfigError(f"unknown setting {name!r}; {answer(str(name), known)}")
+    return strict.read(Config, values, parse=parse)
+
+
+class _Unique(yaml.SafeLoader):
+    """A key that is given twice is an error; YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name, line = self.construct_object(key), key.start_mark.line + 1
+            if name in lines:
+                raise ValueError(f"line {line}: {name} is also set in line {lines[name]}")
+            lines[name] = line
+        return super().construct_mapping(node, deep=deep)
 
 
 def dump(config: Config) -> str:

@@ -16,14 +16,19 @@ from tigon.train.step import numbers, summed, total
 from tigon.train.watch import Watch
 
 
-@torch.no_grad()
-def evaluate(run: Run, step: int, record: Record) -> None:
-    """The loss of the held-out data as one step of training would have it.
+class Interrupted(Exception):
+    """By a signal: the evaluation is made when the run goes on."""
 
-    Every rank runs as many forward passes as the others.
+
+@torch.no_grad()
+def evaluate(run: Run, step: int, record: Record) -> float | None:
+    """The loss of the held-out data as one step of training would have it; None without any.
+
+    Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
+    of them keeps a signal for the loop.
     """
     if run.eval_data is None:
-        return
+        return None
     config, world, model, objective = run.config, run.world, run.model, run.objective
     data = run.eval_data
     began = time.perf_counter()
@@ -31,6 +36,8 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     def batches() -> Iterator[Inputs]:
         for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
+                if world.most(world.signals.received):
+                    raise Interrupted
                 yield objective.resolve(model, rows.to(world.device), training=False)
 
     def part(index: int, inputs: Inputs) -> Part:
@@ -51,3 +58,4 @@ def evaluate(run: Run, step: int, record: Record) -> None:
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
     tokens, seconds = data.targets, time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
+    return values["eval_loss"]

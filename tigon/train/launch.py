@@ -1,32 +1,66 @@
 """The entry point: a config file and `key=value`s to a finished run."""
 
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 
+from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
-from tigon.train.config import Config, dump, help_text, load
+from tigon.train.config import USAGE, Config, dump, help_text, load
 from tigon.train.loop import train
-from tigon.train.parallel import World, pick_device, start
+from tigon.train.parallel import InputError, World, pick_device, start
+from tigon.train.processes import check_count, run_ranks
+from tigon.train.signals import Signals
+
+EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
+LINGER = 10.0  # seconds for a failed rank to leave the process group
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exits with one line on bad settings and bad data."""
     rest = list(sys.argv[1:] if arguments is None else arguments)
-    if not rest or "--help" in rest or "-h" in rest:
+    if "--help" in rest or "-h" in rest:
         print(help_text())
         return
+    if not rest:
+        print(f"{USAGE}\ntigon.train: settings are needed", file=sys.stderr)
+        sys.exit(2)
     show = "--print-config" in rest
     rest = [argument for argument in rest if argument != "--print-config"]
-    path = rest.pop(0) if rest and "=" not in rest[0] and not rest[0].startswith("-") else None
     try:
-        config = load(path, rest)
+        count, rest = take_count(rest)
+        named = rest and "=" not in rest[0] and not rest[0].startswith("-")
+        config = load(rest[0], rest[1:]) if named else load(None, rest)
+        if count is not None and not show:
+            check_count(count, config.device)
     except (ValueError, OSError) as error:
         sys.exit(f"tigon.train: {error}")
     if show:
         print(dump(config), end="")
         return
-    if problem := launch(config):
-        sys.exit(problem)
+    if count is not None and count > 1:
+        code, problem = run_ranks(count, rest)
+        if problem is not None:
+            print(f"tigon.train: {problem}", file=sys.stderr)
+        sys.exit(code)
+    if status := launch(config):
+        sys.exit(status)
+
+
+def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The N of `--nproc N` or `--nproc=N`, and the other arguments."""
+    count, rest = None, list(arguments)
+    for i, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--nproc":
+            used = 1 if equals else 2
+            value = value if equals else " ".join(arguments[i + 1 : i + 2])
+            if not value.isdecimal():
+                raise ValueError(f"--nproc {value}: needs the number of processes to start")
+            count, rest = int(value), [*arguments[:i], *arguments[i + used :]]
+    return count, rest
 
 
 def launch(config: Config) -> str | int:
@@ -35,13 +69,53 @@ def launch(config: Config) -> str | int:
         pick_device(config.device)
     except ValueError as error:
         return f"tigon.train: {error}"
-    with start(config.device) as world:
-        return _run(config, world)
+    signals = Signals(silent=os.environ.get("RANK", "0") != "0")
+    with signals, start(config.device, signals) as world:
+        if world.size > 1:
+            return _run_rank(config, world)
+        try:
+            return _run(config, world)
+        except EXPECTED as error:
+            return f"tigon.train: {error}"
 
 
-def _run(config: Config, world: World) -> str | int:
+def _run(config: Config, world: World) -> int:
     try:
         run = prepare(config, world)
-    except (ValueError, OSError) as error:
-        return f"tigon.train: {error}" if world.main else 1
+    except InputError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        where = f"rank {world.rank}: " if world.size > 1 else ""
+        raise InputError(f"{where}{error}") from None
     return train(run)
+
+
+def _run_rank(config: Config, world: World) -> int:
+    """One of several ranks; a rank that fails tells the others, which end with it."""
+    details = ""
+    try:
+        return _run(config, world)
+    except InputError as error:
+        text = str(error)
+    except EXPECTED as error:
+        text = f"rank {world.rank}: {error}"
+    except SystemExit as stop:  # by a signal
+        world.board.fail("stopped by a signal", int(str(stop.code)))
+        raise
+    except Exception as error:
+        # It may be what the end of another rank looks like from here
+        if other := world.board.failure(wait=3.0):
+            report(other)
+            return other.code
+        details = traceback.format_exc()
+        text = f"rank {world.rank}: {type(error).__name__}: {error}"
+    failure = Failure(text)
+    report(failure)
+    if world.board.fail(text):
+        sys.stderr.write(details)
+        if LAUNCHED not in os.environ:  # whoever started this rank has the last word
+            print(f"tigon.train: {text}", file=sys.stderr, flush=True)
+    ending = threading.Timer(LINGER, end_process, (failure.code,))
+    ending.daemon = True
+    ending.start()
+    return failure.code

@@ -1,98 +1,149 @@
 """The training loop, from top to bottom."""
 
-import math
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tigon.train import checkpoint, resume
+from tigon.train import guard, resume
 from tigon.train.build import Run
-from tigon.train.evaluate import evaluate
-from tigon.train.export import export
+from tigon.train.evaluate import Interrupted, evaluate
+from tigon.train.export import export, export_best, export_step
 from tigon.train.optim import learning_rate
-from tigon.train.record import Record
-from tigon.train.signals import signals
+from tigon.train.parallel import reshard
+from tigon.train.record import Record, exported, note_export, unfinished, was_evaluated
 from tigon.train.step import backward
 
 
 def train(run: Run) -> int:
     """To the last step, or until SIGTERM or SIGINT: then a checkpoint. Returns the exit code."""
-    config, world, start, steps = run.config, run.world, run.start, run.steps
-    directory = Path(config.run_dir)
-    if start >= steps and (directory / "hf").exists():
-        world.say(f"{directory} is finished: nothing left to do")
+    config, world = run.config, run.world
+    over = run.start >= run.steps or run.state.is_out_of(config.patience)
+    if over and not world.most(world.main and unfinished(config, run.start)):
+        world.say(f"{config.run_dir} is finished: nothing left to do")
         return 0
-    facts = resume.facts(config, run.data)
     run.objective.begin(run.model)
-    record = Record(config, world, start, steps)
-    if start == 0 and config.eval_every:
-        evaluate(run, 0, record)
-    with signals() as received, run.feed:
-        for step in range(start, steps):
-            began, done = time.perf_counter(), step + 1
-            lr = learning_rate(config, step, steps)
-            values = backward(run, step, stop=bool(received))
-            stop, loss, grad_norm = values.pop("stop") > 0, values["loss"], values["grad_norm"]
-            if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise FloatingPointError(diagnosis(run, step, loss, grad_norm))
-            for group in run.optimizer.param_groups:
-                group["lr"] = lr
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-
-            tokens, targets = run.data.counts(step)
-            seconds = time.perf_counter() - began
-            record.step(
-                {
-                    "step": done,
-                    "epoch": run.data.epoch(done),
-                    "lr": lr,
-                    **values,
-                    "tokens": tokens,
-                    "supervised_tokens": targets,
-                    "step_seconds": seconds,
-                    "data_seconds": run.feed.seconds,
-                    "data_share": run.feed.seconds / seconds,
-                    "tokens_per_second": tokens / seconds,
-                    "memory_gib": peak_memory(world.device) / 2**30,
-                }
-            )
-            last = stop or done == steps
-            if config.eval_every and done % config.eval_every == 0 and not last:
-                evaluate(run, done, record)
-            if last or (config.save_every and done % config.save_every == 0):
-                checkpoint.save(
-                    directory / "checkpoints",
-                    done,
-                    run.model,
-                    run.optimizer,
-                    world,
-                    facts | {"cursor": run.data.state(done)},
-                    keep_last=config.keep_last,
-                )
-            if stop and done < steps:
-                record.close()
-                world.say(f"stopped by a signal after step {done}: resume=auto goes on from there")
-                return 128 + (received[0] if received else signal.SIGTERM)
-    evaluate(run, steps, record)
-    record.close()
-    if config.export:
-        export(run, directory / "hf")
+    record = Record(config, world, run.start, run.steps)
+    with world.signals, run.saver, run.feed:
+        if not over and config.eval_every and run.start % config.eval_every == 0:
+            evaluate_once(run, run.start, record)
+        with world.signals.deferred():
+            step = run.start if over else steps(run, record)
+            run.saver.wait()
+        if signal := world.most(world.signals.received):
+            record.close()
+            world.say(f"stopped by a signal after step {step}: resume=auto goes on from there")
+            return 128 + signal
+        world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
+        finish(run, step, record)
     return 0
 
 
-def diagnosis(run: Run, step: int, loss: float, grad_norm: float) -> str:
-    where = run.data.where(step)
-    more = f" and {len(where) - 8} more" if len(where) > 8 else ""
-    saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"))
-    return (
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; its rows are "
-        f"{', '.join(where[:8])}{more}. The weights were not changed; last checkpoint: {saved}"
-    )
+def steps(run: Run, record: Record) -> int:
+    """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
+    config, world, state = run.config, run.world, run.state
+    facts = resume.facts(config, run.data)
+    step = run.start
+    while step < run.steps:
+        began, done = time.perf_counter(), step + 1
+        values = backward(run, step + state.offset, stop=lambda: world.signals.received > 0)
+        stop = values.pop("stop") > 0
+        evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
+        exports = config.hf_every > 0 and done % config.hf_every == 0
+        saves = config.save_every > 0 and done % config.save_every == 0
+        trouble = guard.judge(run, step, values)
+        if trouble is None:
+            update(run, step)
+        run.optimizer.zero_grad()
+        if evaluates or saves or exports or stop or done == run.steps:
+            trouble = guard.check_weights(run, done) or trouble
+        if trouble is not None and trouble.policy == "rollback":
+            step = guard.rollback(run, step, trouble)
+            record.rewind(step)
+            continue
+        record.step(row(run, step, values, time.perf_counter() - began, trouble))
+        step = done
+        if evaluates and not stop:
+            evaluate_once(run, step, record)
+            stop = world.most(world.signals.received) > 0
+        ends = step == run.steps or state.is_out_of(config.patience)
+        if saves or stop or ends:
+            save(run, step, record, facts)
+        if exports and not stop:
+            export_step(run, step)
+        if stop or ends:
+            break
+    return step
+
+
+def update(run: Run, step: int) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.config, step, run.steps)
+    run.optimizer.step()
+
+
+def row(
+    run: Run, step: int, values: dict[str, float], seconds: float, trouble: guard.Trouble | None
+) -> dict[str, Any]:
+    """Of metrics.jsonl."""
+    taken = step + run.state.offset
+    tokens, targets = run.data.counts(taken)
+    return {
+        "step": step + 1,
+        "epoch": run.data.epoch(taken + 1),
+        "lr": learning_rate(run.config, step, run.steps),
+        **values,
+        "tokens": tokens,
+        "supervised_tokens": targets,
+        "step_seconds": seconds,
+        "data_seconds": run.feed.seconds,
+        "data_share": run.feed.seconds / seconds,
+        "tokens_per_second": tokens / seconds,
+        "memory_gib": peak_memory(run.world.device) / 2**30,
+        **({} if trouble is None else {"skipped": trouble.kind}),
+    }
+
+
+def evaluate_once(run: Run, step: int, record: Record) -> None:
+    """Unless its row is there. A signal that is kept for the loop ends it: it is made later."""
+    world, metrics = run.world, Path(run.config.run_dir, "metrics.jsonl")
+    if world.most(world.main and was_evaluated(metrics, step)):
+        return
+    try:
+        loss = evaluate(run, step, record)
+    except Interrupted:
+        run.model.train()
+        reshard(run.model)
+        return
+    if loss is not None:
+        run.state.note_evaluation(step, loss)
+        export_best(run, step)
+
+
+def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
+    record.sync()
+    more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
+    run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more)
+
+
+def finish(run: Run, step: int, record: Record) -> None:
+    """What a run does after its last step, where it is not done yet."""
+    config, world, state = run.config, run.world, run.state
+    if state.is_out_of(config.patience):
+        world.say(
+            f"ended after step {step}: no eval loss in {state.evaluations_since} evaluations was "
+            f"below {state.best_loss:.4f}, of step {state.best_step}"
+        )
+    evaluate_once(run, step, record)
+    record.close()
+    directory = Path(config.run_dir)
+    if config.export and world.most(exported(directory) != step):
+        export(run, directory / "hf")
+        if world.main:
+            note_export(directory, step)
 
 
 def peak_memory(device: torch.device) -> int:

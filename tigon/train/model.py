@@ -9,21 +9,27 @@ import torch
 
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
 from tigon.weights import Repository
 
 
-def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
+def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """In param_dtype; sharded when there are ranks to share it, or dtype is another.
 
-    Each rank reads only the rows that it keeps. `load=False` allocates a checkpoint's weights
-    without reading them.
+    Each rank reads only the rows that it keeps. Of a run's checkpoint `source` the model is only
+    allocated, for `checkpoint.load`.
     """
     dtype = getattr(torch, config.param_dtype)
     compute = compute_dtype(config, world.device)
     sharded = world.size > 1 or compute != dtype
-    if config.init:
+    if source is not None and not checkpoint.is_legacy(source):
+        model = described(source, dtype)
+        if sharded:
+            shard(model, world, compute)
+        materialize(model, world.device)
+    elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
         model = _from_config(Path(config.init), dtype)
         if sharded:
@@ -35,13 +41,24 @@ def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
         if sharded:
             shard(model, world, compute)
         materialize(model, world.device)
-        if load:
+        if source is None:
             load_weights(model, weights)
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
     model.use_attention(config.attention)
     return model.train()
+
+
+def described(source: Path, dtype: torch.dtype) -> CausalLM:
+    """The model that a run's checkpoint describes, on the meta device."""
+    values = json.loads((source / "config.json").read_text())
+    model = _from_values(values, source, dtype, "meta")
+    stacked = bool(checkpoint.facts(source).get("stacked_experts"))
+    origin = replace(model.config.source, stacked_experts=stacked)
+    model.config = replace(model.config, source=origin)
+    model.generation_config = json.loads((source / "generation_config.json").read_text())
+    return model
 
 
 def has_experts(model: CausalLM) -> bool:
@@ -68,8 +85,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def _from_config(path: Path, dtype: torch.dtype) -> CausalLM:
     if not path.is_file():
         raise FileNotFoundError(f"init={path} is not a config.json file")
-    values = json.loads(path.read_text())
+    return _from_values(json.loads(path.read_text()), path, dtype, "cpu")
+
+
+def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
     kind = values.get("model_type")
     if kind not in MODELS:
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    return MODELS[kind].from_config(values, dtype=dtype)
+        raise ValueError(f"{origin}: model_type {kind!r} is not one of {', '.join(MODELS)}")
+    return MODELS[kind].from_config(values, dtype=dtype, device=device)

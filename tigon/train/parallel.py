@@ -3,8 +3,8 @@
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tigon.models import CausalLM
+from tigon.train.board import LATE, Board, told
+from tigon.train.signals import Signals
+
+
+class InputError(ValueError):
+    """What is wrong with the inputs of some ranks; all ranks raise the same."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,9 @@ class World:
     rank: int
     size: int
     device: torch.device
+    board: Board = field(default_factory=Board)
+    signals: Signals = field(default_factory=Signals)
+    closing: ExitStack = field(default_factory=ExitStack)  # closed when the process group is
 
     @property
     def main(self) -> bool:
@@ -34,8 +43,35 @@ class World:
         dist.all_reduce(tensor)
         return tensor
 
+    def top(self, tensor: Tensor) -> Tensor:
+        """The largest over all ranks, in place."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def barrier(self) -> None:
         dist.barrier()
+
+    def most(self, number: int) -> int:
+        """The largest of all ranks' numbers. They are on the host: no GPU is waited for."""
+        return int(self.top(torch.tensor(number)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inputs that are wrong on some ranks end all of them, with the same InputError."""
+        problem = None
+        try:
+            yield
+        except (ValueError, OSError, ImportError) as error:
+            problem = error
+        if self.size == 1:
+            if problem is not None:
+                raise problem
+            return
+        text = "" if problem is None else str(problem) or type(problem).__name__
+        answers = self.board.gather(text, **({"late": LATE} if text else {}))
+        if problems := told(answers):
+            self.board.close()
+            raise InputError(problems) from None
 
 
 def pick_device(name: str) -> torch.device:
@@ -48,8 +84,9 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def start(name: str = "auto") -> Iterator[World]:
-    """torchrun's process group, or one of this process alone; nothing of the run may outlive it."""
+def start(name: str = "auto", signals: Signals | None = None) -> Iterator[World]:
+    """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
+    may outlive it."""
     device = pick_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -58,9 +95,13 @@ def start(name: str = "auto") -> Iterator[World]:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    board = Board(rank, size)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), device)
+        with ExitStack() as closing:
+            yield World(rank, size, device, board, signals or Signals(), closing)
     finally:
+        board.close()
         gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
         dist.destroy_process_group()
 

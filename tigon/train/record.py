@@ -1,10 +1,12 @@
 """What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and its progress."""
 
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from tigon.train.config import Config, dump
 from tigon.train.parallel import World
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
+EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
+PLOT_EVERY = 30.0  # seconds, at least
 
 
 class Record:
@@ -29,9 +33,11 @@ class Record:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / "config.yaml", _versions(world) + dump(config))
         self.metrics = self.path / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.metrics) if start and row["step"] <= start]
-        _write(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
+        self.plotted = -math.inf
+        self._cut(start)
         self.bar = tqdm(initial=start, total=steps, unit="step", disable=not sys.stderr.isatty())
+        # Beside a bar on the terminal, the lines are for a file
+        self.prints_steps = self.bar.disable or not sys.stdout.isatty()
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""
@@ -40,7 +46,7 @@ class Record:
         self._append(row)
         self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_second']:.0f} tok/s")
         self.bar.update()
-        if self.bar.disable and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
+        if self.prints_steps and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
             left = int((self.steps - row["step"]) * row["step_seconds"])
             self.say(
                 f"step {row['step']}/{self.steps}  epoch {row['epoch']:.2f}  "
@@ -52,6 +58,23 @@ class Record:
         if self.main:
             self._append(row)
             self.say(f"step {row['step']}/{self.steps}  eval loss {row['eval_loss']:.4f}")
+
+    def rewind(self, step: int) -> None:
+        """Forget the steps after `step`, which come again."""
+        if self.main:
+            self._cut(step)
+            self.bar.reset(self.steps)
+            self.bar.update(step)
+
+    def sync(self) -> None:
+        """Before a checkpoint: its rows are on the disk, whatever happens to the machine."""
+        if not self.main:
+            return
+        with self.metrics.open("rb") as file:
+            os.fsync(file.fileno())
+        if time.monotonic() - self.plotted > PLOT_EVERY:
+            plot(self.metrics, self.path / "loss.png")
+            self.plotted = time.monotonic()
 
     def say(self, text: str) -> None:
         if self.main:
@@ -65,7 +88,32 @@ class Record:
 
     def _append(self, row: dict[str, Any]) -> None:
         with self.metrics.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(_line(row))
+
+    def _cut(self, step: int) -> None:
+        kept = [row for row in read_metrics(self.metrics) if step and row["step"] <= step]
+        _write(self.metrics, "".join(map(_line, kept)))
+
+
+def unfinished(config: Config, step: int) -> bool:
+    """Whether a run that ends with `step` lacks its last evaluation or its export."""
+    path = Path(config.run_dir)
+    evaluated = not config.eval_data or was_evaluated(path / "metrics.jsonl", step)
+    return not evaluated or (config.export and exported(path) != step)
+
+
+def was_evaluated(metrics: Path, step: int) -> bool:
+    return any(row["step"] == step and "eval_loss" in row for row in read_metrics(metrics))
+
+
+def exported(path: Path) -> int | None:
+    """The step whose weights are in run_dir/hf."""
+    marker = path / EXPORTED
+    return int(marker.read_text()) if (path / "hf").exists() and marker.exists() else None
+
+
+def note_export(path: Path, step: int) -> None:
+    _write(path / EXPORTED, f"{step}\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -83,7 +131,7 @@ def plot(metrics: Path, image: Path) -> None:
     rows = read_metrics(metrics)
     axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).subplots()
     for key, style in (("loss", {"linewidth": 1}), ("eval_loss", {"marker": "o"})):
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
     axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
@@ -103,6 +151,15 @@ def _versions(world: World) -> str:
     commit = f"commit {git.stdout.strip()}" if git.returncode == 0 else "no git"
     ranks = f"{world.size} rank{'s' * (world.size > 1)} on {world.device.type}"
     return f"# {ranks}, {commit}, python {platform.python_version()} {packages}\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON has neither NaN nor infinity: they become null."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

@@ -166,6 +166,42 @@ class RunSettings:
     export_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of the weights in run_dir/hf; auto: what the model's config.json says"
     )
+    nonfinite: Literal["stop", "skip", "rollback"] = option(
+        "stop",
+        "where the loss, the gradient's norm or a weight is not finite; skip: leave the step's "
+        "update out; rollback: go on from the last checkpoint, with the rows after these",
+    )
+    spike: Literal["stop", "skip", "rollback"] = option(
+        "skip", "the same for a loss or a gradient's norm beyond spike_sigma"
+    )
+    spike_sigma: float = option(
+        0.0,
+        "what a spike is: this many standard deviations above the mean of the last 128 steps; "
+        "0: nothing is",
+        least=0,
+    )
+    max_rollbacks: int = option(3, "rollbacks in a run, before it stops after all", least=0)
+    patience: int = option(
+        0, "evaluations without a lower loss than the best, before the run ends; 0: any", least=0
+    )
+    deterministic: bool = option(
+        False, "operations that give the same bits in every run on the same machine, or an error"
+    )
+    keep_best: int = option(
+        0, "checkpoints with the lowest eval loss to keep besides keep_last", least=0
+    )
+    keep_hours: float = option(
+        0.0, "keep one checkpoint every so many hours for ever; 0: none", least=0
+    )
+    async_save: bool = option(
+        True, "write checkpoints while training goes on, from a copy in host memory"
+    )
+    hf_every: int = option(
+        0, "steps between exports to run_dir/hf-step-N, which all stay; 0: none", least=0
+    )
+    hf_best: bool = option(
+        False, "export to run_dir/hf-best whenever an evaluation is the best so far"
+    )
 
 
 SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

@@ -1,24 +1,108 @@
-"""SIGTERM and SIGINT, which end a run after a checkpoint."""
+"""SIGTERM and SIGINT, from the start of a run to its end."""
 
+import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, Self
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+AGAIN = 0.5  # seconds; launchers that forward a signal may send the same one twice
+PATIENCE = 5.0  # seconds for an orderly exit, before the process is ended
 
 
-@contextmanager
-def signals() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT that came; the second of a kind interrupts at once."""
-    received: list[int] = []
+class Signals:
+    """What a signal does: it ends the process in an orderly way, or, while `deferred`, is kept in
+    `received` for the loop, which stops after its step. A second SIGINT ends the process then too.
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if number in received:
-            raise KeyboardInterrupt
-        received.append(number)
+    Python runs handlers between two bytecodes of the main thread, so not while it waits for a GPU;
+    what a signal is going to do is therefore said by a thread, at once.
+    """
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
+    def __init__(self, *, silent: bool = False):
+        self.received = 0
+        self.phase = "before the first step: nothing was trained"  # that a signal would end
+        self.silent = silent
+        self._deferred = False
+        self._first = 0.0
+        self._depth = 0
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        """Nothing happens outside the main thread, whose handlers these are, nor inside itself."""
+        self._depth += 1
+        self._installed |= threading.current_thread() is threading.main_thread()
+        if self._depth > 1 or not self._installed:
+            return self
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        self._fds = read, write
+        self._before: dict[int, Any] = {n: signal.signal(n, self._handle) for n in NUMBERS}
+        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth or not self._installed:
+            return
+        self._installed = False
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.write(self._fds[1], b"\0")
+        self._thread.join()
+        for descriptor in self._fds:
+            os.close(descriptor)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Signals are kept for the loop."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = number == signal.SIGINT and self._is_again()
+        if not self.received:
+            self.received, self._first = number, time.monotonic()
+        if again or not self._deferred:
+            raise SystemExit(128 + number)
+
+    def _is_again(self) -> bool:
+        return bool(self.received) and time.monotonic() - self._first > AGAIN
+
+    def _announce(self, descriptor: int) -> None:
+        first = 0.0
+        while number := os.read(descriptor, 1)[0]:
+            if number not in NUMBERS:
+                continue
+            name, now = signal.Signals(number).name, time.monotonic()
+            if not (self._deferred or first):
+                self._say(f"stopped by {name} {self.phase}")
+            elif not first:
+                more = "; again to stop now" if number == signal.SIGINT else ""
+                self._say(f"{name}: stopping after this step, with a checkpoint{more}")
+                first = now
+                continue
+            elif number == signal.SIGINT and now - first > AGAIN:
+                self._say("stopped now; what was saved last is in run_dir/checkpoints")
+            else:
+                continue
+            threading.Thread(target=_end, args=(128 + number,), daemon=True).start()
+
+    def _say(self, text: str) -> None:
+        if not self.silent:
+            with suppress(OSError):
+                os.write(2, f"\ntigon.train: {text}\n".encode())
+
+
+def _end(code: int) -> None:
+    time.sleep(PATIENCE)
+    os._exit(code)

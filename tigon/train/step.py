@@ -1,6 +1,6 @@
 """The passes of one step, over all micro-batches and ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 
-def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
-    """Gradients of the step, clipped; its loss, their norm before clipping, how many ranks want to
-    stop, and what else the objective logs."""
+def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, float]:
+    """Gradients of the step, clipped; its loss, this rank's part of it, the gradients' norm before
+    clipping, how many ranks want to stop, asked late, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
     batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
-    watch = Watch(run, step + 1, training=True)
+    watch = Watch(run, step + 1 - run.state.offset, training=True)
     parts = []
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
@@ -28,7 +28,8 @@ def backward(run: Run, step: int, *, stop: bool) -> dict[str, float]:
         part.loss.backward()
         parts.append(watch.show(part, i, batch))
     norm = clip_gradients(model, run.config.max_grad_norm)
-    return numbers({"grad_norm": norm} | summed(run, parts, stop=stop))
+    own = torch.stack([part.loss.detach().double() for part in parts]).sum()
+    return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts, stop=stop()))
 
 
 def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:

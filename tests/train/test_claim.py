@@ -1,0 +1,100 @@
+"""A run directory has one run, and a run that was killed gets its directory back."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tigon.train import load, main, prepare, start
+from tigon.train.claim import claim
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from tigon.train import load
+from tigon.train.claim import claim
+with claim(load(None, sys.argv[1:])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+KILLED = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from tigon.train import main, record
+def killed(self, step):
+    os.kill(os.getpid(), signal.SIGKILL)
+record.Record._cut = killed
+main(sys.argv[1:])
+"""
+
+
+def test_a_second_run_on_a_directory_is_told_of_the_first(workspace, tmp_path):
+    run = tmp_path / "run"
+    settings = workspace.settings("x", run_dir=run, steps=1)
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, *settings], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        who = f"is in use by process {first.pid} on {socket.gethostname()}: wait until"
+        for resume in ("false", "auto"):
+            with pytest.raises(SystemExit, match=who):
+                main([*settings, f"resume={resume}"])
+        assert [file.name for file in run.iterdir()] == [".lock"]
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    main(settings)  # the lock died with its holder
+    assert workspace.root is not None and (run / "metrics.jsonl").exists()
+
+
+def test_killed_before_its_first_row_the_same_command_goes_on(workspace, tmp_path):
+    for resume in ("false", "auto"):
+        run = tmp_path / resume
+        settings = workspace.settings("x", run_dir=run, steps=1, resume=resume)
+        killed = subprocess.run([sys.executable, "-c", KILLED, *settings], cwd=ROOT)
+        assert killed.returncode == -signal.SIGKILL
+        assert (run / "config.yaml").exists() and not (run / "metrics.jsonl").exists()
+        main(settings)
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_is_not_a_runs_is_left_alone(workspace, tmp_path):
+    """Nor does a claim that fails leave anything behind."""
+    (tmp_path / "config.yaml").write_text("lr: 1\n")
+    settings = workspace.settings("x", run_dir=tmp_path, resume="auto")
+    with pytest.raises(SystemExit, match="is not empty, and holds no run: choose another run_dir"):
+        main(settings)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+    config = load(None, workspace.settings("x", run_dir=tmp_path / "a/b/c"))
+    with claim(config):
+        assert (tmp_path / "a/b/c/.lock").exists()
+    assert not (tmp_path / "a").exists()
+    with claim(config):
+        Path(config.run_dir, "config.yaml").write_text("")
+    assert (tmp_path / "a/b/c/.lock").exists()
+
+
+def test_a_run_dir_that_cannot_be_written_is_told_before_anything_is_loaded(workspace, tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = workspace.settings("x", run_dir=tmp_path / "file/run", model=tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match=r"Not a directory: .*file/run"):
+        main(settings)
+    if os.getuid():
+        (tmp_path / "locked").mkdir(mode=0o500)
+        with pytest.raises(SystemExit, match="Permission denied"):
+            main([*settings, f"run_dir={tmp_path}/locked/run"])
+
+
+def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
+    config = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
+    with start("cpu") as world:
+        prepare(config, world)
+        prepare(config, world)
+        assert (tmp_path / "run/.lock").exists()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,243 @@
+"""Losses, gradients and weights that are not finite, spikes, and runs that no longer improve."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tigon
+from tests.train.test_launch import NPROC, start  # noqa: F401
+from tigon.kernels._attention_backends import Request, choose
+from tigon.train import checkpoint, guard, load, loop, main, prepare
+from tigon.train import start as world_of
+from tigon.train.evaluate import evaluate
+from tigon.train.record import read_metrics
+from tigon.train.state import State
+from tigon.train.step import backward
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Makes the gradients of chosen data steps NaN, before they are measured."""
+
+    def poison(*steps: int, factor: float = math.nan) -> None:
+        def then(run, step, **options):
+            values = backward(run, step, **options)
+            if step in steps:
+                values["grad_norm"] *= factor
+                values["loss"] *= factor
+                for p in run.model.parameters():
+                    p.grad *= factor
+            return values
+
+        monkeypatch.setattr(loop, "backward", then)
+
+    return poison
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return tigon.from_pretrained(run / "hf").state_dict()
+
+
+def test_a_learning_rate_that_ruins_the_weights_is_an_error(workspace, capsys):
+    """They are neither saved nor exported, and the checkpoint before them is named."""
+    settings = workspace.settings("ruined", steps=1, export="true", save_every=1)
+    with pytest.raises(SystemExit, match="lr=inf must be finite"):
+        main([*settings, "lr=inf"])
+    said = r"step 1 left weights up to inf \(lr 1e\+38\); its rows are .*train.jsonl:\d+"
+    with pytest.raises(SystemExit, match=said + r".* there is no checkpoint"):
+        main([*settings, "lr=1e38"])
+    run = workspace.root / "ruined"
+    assert checkpoint.latest(run / "checkpoints") is None and not (run / "hf").exists()
+    main([*settings, "resume=auto"])
+    with pytest.raises(SystemExit, match=r"step 2 left weights .*last checkpoint: .*00000001"):
+        main([*settings, "resume=auto", "steps=2", "lr=1e38"])
+    main([*settings, "resume=auto", "steps=2"])  # the good one is still there
+    assert workspace.metrics("ruined", "step") == [1, 2]
+    assert all(w.isfinite().all() for w in weights(run).values())
+
+
+def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, poisoned):
+    poisoned(2)
+    settings = workspace.settings("stopping", steps=5, save_every=1)
+    with world_of("cpu") as world:
+        run = prepare(load(None, [*settings, "run_dir=" + str(workspace.root / "rows")]), world)
+        first = run.data.where(2)[0]
+    with pytest.raises(SystemExit) as error:
+        main(settings)
+    text = str(error.value)
+    assert text.startswith(
+        f"tigon.train: step 3: loss nan, gradient norm nan; its rows are {first}"
+    )
+    assert text.endswith("step-00000002; nonfinite=skip or rollback would go on")
+
+
+def test_a_step_that_is_skipped_leaves_weights_and_moments(workspace, poisoned, monkeypatch):
+    poisoned(1, 3)
+    settings = workspace.settings("skipping", steps=5, nonfinite="skip", export="true")
+    main(settings)
+    rows = read_metrics(workspace.root / "skipping/metrics.jsonl")
+    assert [row.get("skipped") for row in rows] == [None, "nonfinite", None, "nonfinite", None]
+    assert [row["loss"] is None for row in rows] == [False, True, False, True, False]
+    update = loop.update
+    monkeypatch.setattr(loop, "backward", backward)
+    monkeypatch.setattr(
+        loop, "update", lambda run, step: None if step in (1, 3) else update(run, step)
+    )
+    main([*settings, f"run_dir={workspace.root / 'left-out'}"])
+    expected = weights(workspace.root / "left-out")
+    for name, weight in weights(workspace.root / "skipping").items():
+        assert torch.equal(weight, expected[name]), name
+    poisoned(*range(1, 40))
+    with pytest.raises(SystemExit, match="The 20 steps before it were skipped too"):
+        main(workspace.settings("in-vain", steps=40, nonfinite="skip"))
+
+
+def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatch, capsys):
+    """From step 2, with the rows of steps 5, 6 ...: as a run that never saw those in between."""
+    poisoned(4)
+    settings = {"steps": 7, "save_every": 2, "nonfinite": "rollback", "keep_last": 0}
+    settings |= {"export": "true"}
+    main(workspace.settings("back", schedule="constant", **settings))
+    assert "Back to" in (printed := capsys.readouterr().out)
+    assert re.search(r"step 5: loss nan.*step-00000004: step 5 takes the rows after", printed)
+    assert workspace.metrics("back", "step") == [1, 2, 3, 4, 5, 6, 7]
+    taken = []
+
+    def jump(run, step, **options):
+        taken.append(step if step < 4 else step + 1)
+        return backward(run, taken[-1], **options)
+
+    monkeypatch.setattr(loop, "backward", jump)
+    main(workspace.settings("jumped", schedule="constant", **settings))
+    assert taken == [0, 1, 2, 3, 5, 6, 7]
+    assert workspace.metrics("back", "loss") == workspace.metrics("jumped", "loss")
+    for name, weight in weights(workspace.root / "back").items():
+        assert torch.equal(weight, weights(workspace.root / "jumped")[name]), name
+
+
+def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
+    settings = {"steps": 6, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
+    poisoned(2)
+    main(workspace.settings("once", **settings))
+    newest = workspace.root / "once/checkpoints/step-00000003"
+    state = State.of(checkpoint.facts(newest))
+    assert (state.offset, state.rollbacks) == (1, 1)
+    whole = workspace.metrics("once", "loss")
+    main(workspace.settings("once-more", **settings, resume=newest))
+    assert workspace.metrics("once-more", "loss") == whole[3:]
+    poisoned(*range(2, 20))
+    with pytest.raises(SystemExit, match="max_rollbacks=3 are used up"):
+        main(workspace.settings("too-often", **settings))
+    with pytest.raises(SystemExit, match="A rollback needs a checkpoint: save_every"):
+        main(workspace.settings("nothing-saved", **settings | {"save_every": 0}))
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop", "rollback"])
+def test_a_spike(workspace, poisoned, monkeypatch, policy):
+    monkeypatch.setattr(guard, "WINDOW", 8)
+    poisoned(6, factor=100.0)
+    settings = workspace.settings(
+        f"spike-{policy}", steps=8, save_every=1, spike_sigma=6, spike=policy
+    )
+    said = (
+        r"step 7: loss \d+\.?\d* is above \d+.* 6 standard deviations above the mean of the last 6"
+    )
+    if policy == "stop":
+        with pytest.raises(SystemExit, match=said + r".*train\.jsonl:\d+"):
+            main(settings)
+        return
+    main(settings)
+    rows = read_metrics(workspace.root / f"spike-{policy}/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row.get("skipped") for row in rows].index("spike") == 6 if policy == "skip" else True
+    if policy == "rollback":
+        assert all("skipped" not in row for row in rows)
+
+
+def test_the_bound_is_that_of_the_window():
+    past = [float(x) for x in np.random.default_rng(0).normal(2.0, 0.1, 128)]
+    expected = np.mean(past) + 6 * np.std(past, ddof=1)
+    assert guard.spike_bound(past, 6.0) == pytest.approx(expected, rel=1e-12)
+    assert guard.spike_bound(past[:63], 6.0) == math.inf
+    state = State()
+    for x in [*past, math.nan, 3.0]:
+        state.note_step(x, x)
+    assert state.losses == [*past[1:], 3.0]
+    assert State.of(json.loads(json.dumps(state.facts()))) == state
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e20])
+def test_weights_that_no_model_computes_with(workspace, bad):
+    with world_of("cpu") as world:
+        model = tigon.from_pretrained(workspace.model)
+        assert not guard.is_broken(guard.largest_weight(model, world))
+        with torch.no_grad():
+            model.model.norm.weight[3] = bad
+        assert guard.is_broken(guard.largest_weight(model, world))
+
+
+def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace, start):  # noqa: F811
+    code = """
+import tigon.train.objectives.cross_entropy as c, tigon.train.step as s
+loss = c.CrossEntropyObjective.loss
+calls = []
+def bad(self, model, inputs, sums):
+    part = loss(self, model, inputs, sums)
+    calls.append(1)
+    return s.Part(part.loss * float('nan'), part.metrics) if len(calls) == 5 else part
+c.CrossEntropyObjective.loss = bad
+"""
+    settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
+    process = start(NPROC, workspace.settings("blame", **settings), code)
+    printed, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors
+    assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
+    assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
+
+
+def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
+    losses = iter([5.0, 4.0, 4.5, 4.0, 3.0])
+
+    def scripted(run, step, record):
+        evaluate(run, step, record)
+        return next(losses)
+
+    monkeypatch.setattr(loop, "evaluate", scripted)
+    changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 2, "steps": 20}
+    settings = workspace.settings("patient", **changes, export="true", resume="auto")
+    main(settings)
+    assert workspace.metrics("patient", "step")[-1] == 6
+    assert re.search(
+        r"after step 6: no eval loss in 2 evaluations was below 4.0000, of step 2",
+        capsys.readouterr().out,
+    )
+    run = workspace.root / "patient"
+    assert (run / "hf/model.safetensors").exists()
+    facts = checkpoint.facts(run / "checkpoints/step-00000006")["state"]
+    assert (facts["best_step"], facts["best_loss"]) == (2, 4.0)
+    main(settings)
+    assert "is finished: nothing left to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="patience=1 needs eval_data and eval_every"):
+        main(workspace.settings("x", patience=1))
+
+
+def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
+    update, seen = loop.update, []
+
+    def noted(run, step):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        update(run, step)
+
+    monkeypatch.setattr(loop, "update", noted)
+    main(workspace.settings("fixed", steps=1, deterministic="true"))
+    main(workspace.settings("free", steps=1))
+    assert seen == [True, False]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert workspace.metrics("fixed", "loss") == workspace.metrics("free", "loss")
+    with pytest.raises(ValueError, match="'cudnn' cannot do this: its backward pass is not det"):
+        choose(Request(dtype=torch.bfloat16, grad=True, deterministic=True), "cudnn")

@@ -1,0 +1,163 @@
+"""SIGTERM and SIGINT at every stage of a run."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_resume import KEYS
+from tigon.train import checkpoint, main
+from tigon.train.record import Record, read_metrics
+from tigon.train.signals import AGAIN, Signals
+
+ROOT = Path(__file__).parents[2]
+# A run that sends itself signals where `when` is called
+RUN = """
+import os, signal, sys, time
+import torch
+torch.set_num_threads(1)
+from tigon.train import {module} as module, main
+before = module.{function}
+def then(*args, **kwargs):
+    {action}
+    return before(*args, **kwargs)
+module.{function} = then
+main(sys.argv[1:])
+"""
+
+
+def signalled(settings: list[str], module: str, function: str, action: str):
+    code = RUN.format(module=module, function=function, action=action)
+    command = [sys.executable, "-c", code, *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def kill(name: str) -> str:
+    return f"(os.kill(os.getpid(), signal.{name}), time.sleep(0.2))"
+
+
+NOW = kill("SIGTERM")
+
+
+def test_while_loading_it_ends_at_once_with_one_line(workspace, tmp_path):
+    settings = workspace.settings("x", run_dir=tmp_path / "run")
+    for name, code in (("SIGTERM", 143), ("SIGINT", 130)):
+        done = signalled(settings, "build", "load_tokenizer", kill(name))
+        assert done.returncode == code
+        assert done.stderr.split("\n") == [
+            "",
+            f"tigon.train: stopped by {name} before the first step: nothing was trained",
+            "",
+        ]
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(workspace):
+    settings = {"eval_data": workspace.held_out, "eval_every": 2, "steps": 5, "export": "true"}
+    main(workspace.settings("unsignalled", **settings))
+    return settings
+
+
+@pytest.mark.parametrize(("module", "function"), [("evaluate", "summed"), ("loop", "export")])
+def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, module, function):
+    run = f"ended-{function}"
+    settings = workspace.settings(run, **whole, resume="auto")
+    metrics = workspace.root / run / "metrics.jsonl"  # 5 steps and 3 evaluations before the last
+    action = f"open({str(metrics)!r}).read().count('step_') == 5 and {NOW}"
+    done = signalled(settings, module, function, action)
+    assert done.returncode == 143, done.stderr
+    assert "stopped by SIGTERM in the last evaluation or the export: resume=auto" in done.stderr
+    directory = workspace.root / run
+    assert (directory / "checkpoints/step-00000005").exists() and not (directory / "hf").exists()
+    rows = read_metrics(directory / "metrics.jsonl")
+    main(settings)
+    assert (directory / "hf/model.safetensors").exists()
+    assert read_metrics(directory / "metrics.jsonl")[: len(rows)] == rows
+    for key in KEYS:
+        assert workspace.metrics(run, key) == workspace.metrics("unsignalled", key), key
+    files = [path for path in directory.iterdir() if path.name != ".lock"]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    main(settings)  # finished: it changes nothing
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
+    settings = workspace.settings("grown", **whole | {"steps": 2})
+    main(settings)
+    longer = [*settings, "steps=3", "resume=auto"]
+    killed = signalled(longer, "loop", "export", "os.kill(os.getpid(), signal.SIGKILL)")
+    assert killed.returncode == -signal.SIGKILL
+    old = (workspace.root / "grown/hf/model.safetensors").read_bytes()
+    main(longer)
+    assert (workspace.root / "grown/hf/model.safetensors").read_bytes() != old
+    assert workspace.metrics("grown", "step").count(3) == 2  # the step and its evaluation
+
+
+def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
+    settings = workspace.settings("interrupted", steps=50)
+    done = signalled(settings, "loop", "update", f"args[1] == 2 and {kill('SIGINT')}")
+    assert done.returncode == 130
+    assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.stderr
+    newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
+    assert newest is not None and newest.name == "step-00000004"
+    assert len(workspace.metrics("interrupted", "loss")) == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_interrupt_ends_the_run_without_a_traceback(workspace):
+    settings = workspace.settings("twice", steps=50)
+    twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
+    done = signalled(settings, "loop", "update", f"args[1] == 2 and {twice}")
+    assert done.returncode == 130
+    assert "stopped now; what was saved last is in run_dir/checkpoints" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert checkpoint.latest(workspace.root / "twice/checkpoints") is None
+
+
+def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
+    with Signals() as signals, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and a launcher's
+        time.sleep(0.2)
+        assert signals.received == signal.SIGTERM
+    assert capfd.readouterr().err.count("stopping after this step") == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_steps_are_logged_to_a_file_though_errors_go_to_a_terminal(workspace, tmp_path):
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    code = "import sys; from tigon.train import main; main(sys.argv[1:])"
+    settings = workspace.settings("logged", steps=3, log_every=1)
+    with (tmp_path / "run.log").open("w") as log:
+        command = [sys.executable, "-c", code, *settings]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=end)
+    os.close(end)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(terminal, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait(timeout=60) == 0
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    assert b"3/3" in shown  # the bar
+
+
+def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
+    record = Record.__new__(Record)
+    record.main, record.metrics = True, tmp_path / "metrics.jsonl"
+    record._append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.001}\n'

@@ -1,0 +1,91 @@
+"""A run directory belongs to one process at a time, however that process ends."""
+
+import errno
+import fcntl
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tigon.train import checkpoint
+from tigon.train.config import Config
+
+LOCK = ".lock"
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def claim(config: Config) -> Iterator[None]:
+    """Hold run_dir, which is made; it is removed again if nothing was written into it.
+
+    The system gives the lock back when the process ends, even by SIGKILL. Raises FileExistsError
+    if another process has it, or if it has files that the run would overwrite.
+    """
+    path = Path(config.run_dir)
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    begun = (path / LOCK).exists() or (path / "metrics.jsonl").exists()
+    descriptor = _lock(path / LOCK)
+    try:
+        try:
+            _check_files(path, begun, bool(config.resume))
+        except FileExistsError:
+            if descriptor is not None and not begun:
+                (path / LOCK).unlink()
+            raise
+        yield
+    finally:
+        if descriptor is not None:
+            if [file.name for file in path.iterdir()] == [LOCK]:
+                (path / LOCK).unlink()
+                with suppress(OSError):  # not empty
+                    for folder in missing:
+                        folder.rmdir()
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock; None where this process has it, or nobody can."""
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 1000).decode()
+            os.close(descriptor)
+            if holder == me:  # a run that was prepared here before
+                return None
+            raise FileExistsError(
+                f"{path.parent} is in use by {holder or 'another process'}: wait until it ends, "
+                "or choose another run_dir"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in UNSUPPORTED:
+                raise
+            warnings.warn(f"{path.parent}: its file system has no locks ({error})", stacklevel=2)
+            return None
+        with suppress(FileNotFoundError):
+            if os.fstat(descriptor).st_ino == path.stat().st_ino:
+                break
+        os.close(descriptor)  # of a file that its holder has just removed
+    os.truncate(descriptor, 0)
+    os.write(descriptor, me.encode())
+    return descriptor
+
+
+def _check_files(path: Path, begun: bool, resume: bool) -> None:
+    files = {file.name for file in path.iterdir()} - {LOCK}
+    if files and not begun:
+        raise FileExistsError(f"{path} is not empty, and holds no run: choose another run_dir")
+    metrics = path / "metrics.jsonl"
+    done = checkpoint.latest(path / "checkpoints") is not None
+    done = done or (metrics.exists() and metrics.stat().st_size > 0)
+    if done and not resume:
+        raise FileExistsError(
+            f"{path} is not empty: continue the run in it with resume=auto, "
+            "or choose another run_dir"
+        )

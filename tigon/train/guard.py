@@ -1,0 +1,169 @@
+"""Steps that must not change the weights, and weights that must not be saved."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tigon.train import checkpoint
+from tigon.train.board import told
+from tigon.train.build import Run
+from tigon.train.parallel import World
+from tigon.train.state import WINDOW, State
+
+# The square of a larger weight is infinite in float32: no model computes with it
+LARGEST = torch.finfo(torch.float32).max ** 0.5
+SKIPS = 20  # in a row, after which skipping does not help
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why a step's gradients are not to be used; the same on every rank."""
+
+    kind: str  # "nonfinite" or "spike"
+    policy: str  # stop, skip or rollback
+    text: str
+    broken: bool = False  # the weights, by an earlier step
+
+
+def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
+    """Why the step's gradients must not change the weights, or None.
+
+    Takes "own_loss", this rank's part of the loss, out of `values`. Raises FloatingPointError where
+    the policy is to stop.
+    """
+    own_loss, loss, grad_norm = values.pop("own_loss"), values["loss"], values["grad_norm"]
+    state = run.state
+    trouble = _trouble(run, step, loss, grad_norm, own_loss)
+    state.note_step(loss, grad_norm)
+    state.skips = state.skips + 1 if trouble else 0
+    if trouble is None or trouble.policy == "rollback":
+        return trouble
+    if trouble.policy == "stop":
+        raise stop(run, trouble, "The weights were not changed")
+    if state.skips > SKIPS:
+        raise stop(run, trouble, f"The {SKIPS} steps before it were skipped too")
+    if trouble.broken:
+        raise stop(run, trouble, "Skipping steps does not mend weights")
+    run.world.say(f"{trouble.text}. Skipped")
+    return trouble
+
+
+def _trouble(run: Run, step: int, loss: float, grad_norm: float, own_loss: float) -> Trouble | None:
+    config = run.config
+    measured = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        size = largest_weight(run.model, run.world)
+        if is_broken(size):
+            text = f"{measured}, with weights up to {size:.3g} from the steps before"
+        else:
+            text = f"{measured}{ranks_of(run.world, own_loss)}; {rows(run, step)}"
+        return Trouble("nonfinite", config.nonfinite, f"step {step + 1}: {text}", is_broken(size))
+    if not config.spike_sigma:
+        return None
+    for name, value, past in (
+        ("loss", loss, run.state.losses),
+        ("gradient norm", grad_norm, run.state.grad_norms),
+    ):
+        bound = spike_bound(past, config.spike_sigma)
+        if value > bound:
+            text = f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
+            text += f"{config.spike_sigma:g} standard deviations above the mean of the last "
+            return Trouble("spike", config.spike, text + f"{len(past)} steps; {rows(run, step)}")
+    return None
+
+
+def spike_bound(past: Sequence[float], sigma: float) -> float:
+    """As OLMo-core's SkipStepOptimizer: no bound before half of the window is there."""
+    if len(past) < WINDOW // 2:
+        return math.inf
+    return statistics.fmean(past) + sigma * statistics.stdev(past)
+
+
+def check_weights(run: Run, step: int) -> Trouble | None:
+    """Before anything is saved, evaluated or exported: what `step` steps have made of them.
+
+    Raises FloatingPointError unless the policy is to roll back.
+    """
+    size = largest_weight(run.model, run.world)
+    if not is_broken(size):
+        return None
+    text = (
+        f"step {step} left weights up to {size:.3g} (lr {run.config.lr:g}); {rows(run, step - 1)}"
+    )
+    trouble = Trouble("nonfinite", run.config.nonfinite, text, True)
+    if trouble.policy != "rollback":
+        raise stop(run, trouble, "Nothing was saved")
+    return trouble
+
+
+def is_broken(size: float) -> bool:
+    return not size <= LARGEST
+
+
+@torch.no_grad()
+def largest_weight(model: nn.Module, world: World) -> float:
+    """The largest absolute value over all ranks; NaN if any is. Waits for the device."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    norms = torch._foreach_norm([p for p in local if p.numel()], math.inf)
+    sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
+    own = torch.stack(sizes).max().to(world.device)
+    # NCCL's maximum may lose a NaN; a sum does not
+    bad, size = world.sum(own.isnan().double()), world.top(own.nan_to_num(nan=0.0, posinf=math.inf))
+    return math.nan if bad > 0 else float(size)
+
+
+def ranks_of(world: World, own_loss: float) -> str:
+    """On which ranks the loss is not finite, if it is one of several."""
+    if world.size == 1:
+        return ""
+    answers = world.board.gather("" if math.isfinite(own_loss) else f"its part is {own_loss}")
+    return f" ({told(answers)})" if any(answers) else ""
+
+
+def rows(run: Run, step: int) -> str:
+    where = list(dict.fromkeys(run.data.where(step + run.state.offset)))
+    more = f" and {len(where) - 8} more" if len(where) > 8 else ""
+    return f"its rows are {', '.join(where[:8])}{more}"
+
+
+def stop(run: Run, trouble: Trouble, why: str) -> FloatingPointError:
+    run.saver.wait()
+    saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"))
+    last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
+    if trouble.broken:
+        hint = "; the learning rate may be too high"
+    elif trouble.policy == "stop":
+        hint = f"; {trouble.kind}=skip or rollback would go on"
+    else:
+        hint = ""
+    return FloatingPointError(f"{trouble.text}. {why}; {last}{hint}")
+
+
+def rollback(run: Run, step: int, trouble: Trouble) -> int:
+    """The last checkpoint's weights, with the rows that come after those of `step`. Returns the
+    number of steps that are done."""
+    state, config = run.state, run.config
+    if state.rollbacks >= config.max_rollbacks:
+        raise stop(run, trouble, f"max_rollbacks={config.max_rollbacks} are used up")
+    run.saver.wait()
+    latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
+    # All ranks take what the first one sees
+    chosen = run.world.board.gather("" if latest is None else str(latest))[0]
+    if not chosen:
+        raise stop(run, trouble, "A rollback needs a checkpoint: save_every")
+    source = Path(chosen)
+    checkpoint.load(source, run.model, run.optimizer)
+    back = checkpoint.step_of(source)
+    offset = step + state.offset + 1 - back
+    state.return_to(State.of(checkpoint.facts(source)), offset)
+    run.world.say(
+        f"{trouble.text}. Back to {source}: step {back + 1} takes the rows after these "
+        f"(rollback {state.rollbacks} of {config.max_rollbacks})"
+    )
+    return back

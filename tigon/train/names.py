@@ -1,0 +1,146 @@
+"""What the settings of other trainers are called here."""
+
+import difflib
+from collections.abc import Iterable
+
+EPOCHS_OR_STEPS = "steps, or epochs"
+ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
+ADAPTERS = "all weights are trained: there are no adapters"
+NOT_LOGGED = "a run writes metrics.jsonl and loss.png, and sends nothing anywhere"
+SHARDING = "nothing to set: weights, gradients and AdamW's state are sharded over all ranks"
+DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
+BEST = "patience ends a run that no longer improves; its best evaluation is reported"
+
+# Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
+OTHERS = {
+    "accelerate": SHARDING,
+    "adapter": ADAPTERS,
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+    "assistant_only_loss": "nothing to set: task=sft learns what the assistant says",
+    "attn_implementation": "attention",
+    "attention_backend": "attention",
+    "attn_type": "attention",
+    "base_model": "model",
+    "bf16": DTYPE,
+    "fp16": DTYPE,
+    "checkpoint": "model, to start from; resume, to go on from one",
+    "checkpointing_steps": "save_every",
+    "chat_template_path": "chat_template",
+    "completion_only_loss": "nothing to set: task=sft learns what the assistant says",
+    "dataset": "data: files or globs",
+    "dataset_name": "data: files or globs",
+    "dataset_path": "data: files or globs",
+    "datasets": "data: files or globs",
+    "data_path": "data: files or globs",
+    "data_seed": "seed",
+    "ddp": SHARDING,
+    "deepspeed": SHARDING,
+    "early_stopping_patience": "patience",
+    "eval_dataset": "eval_data",
+    "eval_steps": "eval_every",
+    "eval_strategy": "eval_every: steps between evaluations",
+    "evaluation_strategy": "eval_every: steps between evaluations",
+    "evals_per_epoch": "eval_every: steps between evaluations",
+    "flash_attention": "attention: auto takes the fastest backend that is there",
+    "fsdp": SHARDING,
+    "fsdp_config": SHARDING,
+    "full_determinism": "deterministic",
+    "global_batch_size": "batch_size",
+    "grad_clip": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "gradient_accumulation": f"{ROWS}; steps accumulate what does not fit at once",
+    "gradient_accumulation_steps": f"{ROWS}; steps accumulate what does not fit at once",
+    "gradient_checkpointing": "activation_checkpointing",
+    "enable_activation_checkpointing": "activation_checkpointing",
+    "hub_model_id": "a run ends with run_dir/hf, which `hf upload` takes",
+    "push_to_hub": "a run ends with run_dir/hf, which `hf upload` takes",
+    "label_smoothing_factor": "label_smoothing",
+    "learning_rate": "lr",
+    "load_best_model_at_end": BEST,
+    "load_in_4bit": ADAPTERS,
+    "load_in_8bit": ADAPTERS,
+    "local_batch_size": ROWS,
+    "logging_steps": "log_every",
+    "log_every_n_steps": "log_every",
+    "lora_alpha": ADAPTERS,
+    "lora_dropout": ADAPTERS,
+    "lora_r": ADAPTERS,
+    "lora_rank": ADAPTERS,
+    "lora_target_modules": ADAPTERS,
+    "qlora": ADAPTERS,
+    "use_peft": ADAPTERS,
+    "peft": ADAPTERS,
+    "lr_scheduler": "schedule",
+    "lr_scheduler_type": "schedule",
+    "max_epochs": "epochs",
+    "max_length": "seq_len",
+    "max_seq_len": "seq_len",
+    "max_seq_length": "seq_len",
+    "model_max_length": "seq_len",
+    "block_size": "seq_len",
+    "cutoff_len": "seq_len",
+    "sequence_len": "seq_len",
+    "max_steps": "steps",
+    "max_steps_per_epoch": EPOCHS_OR_STEPS,
+    "micro_batch": "micro_batch_size",
+    "min_lr": "min_lr_ratio, a share of lr",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "nproc_per_node": "--nproc N, in front of the settings or behind them",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "optim": "nothing to set: the optimizer is AdamW",
+    "optimizer": "nothing to set: the optimizer is AdamW",
+    "out_dir": "run_dir",
+    "output_dir": "run_dir",
+    "overwrite_output_dir": "a run never overwrites another: choose another run_dir",
+    "packed": "packing",
+    "sample_packing": "packing",
+    "per_device_eval_batch_size": "micro_batch_size",
+    "per_device_train_batch_size": ROWS,
+    "precision": DTYPE,
+    "report_to": NOT_LOGGED,
+    "wandb_project": NOT_LOGGED,
+    "use_wandb": NOT_LOGGED,
+    "metric_logger": NOT_LOGGED,
+    "resume_from_checkpoint": "resume: auto, or the path of a checkpoint",
+    "auto_resume_from_checkpoints": "resume=auto",
+    "save_steps": "save_every",
+    "save_strategy": "save_every: steps between checkpoints",
+    "save_interval": "save_every",
+    "save_total_limit": "keep_last",
+    "save_only_model": "export writes the weights alone, to run_dir/hf",
+    "tf32": "nothing to set: torch.backends decides",
+    "tokenizer_name": "tokenizer",
+    "tokenizer_name_or_path": "tokenizer",
+    "torch_compile": "nothing to set: the kernels are fused already",
+    "compile": "nothing to set: the kernels are fused already",
+    "torch_dtype": DTYPE,
+    "total_steps": "steps",
+    "train_data": "data",
+    "train_file": "data",
+    "train_on_inputs": "task=sft learns what the assistant says",
+    "train_steps": "steps",
+    "use_liger_kernel": "nothing to set: the kernels are fused already",
+    "val_set_size": "eval_data: files that are held out",
+    "validation_file": "eval_data",
+    "warmup": "warmup_steps",
+    "warmup_ratio": "warmup_steps, a number of steps",
+    "num_warmup_steps": "warmup_steps",
+    "weight_decay_rate": "weight_decay",
+}
+
+
+def answer(name: str, known: Iterable[str]) -> str:
+    """What to write in place of a setting that is unknown."""
+    known = list(known)
+    if name in OTHERS:
+        return f"here: {OTHERS[name]}"
+    close = difflib.get_close_matches(name, [*known, *OTHERS], n=1, cutoff=0.7)
+    if close and close[0] in OTHERS and close[0] not in known:
+        return f"if {close[0]!r} is meant, here: {OTHERS[close[0]]}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,115 @@
+"""`--nproc N`: the ranks of this host, as children of one process.
+
+torchrun would end a rank that is still writing its checkpoint 30 s after a signal, and its own
+report would be the last thing on the terminal.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from json import dumps
+from types import FrameType
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from tigon.train.board import LAUNCHED, Failure, prefixed, read_failure
+from tigon.train.signals import NUMBERS
+
+POLL = 0.1  # seconds
+GRACE = 15.0  # seconds that ranks have to end after one has failed
+STOPPED = tuple(128 + number for number in NUMBERS)
+
+
+def check_count(count: int, device: str) -> None:
+    if count < 1:
+        raise ValueError(f"--nproc {count} must be at least 1")
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError(f"--nproc {count} inside torchrun, which starts the ranks: leave it out")
+    gpus = torch.cuda.device_count()
+    if count > gpus and (device == "cuda" or (device == "auto" and gpus)):
+        raise ValueError(f"--nproc {count}, but torch sees {gpus} CUDA devices")
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
+    """`python -m tigon.train arguments` on `count` ranks: the exit code, and what went wrong."""
+    # The children find each other here, so that no free port can be lost to another process
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = prefixed(server)
+    threads = max(1, (os.cpu_count() or 1) // count)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHED: uuid4().hex,
+    }
+    children: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as stack:
+        # In sessions of their own, so that Ctrl-C comes from here alone
+        for number in NUMBERS:
+
+            def forward(number: int, frame: FrameType | None) -> None:
+                for child in children:
+                    if child.poll() is None:
+                        child.send_signal(number)
+
+            stack.callback(signal.signal, number, signal.signal(number, forward))
+        stack.callback(_kill, children)
+        for rank in range(count):
+            ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "tigon.train", *arguments]
+            children.append(subprocess.Popen(command, env=ranked, start_new_session=True))
+        codes = _wait(children, store)
+    failure = read_failure(store)
+    if failure is None or failure.code in STOPPED:
+        return max(codes), None
+    return failure.code, failure.text
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> list[int]:
+    """For all to end; after a failure of one not longer than GRACE. Their exit codes."""
+    until: float | None = None
+    while None in (codes := [child.poll() for child in children]):
+        bad = [(rank, code) for rank, code in enumerate(codes) if code]
+        bad = [(rank, code) for rank, code in bad if code not in STOPPED]
+        if bad and until is None:
+            until = time.monotonic() + GRACE
+            _tell(store, *bad[0])
+        if until is not None and time.monotonic() > until:
+            break
+        time.sleep(POLL)
+    _kill(children)
+    ended = [child.wait() for child in children]
+    for rank, code in enumerate(ended):
+        if code and code not in STOPPED:
+            _tell(store, rank, code)
+            break
+    return [128 - code if code < 0 else code for code in ended]
+
+
+def _tell(store: dist.Store, rank: int, code: int) -> None:
+    """The other ranks, unless a rank has told them why it ends."""
+    text = f"rank {rank} ended with exit code {code}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        memory = ", perhaps because memory ran out" if name == "SIGKILL" else ""
+        text = f"rank {rank} was killed by {name} on {socket.gethostname()}{memory}"
+        code = 128 - code
+    store.compare_set("failure", "", dumps(asdict(Failure(text, code, rank))))
+
+
+def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.kill()

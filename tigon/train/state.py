@@ -1,0 +1,49 @@
+"""What a run remembers besides weights, optimizer states and the step; checkpoints have it."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+WINDOW = 128  # steps that a spike is measured against
+
+
+@dataclass
+class State:
+    """The same on every rank."""
+
+    offset: int = 0  # steps' rows that rollbacks have passed over
+    rollbacks: int = 0
+    skips: int = 0  # in a row
+    losses: list[float] = field(default_factory=list)  # of the last WINDOW steps
+    grad_norms: list[float] = field(default_factory=list)
+    best_step: int | None = None  # of the evaluation with the lowest loss
+    best_loss: float = math.inf
+    evaluations_since: int = 0  # the best one
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Self:
+        """As a checkpoint's facts have it; older ones have none."""
+        known = facts.get("state", {})
+        return cls(**{**known, "best_loss": known.get("best_loss", None) or math.inf})
+
+    def facts(self) -> dict[str, Any]:
+        best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity
+        return {"state": asdict(self) | {"best_loss": best}}
+
+    def note_step(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.losses = [*self.losses, loss][-WINDOW:]
+            self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
+
+    def note_evaluation(self, step: int, loss: float) -> None:
+        if loss < self.best_loss:
+            self.best_step, self.best_loss, self.evaluations_since = step, loss, 0
+        else:
+            self.evaluations_since += 1
+
+    def is_out_of(self, patience: int) -> bool:
+        return 0 < patience <= self.evaluations_since
+
+    def return_to(self, was: "State", offset: int) -> None:
+        """A checkpoint's state, with other rows ahead."""
+        self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)

@@ -24,9 +24,10 @@ QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all e
 class Windows(Protocol):
     """Where windows come from: a Mixture or a Stream."""
 
-    repeats: bool  # whether every epoch has the same windows
-    per_epoch: int | None  # None: not known
-
+    @property
+    def repeats(self) -> bool: ...  # whether every epoch has the same windows
+    @property
+    def per_epoch(self) -> int | None: ...  # None: not known
     def window(self, number: int) -> Window: ...
     def keep(self, number: int) -> None: ...
     def state(self, number: int) -> dict[str, Any]: ...

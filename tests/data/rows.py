@@ -76,7 +76,7 @@ class Count(Encoder):
             columns,
             {},
             None if len(groups) == len(offsets) else np.array(groups),
-            Report(rows=len(groups) - 1 + skipped, skipped=skipped),
+            Report(len(groups) - 1 + skipped, skipped, errors=("nothing",) * min(skipped, 5)),
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data.examples import FILLS
+from tigon.data.examples import FILLS, Examples
 from tigon.data.mixture import Corpus
 
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
@@ -32,7 +32,12 @@ class MicroBatch:
     spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
-    origins: tuple[str, ...]  # n times "file:line"
+    sources: tuple[tuple[Examples, int], ...]  # of each sequence: whose it is, and from which token
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The "file:line" of each sequence."""
+        return tuple(examples.where(start) for examples, start in self.sources)
 
     def to(self, device: torch.device) -> Self:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
@@ -111,5 +116,5 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
-        tuple(examples.where(start) for examples, start, _ in slices),
+        tuple((examples, start) for examples, start, _ in slices),
     )

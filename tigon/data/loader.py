@@ -24,9 +24,10 @@ QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all e
 class Windows(Protocol):
     """Where windows come from: a Mixture or a Stream."""
 
-    repeats: bool  # whether every epoch has the same windows
-    per_epoch: int | None  # None: not known
-
+    @property
+    def repeats(self) -> bool: ...  # whether every epoch has the same windows
+    @property
+    def per_epoch(self) -> int | None: ...  # None: not known
     def window(self, number: int) -> Window: ...
     def keep(self, number: int) -> None: ...
     def state(self, number: int) -> dict[str, Any]: ...
@@ -53,7 +54,6 @@ class Place(NamedTuple):
 
     number: int
     epoch: int
-    index: int
     begin: int
     end: int
     last: bool
@@ -297,7 +297,7 @@ class Loader:
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"seq_len {packed.rows.seq_len}"
             )
-        self._places.append(Place(number, window.epoch, window.index, begin, end, window.last))
+        self._places.append(Place(number, window.epoch, begin, end, window.last))
 
     def _window(self, number: int) -> Packed:
         if number in self._packed:

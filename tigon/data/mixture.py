@@ -102,7 +102,15 @@ class Window:
     last: bool = True  # of its epoch
 
     @classmethod
-    def of(cls, corpus: Corpus, groups: np.ndarray, **place: int) -> "Window":
+    def of(
+        cls,
+        corpus: Corpus,
+        groups: np.ndarray,
+        *,
+        epoch: int = 0,
+        index: int = 0,
+        last: bool = True,
+    ) -> "Window":
         """The groups of these numbers."""
         parts = np.searchsorted(corpus.first_group, groups, side="right") - 1
         values = np.zeros((3, 0), dtype=np.int64)  # starts, stops, targets
@@ -125,7 +133,8 @@ class Window:
         whole = np.zeros((3, int(offsets[-1])), dtype=np.int64)
         for places, values in taken:
             whole[:, ranges(offsets[places], sizes[places])] = values
-        return cls(corpus, *whole, offsets, **place)  # type: ignore[arg-type]
+        starts, stops, counts = whole
+        return cls(corpus, starts, stops, counts, offsets, epoch, index, last)
 
     def __len__(self) -> int:
         return len(self.starts)

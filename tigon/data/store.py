@@ -102,17 +102,22 @@ class Stored(Part):
             for file, size in manifest["bytes"].items():
                 if (directory / file).stat().st_size != size:
                     return None
+            columns = {
+                kind: {k: np.empty((0, *shape), dtype) for k, (dtype, shape) in found.items()}
+                for kind, found in manifest["columns"].items()
+            }
             return cls(
-                *(manifest[k] for k in ("examples", "tokens", "groups", "targets", "highest")),
-                {
-                    kind: {k: np.empty((0, *shape), dtype) for k, (dtype, shape) in found.items()}
-                    for kind, found in manifest["columns"].items()
-                },
-                _report(manifest["report"]),
-                tuple(manifest["files"]) if name is None else (name,),
-                directory,
-                manifest["grouped"],
-                manifest["key"],
+                count=manifest["examples"],
+                tokens=manifest["tokens"],
+                groups=manifest["groups"],
+                targets=manifest["targets"],
+                highest=manifest["highest"],
+                columns=columns,
+                report=_report(manifest["report"]),
+                files=tuple(manifest["files"]) if name is None else (name,),
+                directory=directory,
+                grouped=manifest["grouped"],
+                key=manifest["key"],
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -321,4 +326,5 @@ def _ranges(stop: int) -> Iterator[np.ndarray]:
 
 
 def _report(values: dict[str, Any]) -> Report:
-    return Report(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return Report(**plain)

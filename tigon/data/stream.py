@@ -46,7 +46,7 @@ class Stream:
     """
 
     repeats = False
-    per_epoch = None
+    per_epoch: int | None = None
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ OPTIONS = (
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 ASKED = [name for name, (kind, *_) in CASES.items() if kind not in LEAST]
-MORE = {"unasked": ASKED, "options": OPTIONS, "unless": "tiny"}
+MORE = {"unasked": ASKED, "options": OPTIONS}
 BENCH = Bench("compare", __doc__, run, show, list(CASES), **MORE)
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """A training step and a decoded token on the CPU, beside transformers, interleaved in one run.
 
 A ratio is the median over the repeats of (ours / theirs, one right after the other), so that other
-load hits both alike.
+load hits both alike: above 1, transformers is faster. --write-docs puts the figures into
+docs/generation.md.
 """
 
-import json
+import os
 import platform
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import tigon
 from bench import harness
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown
+from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
 from bench.peers import imported
 
 NEW_TOKENS = 64
@@ -104,43 +105,45 @@ def smollm2() -> Path:
     return Path(runpy.run_path(str(ROOT / "examples/assets/smollm2.py"))["build"]())
 
 
-def table(record: Record, head: Iterable[str], keys: Iterable[str]) -> str:
-    """Where each result was measured, and the times of both."""
-    rows = [
-        [*(str(row[key]) for key in keys if key in row), *(figure(row[key]) for key in TIMES)]
-        for row in record["results"]
-    ]
-    return markdown(head, rows)
+def where(row: Record) -> list[str]:
+    """What was measured, and how."""
+    tokens = row.get("prompt", row.get("tokens"))
+    return [row["what"], row["dtype"], *(str(x) for x in (row["threads"], row["batch"], tokens))]
 
 
 def show(record: Record) -> str:
-    head = ["what", "dtype", "batch", "prompt or tokens", "tigon, ms", "transformers, ms", "ratio"]
-    where = heading(record | {"machine": record["cpu"]}, {"transformers": record["transformers"]})
-    rows = table(record, head, ("what", "dtype", "batch", "prompt", "tokens"))
-    return f"{where}; {record['threads']} threads.\n\n{rows}"
+    head = ["what", "dtype", "threads", "batch", "tokens", "tigon, ms", "transformers, ms", "ratio"]
+    rows = [[*where(row), *(figure(row[key]) for key in TIMES)] for row in record["results"]]
+    judged = []
+    for row in record["results"]:
+        what = "{} {}, {} threads, batch {}, {} tokens".format(*where(row))
+        judged.append(verdict(f"{what}, times as fast as transformers", 1 / row["ratio"], 1.0))
+    said = heading(record, {"transformers": record["transformers"]})
+    return "\n\n".join([f"{said}.", markdown(head, rows), "\n".join(judged)])
 
 
 def run(job: Job) -> str:
     options = job.options
-    torch.set_num_threads(options.threads)
     imported("transformers.utils.logging:set_verbosity_error")()
     directory = options.model or smollm2()
-    job.record |= {"model": directory.name, "cpu": processor(), "threads": options.threads}
+    job.record |= {"model": directory.name, "machine": processor()}
     job.record |= {"repeats": options.repeats, "transformers": installed("transformers")}
-    for dtype in job.only:
+    for dtype, threads in product(job.only, options.threads):
+        torch.set_num_threads(threads)
         for found in measure(directory, getattr(torch, dtype), 1 if job.quick else options.repeats):
-            print(json.dumps(found | {"dtype": dtype}), flush=True)
-            job.append("results", found | {"dtype": dtype})
+            row = found | {"dtype": dtype, "threads": threads}
+            job.append("results", row, ", ".join(where(row)))
     return show(job.record)
 
 
 OPTIONS = (
     ("model", {"nargs": "?", "type": Path, "help": "default: SmolLM2-135M-Instruct"}),
     ("--repeats", {"type": int, "default": 7}),
-    ("--threads", {"type": int, "default": 2}),
+    ("--threads", {"type": int, "nargs": "+", "default": sorted({1, os.cpu_count() or 1})}),
 )
 DTYPES = ("float32", "bfloat16")
-BENCH = Bench("cpu", __doc__, run, show, DTYPES, options=OPTIONS, needs_gpu=False)
+MORE = {"document": "docs/generation.md", "options": OPTIONS, "needs_gpu": False}
+BENCH = Bench("cpu", __doc__, run, show, DTYPES, **MORE)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -1,10 +1,9 @@
 """Generation beside transformers and beside the memory's limit, in one run on one machine.
 
-Random weights of the shape of Llama-3.1-8B on a GPU, or with --cpu SmolLM2-135M in fp32.
-docs/generation.md says what is compared, and how; --write-docs puts the figures of both there.
+Random weights of the shape of Llama-3.1-8B on a GPU; bench/cpu.py has what a CPU does.
+docs/generation.md says what is compared, and how; --write-docs puts the figures there.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ if not __package__:  # a script: runs where nothing is installed
 import torch
 from torch import Tensor
 
-from bench import cpu, harness, timing
 from bench import generate_cases as cases
+from bench import harness, timing
 from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
 from bench.harness import Bench, Job, Record, figure, markdown, progress, row_of, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
@@ -197,19 +196,8 @@ def verdicts(record: Record) -> Iterator[str]:
             yield verdict(f"{name}, {MEANINGS[key]}", reached, least)
 
 
-def show_cpu(record: Record) -> Iterator[str]:
-    head = ["threads", "batch", "prompt", "tigon, ms per step", "transformers, ms", "ratio"]
-    yield cpu.table(record, head, head[:3])
-    for row in record["results"]:
-        what = f"{row['threads']} threads, batch {row['batch']}, prompt {row['prompt']}"
-        yield verdict(f"{what}, {MEANINGS['times']}", 1 / row["ratio"], 1.0)
-
-
 def show(record: Record) -> str:
     head = harness.heading(record, record["packages"])
-    if "results" in record:
-        rows, *judged = show_cpu(record)
-        return f"{head}.\n\n{rows}\n\n" + "\n".join(judged)
     speed = record["copy"]["bytes_per_second"] / 1e12
     parts = [f"{head}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."]
     parts += [table(record, case) for case in record["cases"]]
@@ -217,7 +205,7 @@ def show(record: Record) -> str:
 
 
 def summary(record: Record) -> str:
-    """Of a GPU's run, what the README shows."""
+    """What the README shows."""
     rows = []
     for case in record["cases"]:
         row = row_of(case, OURS)
@@ -227,18 +215,12 @@ def summary(record: Record) -> str:
     return f"{record['machine']}; commit {record['commit']}.\n\n{markdown(head, rows)}"
 
 
-def blocks(records: list[Record]) -> dict[str, str]:
-    on_gpu = [record for record in records if "cases" in record]
-    return {
-        "docs/generation.md": "\n\n".join(map(show, records)),
-        "README.md": summary(harness.newest(on_gpu)),
-    }
+def blocks(record: Record) -> dict[str, str]:
+    return {"docs/generation.md": show(record), "README.md": summary(record)}
 
 
 def run(job: Job) -> str:
     job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
-    if job.options.cpu:
-        return run_cpu(job)
     copy = COPY.bandwidth(COPIED)
     job.record |= {"machine": job.record["gpu"], "copy": copy, "config": LLAMA_8B, "cases": []}
     models: dict[str, Any] = {}
@@ -254,23 +236,7 @@ def run(job: Job) -> str:
     return "\n".join(verdicts(job.record))
 
 
-def run_cpu(job: Job) -> str:
-    """Decoding of SmolLM2-135M in fp32: on one thread, and on as many as there are cores."""
-    directory = cpu.smollm2()
-    job.record |= {"machine": cpu.processor(), "model": directory.name, "results": []}
-    models = cpu.load(directory, torch.float32)
-    grid, repeats = (cpu.DECODE[:1], 1) if job.quick else (cpu.DECODE, 5)
-    for threads in sorted({1, os.cpu_count() or 1}):
-        torch.set_num_threads(threads)
-        for batch, prompt in grid:
-            where = {"threads": threads, "batch": batch, "prompt": prompt}
-            progress(f"{threads} threads, batch {batch}, prompt {prompt}")
-            job.append("results", where | cpu.decoding(*models, batch, prompt, repeats))
-    return show(job.record)
-
-
-CPU = {"options": [("--cpu", {"action": "store_true", "help": "SmolLM2-135M"})], "unless": "cpu"}
-BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], blocks=blocks, **CPU)
+BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], blocks=blocks)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -207,19 +207,17 @@ class Bench:
     show: Callable[[Record], str]  # a record as Markdown
     cases: Sequence[str]
     document: str = ""  # that shows the newest record, unless `blocks` says what shows what
-    blocks: Callable[[list[Record]], dict[str, str]] | None = None
+    blocks: Callable[[Record], dict[str, str]] | None = None
     unasked: Sequence[str] = ()  # cases that are measured only if --only names them
-    picture: str = ""  # the document that `draw` makes
-    draw: Callable[[Record, Path], None] | None = None
+    draw: Callable[[Record], None] | None = None  # makes a document that is a picture
     options: Sequence[tuple[str, dict[str, Any]]] = ()  # more of them
-    needs_gpu: bool = True
-    unless: str = ""  # an option with which it does not
+    needs_gpu: bool = True  # but with --tiny, if that is an option
 
-    def shown(self, records: list[Record]) -> dict[str, str]:
+    def shown(self, record: Record) -> dict[str, str]:
         """What stands between the markers of each document."""
         if self.blocks is not None:
-            return self.blocks(records)
-        return {self.document: self.show(newest(records))} if self.document else {}
+            return self.blocks(record)
+        return {self.document: self.show(record)} if self.document else {}
 
 
 def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
@@ -243,8 +241,6 @@ def parser_of(bench: Bench) -> argparse.ArgumentParser:
     add("--commit", help="what git describe --always --dirty says, for a copy without git")
     add("--table", action="store_true", help="print the runs in bench/results as Markdown")
     add("--write-docs", action="store_true", help="put the newest into README.md and docs/")
-    if bench.draw is not None:
-        add("--plot", type=Path, metavar="FILE", help="draw the newest run")
     for flag, more in bench.options:
         add(flag, **more)
     return parser
@@ -254,7 +250,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     parser = parser_of(bench)
     options = parser.parse_args(arguments)
     try:
-        if options.table or options.write_docs or getattr(options, "plot", None):
+        if options.table or options.write_docs:
             report(bench, options)
             return
         usual = [case for case in bench.cases if case not in bench.unasked]
@@ -262,13 +258,13 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
         options.only = chosen(wanted, bench.cases) if wanted else usual
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))
-    on_cpu = not bench.needs_gpu or getattr(options, bench.unless, False)
+    tiny = getattr(options, "tiny", None)
+    on_cpu = tiny or not bench.needs_gpu
     if not (on_cpu or torch.cuda.is_available()):
-        other = f", or --{bench.unless}" if bench.unless else ""
+        other = "" if tiny is None else ", or --tiny"
         parser.error(f"measuring needs a CUDA GPU{other}; --table and --write-docs need none")
     machine = "cpu" if on_cpu else torch.cuda.get_device_name()
-    part = options.quick or getattr(options, "tiny", False)
-    whole = not part and set(usual) <= set(options.only)
+    whole = not (options.quick or tiny) and set(usual) <= set(options.only)
     job = Job(bench.kind, machine, options, whole)
     if not on_cpu:
         job.record["gpu"] = machine
@@ -285,10 +281,8 @@ def records(kind: str) -> list[Record]:
 def report(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
-        write_docs(bench.shown(found), bench.kind)
+        write_docs(bench.shown(newest(found)), bench.kind)
+        if bench.draw is not None:
+            bench.draw(newest(found))
     if options.table:
         print("\n\n".join(map(bench.show, found)))
-    if bench.draw is not None:
-        for path in (options.plot, ROOT / bench.picture if options.write_docs else None):
-            if path is not None:
-                bench.draw(newest(found), path)

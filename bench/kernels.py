@@ -179,9 +179,8 @@ def run(job: Job) -> str:
     return ""
 
 
-SHOWN = {"show": kernels_report.summary, "blocks": kernels_report.blocks}
-SHOWN |= {"picture": kernels_report.PICTURE, "draw": kernels_report.plot}
-BENCH = Bench("kernels", __doc__, run, cases=OPERATORS, **SHOWN)
+SHOWN = {"blocks": kernels_report.blocks, "draw": kernels_report.plot}
+BENCH = Bench("kernels", __doc__, run, kernels_report.summary, OPERATORS, **SHOWN)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -168,9 +168,9 @@ def console(record: Record, operator: str) -> str:
     return "\n".join(lines)
 
 
-def blocks(records: list[Record]) -> dict[str, str]:
+def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
-    record, link = harness.newest(records), "![times the bound, per operator and library]"
+    link = "![times the bound, per operator and library]"
     return {
         "README.md": f"{link}({PICTURE})\n\n{summary(record, short=True)}",
         "docs/kernels.md": f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}",
@@ -182,7 +182,7 @@ def tick(case: Record) -> str:
     return "\n".join(fill(line, 13, break_long_words=False) for line in lines if line)
 
 
-def plot(record: Record, path: Path) -> None:
+def plot(record: Record, path: Path = harness.ROOT / PICTURE) -> None:
     """A group of bars per operator: how many times the bound each library takes."""
     import matplotlib  # an extra
     from matplotlib.figure import Figure
@@ -218,7 +218,5 @@ def plot(record: Record, path: Path) -> None:
     )
     axes.legend(fontsize=7, ncols=len(COLUMNS), loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Date": None} if path.suffix == ".svg" else None
     with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)
+        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})

@@ -4,9 +4,13 @@ TIGON_TEST_THREADS=4 runs the suite with four threads: no result may depend on t
 """
 
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "TIGON_CACHE" not in os.environ:  # not the user's; processes that tests start share it
+    _cache = tempfile.TemporaryDirectory(prefix="tigon-cache-")
+    os.environ["TIGON_CACHE"] = _cache.name
 
 import pytest
 import torch

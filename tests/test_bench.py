@@ -338,11 +338,11 @@ def test_docs_are_written_between_the_markers_or_not_at_all(
     readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     docs.write_text("no markers\n")
     with pytest.raises(ValueError, match=r"docs/kernels\.md does not hold"):
-        harness.write_docs(report.blocks([record]), "kernels")
+        harness.write_docs(report.blocks(record), "kernels")
     assert "stale" in readme.read_text()
     docs.write_text(f"{BEGIN}\n{END}\n")
     for _ in range(2):
-        harness.write_docs(report.blocks([record]), "kernels")
+        harness.write_docs(report.blocks(record), "kernels")
     text = readme.read_text()
     assert text.startswith(f"before\n{BEGIN}\n![") and text.endswith(f"{END}\nafter\n")
     assert "stale" not in text and report.summary(record, short=True) in text

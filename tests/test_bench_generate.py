@@ -195,15 +195,6 @@ def test_who_raises_ends_his_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(bench.verdicts(record)) == "not measured: decode 1 x 1024, share of the bound"
 
 
-def test_the_cpu_record_is_shown() -> None:
-    times = {"ratio": 0.8, "ours_ms": 8.0, "transformers_ms": 10.0}
-    row = {"threads": 1, "batch": 4, "prompt": 30, **times}
-    record = harness.stamp("abc1234") | {"machine": "a CPU", "packages": {}, "results": [row]}
-    shown = bench.show(record)
-    assert "| 1 | 4 | 30 | 8.00 | 10.0 | 0.800 |" in shown
-    assert "met: 1 threads, batch 4, prompt 30, times as fast as transformers: 1.250 for" in shown
-
-
 def test_bad_arguments_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +202,7 @@ def test_bad_arguments_are_named(
     for arguments, message in {
         ("--table",): f"no generate*.json in {tmp_path}",
         ("--only", "nothing"): "no case nothing; there are decode 1 x 1024, decode 64",
-        ("--only", "prefill"): "measuring needs a CUDA GPU, or --cpu",
+        ("--only", "prefill"): "measuring needs a CUDA GPU; --table",
     }.items():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(SystemExit):

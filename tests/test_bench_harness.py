@@ -23,7 +23,7 @@ def test_the_docs_show_the_newest_runs(bench: harness.Bench) -> None:
     if not list(RESULTS.glob(f"{bench.kind}*.json")):
         pytest.skip(f"bench/{bench.kind}.py has not run yet")
     found = harness.records(bench.kind)
-    for name, block in bench.shown(found).items():
+    for name, block in bench.shown(harness.newest(found)).items():
         text = (ROOT / name).read_text(encoding="utf-8")
         command = f"run bench/{bench.kind}.py --write-docs"
         assert text == harness.between(text, block, name, bench.kind), command
@@ -121,20 +121,19 @@ def test_a_stack_of_experts_is_measured(clock: None, monkeypatch: pytest.MonkeyP
 
 
 def test_the_cpu_beside_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both scripts that decode on the CPU, with a tiny checkpoint."""
     model = tigon.Llama.from_config(LLAMA_1B | TINY_MODEL | {"vocab_size": 64})
     model.save_pretrained(tmp_path / "tiny")
     monkeypatch.setattr(cpu, "DECODE", [(2, 5)])
     monkeypatch.setattr(cpu, "NEW_TOKENS", 3)
     monkeypatch.setattr(cpu, "NEVER", None)
-    monkeypatch.setattr(cpu, "smollm2", lambda: tmp_path / "tiny")
     threads, out = torch.get_num_threads(), tmp_path / "out.json"
-    rest = ["--quick", "--out", str(out)]
+    rest = ["--quick", "--threads", "1", "2", "--out", str(out)]
     harness.main(cpu.BENCH, [str(tmp_path / "tiny"), "--only", "float32", *rest])
-    decoded, trained = json.loads(out.read_text())["results"]
+    torch.set_num_threads(threads)
+    record = json.loads(out.read_text())
+    decoded, trained, *others = record["results"]
     assert decoded["what"] == "decoded token" and trained["what"] == "training step"
     assert decoded["ours_ms"] > 0 and trained["transformers_ms"] > 0 < trained["ratio"]
-    harness.main(generate.BENCH, ["--cpu", *rest])
-    record = json.loads(out.read_text())
-    assert record["model"] == "tiny" and record["results"][0]["threads"] == 1
-    torch.set_num_threads(threads)
+    assert record["model"] == "tiny" and decoded["threads"] == 1
+    assert [row["threads"] for row in others] == [2, 2]
+    assert "| training step | float32 | 2 | 1 | 512 | " in cpu.show(record)

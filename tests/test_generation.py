@@ -134,8 +134,9 @@ def test_stop_strings_are_found_where_transformers_finds_them(
         criterion = StopStringCriteria(theirs, strings)
         stop = StopStrings(strings, tokenizer_class.from_pretrained(smollm2))
         ids = torch.tensor([theirs(TEXT).input_ids])
-        found = [stop(ids[:, :n])[0] for n in range(1, ids.shape[1] + 1)]
-        expected = [bool(criterion(ids[:, :n], None)) for n in range(1, ids.shape[1] + 1)]
+        ends = range(1, ids.shape[1] + 1)
+        found = [stop.completed(ids[0, :n][-stop.window :].tolist()) for n in ends]
+        expected = [bool(criterion(ids[:, :n], None)) for n in ends]
         assert found == expected
         assert 0 < sum(found) < len(found) / 2
 

@@ -36,15 +36,19 @@ ARROWS: dict[str, set[str]] = {
 ONLY = {("tokenizer", "weights"): {"tigon.weights.hub"}}
 # These load at run time what is below them: torch takes seconds, and --help must not
 LAZY = {"tigon", "tigon.cli"}
+# Imports what a user names
+BY_NAME = {"tigon.train.hooks"}
 # Extras; imported where they are used, with an error that says what to install
 OPTIONAL = {
     "datasets",
     "flash_attn",
     "lm_eval",
     "matplotlib",
+    "pyarrow",
     "tensorboard",
     "transformers",
     "wandb",
+    "zstandard",
 }
 IMPORT_NAMES = {"pyyaml": "yaml"}
 
@@ -90,7 +94,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
             for alias in node.names:
                 full = f"{base}.{alias.name}"
                 yield full if full in known else base
-        elif isinstance(node, ast.Call) and name not in LAZY:
+        elif isinstance(node, ast.Call) and name not in LAZY | BY_NAME:
             called = ast.unparse(node.func).rpartition(".")[2]
             if called in ("import_module", "__import__"):
                 yield f"{called}()"

@@ -1,4 +1,4 @@
-"""Language models from a shell: generate, train, eval, export, info."""
+"""Language models from a shell: generate, train, data, eval, export, info."""
 
 import argparse
 import os
@@ -102,6 +102,17 @@ def _parser() -> argparse.ArgumentParser:
     p.set_defaults(run="generate")
 
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
+
+    p = commands.add_parser("data", help="make the cache of tokenised data before a run needs it")
+    kinds = p.add_subparsers(dest="kind", required=True, metavar="WHAT")
+    p = kinds.add_parser("pack", help="tokenise, and report examples, tokens, rows and padding")
+    p.add_argument(
+        "arguments",
+        nargs="+",
+        metavar="CONFIG | FILE | key=value",
+        help="a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
+    )
+    p.set_defaults(run="data_pack")
 
     p = commands.add_parser("eval", help="perplexity, or parity with transformers")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="MEASURE")

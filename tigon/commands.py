@@ -13,6 +13,7 @@ from tigon.eval import parity, perplexity, report
 from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, from_pretrained
 from tigon.tokenizer import Tokenizer
+from tigon.train import pack
 from tigon.train.export import find_checkpoint, load_checkpoint
 from tigon.weights import Repository
 
@@ -60,6 +61,11 @@ def generate(args: Namespace) -> int:
         **given,
     )
     print(stream.finish())
+    return 0
+
+
+def data_pack(args: Namespace) -> int:
+    pack(args.arguments)
     return 0
 
 

@@ -7,7 +7,7 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,6 +21,7 @@ NAMES = {
     str: ("text", "texts"),
     bool: ("true or false", "truth values"),
     dict: ("a dictionary", "dictionaries"),
+    Mapping: ("a dictionary", "dictionaries"),
     NoneType: ("null", "nulls"),
 }
 
@@ -96,7 +97,9 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
 def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
     """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
     try:
-        return _fit(value, kind, parse)
+        return _fit(value, kind, parse, name)
+    except ConfigError:
+        raise
     except (TypeError, ValueError):
         raise ConfigTypeError(f"{name}={value!r} is not {describe(kind)}") from None
 
@@ -121,9 +124,25 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"
     if origin in (list, tuple):
-        several = f"a list of {NAMES[args[0]][1]}"
-        return several if origin is list else f"{NAMES[args[0]][0]} or {several}"
+        several = f"a list of {_plural(args[0])}"
+        return several if origin is list else f"{describe(args[0])} or {several}"
     return NAMES[origin or kind][0] if _dataclass(kind) is None else "a group of settings"
+
+
+def _plural(kind: Any) -> str:
+    if get_origin(kind) in (UnionType, Union):
+        return " or ".join(map(_plural, get_args(kind)))
+    return NAMES[kind][1] if _dataclass(kind) is None else "groups of settings"
+
+
+def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
+    """A dataclass in a list."""
+    found = read(cls, values, parse=parse, group=f"{name}.")
+    own = {key.removeprefix(f"{name}."): value for key, value in found.items()}
+    for f in fields(cls):
+        if f.default is f.default_factory is MISSING and f.name not in own:
+            raise ConfigError(f"{name} needs {f.name!r}; it has {', '.join(own) or 'nothing'}")
+    return make(cls, own)
 
 
 def _check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
@@ -141,12 +160,16 @@ def _dataclass(kind: Any) -> Any:
     return next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
 
 
-def _fit(value: Any, kind: Any, parse: Parse | None) -> Any:
+def _fit(value: Any, kind: Any, parse: Parse | None, name: str) -> Any:
     origin, args = get_origin(kind), get_args(kind)
+    if isinstance(value, Mapping) and (inner := _dataclass(kind)) is not None:
+        return _group(inner, value, parse, name)
     if origin in (UnionType, Union):
         for option in sorted(args, key=lambda k: k is str):  # any text is text: the last resort
             try:
-                return _fit(value, option, parse)
+                return _fit(value, option, parse, name)
+            except ConfigError:
+                raise
             except (TypeError, ValueError):
                 continue
         raise TypeError
@@ -165,9 +188,14 @@ def _fit(value: Any, kind: Any, parse: Parse | None) -> Any:
         return value if type(value) is int else float(value)
     if origin is tuple:  # one item stands for a list of it
         items = value if isinstance(value, list | tuple) else [value]
-        return tuple(_fit(item, args[0], None) for item in items)
+        several = [f"{name}[{i}]" for i in range(len(items))]
+        return tuple(
+            # Text is not parsed further, but what is inside a group of settings is
+            _fit(item, args[0], parse if isinstance(item, Mapping) else None, each)
+            for item, each in zip(items, several, strict=True)
+        )
     if origin is list and isinstance(value, list):
-        return [_fit(item, args[0], None) for item in value]
+        return [_fit(item, args[0], None, name) for item in value]
     if kind in (int, float) or origin is list or not isinstance(value, origin or kind):
         raise TypeError
     return value

@@ -1,18 +1,39 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from tests.data.test_packing import make
-from tigon.data import Loader, MicroBatch, split, whole
+from tests.data.test_packing import make, window
+from tigon.data import Loader, MicroBatch, Mixture, split, whole
+from tigon.data.collate import collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
 EXAMPLES = make(LENGTHS, np.random.default_rng(1).random(LENGTHS.sum()) < 0.7)
 SHAPE = {"batch_size": 8, "micro_batch_size": 2}
 
 
-def loader(rank: int = 0, world: int = 1, packing: bool = True, **kwargs) -> Loader:
-    rows = whole(EXAMPLES, 32, packing=packing)
-    return Loader(EXAMPLES, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
+def loader(
+    rank: int = 0, world: int = 1, packing: bool = True, size: int = 1000, **kwargs
+) -> Loader:
+    """Of windows of `size` examples."""
+    rows = partial(whole, seq_len=32, packing=packing)
+    windows = Mixture.of(EXAMPLES, size)
+    return Loader(windows, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
+
+
+def all_rows(data: Loader) -> list[list[list[int]]]:
+    """The spans of every row of the first epoch, in the order of the windows."""
+    found = []
+    for number in range(data.windows.per_epoch or 0):
+        rows = data.pack(data.windows.window(number))
+        found += [rows[i].tolist() for i in range(len(rows))]
+    return found
+
+
+def taken(data: Loader, step: int) -> list[list[list[int]]]:
+    """The spans of the rows of a step, in order."""
+    return [rows[i].tolist() for _, rows, some in data.batch(step) for i in some]
 
 
 def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -37,9 +58,10 @@ def sequences(batch: MicroBatch) -> list[list[int]]:
     return [s for s in found if any(s)]  # the others are padding
 
 
-def test_every_example_once_per_epoch_in_another_order():
-    data = loader()
-    wanted = [list(range(a + 1, b + 1)) for a, b in data.rows.spans]
+@pytest.mark.parametrize("size", [1000, 20])
+def test_every_example_once_per_epoch_in_another_order(size):
+    data = loader(size=size)
+    wanted = [list(range(a + 1, b + 1)) for row in all_rows(data) for a, b in row]
     orders = []
     for epoch in range(2):
         steps = range(epoch * data.steps_per_epoch, (epoch + 1) * data.steps_per_epoch)
@@ -56,31 +78,48 @@ def test_the_stream_depends_on_seed_and_step_alone():
     for step in (5, 40):
         for a, b in zip(used.micro_batches(step), loader().micro_batches(step), strict=True):
             assert_equal(a, b)
-    assert not np.array_equal(loader(seed=4).row_indices(5), used.row_indices(5))
-    assert loader(seed=None).row_indices(1).tolist() == list(range(8, 16))
+    assert taken(loader(seed=4), 5) != taken(used, 5)
+    assert taken(loader(seed=None), 1) == all_rows(used)[8:16]
 
 
 def test_the_order_is_the_same_with_every_numpy():
-    data = Loader(EXAMPLES, split(EXAMPLES, 100), batch_size=20, micro_batch_size=1, seed=0)
-    assert data.row_indices(0).tolist() == [
-        11,
-        3,
-        13,
-        2,
-        15,
-        1,
-        8,
-        6,
-        0,
-        7,
-        14,
-        4,
-        10,
-        12,
-        16,
-        5,
-        9,
-    ]
+    windows, rows = Mixture.of(EXAMPLES), partial(split, seq_len=100)
+    data = Loader(windows, rows, batch_size=20, micro_batch_size=1, seed=0)
+    order = [rows[0][0] // 100 for rows in taken(data, 0)]
+    assert order == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
+
+
+def test_rows_are_shuffled_within_windows():
+    data, whole_epoch = loader(size=20), loader(seed=None, size=20)
+    assert data.windows.per_epoch == 6
+    rows, in_order = (
+        [row for step in range(d.steps_per_epoch) for row in taken(d, step)]
+        for d in (data, whole_epoch)
+    )
+    assert in_order == all_rows(data) and rows != in_order
+    at = 0
+    for number in range(6):
+        count = len(data.pack(data.windows.window(number)))
+        here = in_order[at : at + count]
+        assert sorted(rows[at : at + count]) == sorted(here)
+        first, last = min(r[0][0] for r in here), max(r[-1][1] for r in here)
+        bounds = EXAMPLES.offsets[[20 * number, min(20 * number + 20, 103)]]
+        assert first >= bounds[0] and last <= bounds[1]
+        at += count
+    assert at == len(in_order)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_ranks_have_about_the_same_work_at_a_time(packing):
+    data = loader(packing=packing)
+    for step in range(data.steps_per_epoch):
+        batches = data.micro_batches(step)
+        longest = [int(np.square(np.diff(b.spans)).sum() + b.spans.diff().sum()) for b in batches]
+        if not packing:
+            longest = [b.input_ids.shape[1] for b in batches]
+        rows = [row for batch in batches for row in batch.input_ids.ne(0).sum(1).tolist()]
+        assert longest == sorted(longest, reverse=True) or packing
+        assert sum(rows) == data.counts(step)[0]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -99,7 +138,7 @@ def test_ranks_share_the_micro_batches_of_one_rank(packing):
     for filler in fillers:  # a rank without rows runs along on padding
         assert not filler.attention_mask.any()
         assert not filler.per_token["supervised"].any() and len(filler.spans) == 0
-    assert len(fillers) == -(-len(alone.rows) // 2) % 2
+    assert len(fillers) == -(-len(all_rows(alone)) // 2) % 2
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -134,7 +173,8 @@ def test_bounds_of_sequences(packing):
         assert {end for span in batch.spans.tolist() for end in span} <= set(bounds)
         found = [flat[a:b].tolist() for a, b in batch.spans.tolist()]
         assert found == sequences(batch)
-    filler = data._collate(np.array([], dtype=np.int64))
+    corpus = data.windows.corpus
+    filler = collate(corpus, [], 32 if packing else None)
     assert filler.cu_seq_lens.tolist() == [0, filler.input_ids.shape[1]]
 
 
@@ -148,8 +188,8 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     rewards = np.arange(99, dtype=np.float32)
     columns = {"weights": weights, "teacher": teacher}
     examples = make(lengths, groups=groups, per_example={"reward": rewards}, **columns)
-    rows = whole(examples, 96, packing=packing)
-    data = Loader(examples, rows, batch_size=4, micro_batch_size=2, seed=5)
+    rows = partial(whole, seq_len=96, packing=packing)
+    data = Loader(Mixture.of(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
     seen = []
     for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
         ids, real = batch.input_ids, batch.input_ids != 0
@@ -167,17 +207,24 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
         seen += rewards_of_batch.flatten().tolist()
         if not packing:
             assert len(ids) == len(batch.spans)
-    assert sorted(seen) == sorted(examples.index(rows.spans[:, 0]).tolist())
-    filler = data._collate(np.array([], dtype=np.int64))
+    assert sorted(seen) == sorted(examples.index(rows(window(examples)).spans[:, 0]).tolist())
+    filler = collate(data.windows.corpus, [], None)
     assert filler.per_example["reward"].shape == (0,)
     assert filler.per_token["teacher"].shape == (*filler.input_ids.shape, 2)
 
 
 def test_where_names_the_examples_of_a_step():
     data = loader(packing=False)
-    rows = data.row_indices(2)
-    kept = [int(np.searchsorted(EXAMPLES.offsets, data.rows[r][0, 0])) + 1 for r in rows]
+    kept = [int(EXAMPLES.index(np.array(row[0][0]))) + 1 for row in taken(data, 2)]
     assert data.where(2) == [f"f:{line}" for line in kept]
+
+
+def test_an_epoch_without_anything_to_learn():
+    examples = make([4, 6, 3], [0] * 13)
+    windows, rows = Mixture.of(examples), partial(whole, seq_len=4)
+    data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
+    with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 4"):
+        _ = data.steps_per_epoch
 
 
 def test_batch_size_must_divide():

@@ -1,8 +1,13 @@
 import numpy as np
 import pytest
 
-from tigon.data import Examples, split, whole
+from tigon.data import Examples, Mixture, Window, split, whole
 from tigon.data.packing import best_fit
+
+
+def window(examples: Examples) -> Window:
+    """All of them, in order."""
+    return Mixture.of(examples).window(0)
 
 
 def make(lengths, supervised=None, *, per_example=None, groups=None, **per_token) -> Examples:
@@ -39,12 +44,12 @@ def test_best_fit_is_the_textbook_algorithm():
 def test_packing_splits_no_example_and_loses_none():
     lengths = np.random.default_rng(1).integers(2, 100, size=500)
     examples = make(lengths)
-    rows = whole(examples, 100)
+    rows = whole(window(examples), 100)
     assert sorted(rows.spans[:, 0].tolist()) == examples.offsets[:-1].tolist()
     assert sorted(rows.spans[:, 1].tolist()) == examples.offsets[1:].tolist()
     assert max(int((r[:, 1] - r[:, 0]).sum()) for r in (rows[i] for i in range(len(rows)))) <= 100
     assert (rows.truncated, rows.dropped) == (0, 0)
-    one_each = whole(examples, 100, packing=False)
+    one_each = whole(window(examples), 100, packing=False)
     assert one_each.spans.tolist() == list(
         map(list, zip(examples.offsets[:-1], examples.offsets[1:], strict=True))
     )
@@ -53,10 +58,10 @@ def test_packing_splits_no_example_and_loses_none():
 
 def test_long_examples_are_cut_or_left_out_and_counted():
     examples = make([4, 9, 3])
-    cut = whole(examples, 6, packing=False)
+    cut = whole(window(examples), 6, packing=False)
     assert (cut.truncated, cut.dropped) == (1, 0)
     assert cut.spans.tolist() == [[0, 4], [4, 10], [13, 16]]
-    left_out = whole(examples, 6, packing=False, truncate=False)
+    left_out = whole(window(examples), 6, packing=False, truncate=False)
     assert (left_out.truncated, left_out.dropped) == (0, 1)
     assert left_out.spans.tolist() == [[0, 4], [13, 16]]
 
@@ -65,16 +70,16 @@ def test_examples_with_nothing_left_to_learn_are_left_out():
     within, beyond, only_its_first = [0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [1, 0, 0]
     mask = np.array([*within, *beyond, *only_its_first], dtype=bool)
     examples = make([4, 6, 3], mask)
-    rows = whole(examples, 4)
+    rows = whole(window(examples), 4)
     assert rows.spans.tolist() == [[0, 4]]
     assert (rows.truncated, rows.dropped) == (0, 2)
-    with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 2"):
-        whole(examples, 2)
+    none = whole(window(examples), 2)
+    assert (len(none), none.truncated, none.dropped) == (0, 0, 3)
 
 
 def test_text_is_joined_and_cut_without_loss():
     examples = make([5, 3, 9, 1])
-    rows = split(examples, 4)
+    rows = split(window(examples), 4)
     assert [rows[i].tolist() for i in range(len(rows))] == [
         [[0, 4]],
         [[4, 5], [5, 8]],
@@ -82,7 +87,7 @@ def test_text_is_joined_and_cut_without_loss():
         [[12, 16]],
         [[16, 17], [17, 18]],
     ]
-    apart = split(examples, 4, packing=False)
+    apart = split(window(examples), 4, packing=False)
     assert [apart[i].tolist() for i in range(len(apart))] == [
         [[0, 4]],
         [[4, 5]],
@@ -97,7 +102,7 @@ def test_text_is_joined_and_cut_without_loss():
 def test_groups_share_a_row_and_keep_their_order():
     lengths = np.random.default_rng(2).integers(2, 40, size=200)
     examples = make(lengths, groups=np.arange(0, 201, 2))
-    rows = whole(examples, 100)
+    rows = whole(window(examples), 100)
     assert len(rows) < 100 and (rows.truncated, rows.dropped) == (0, 0)
     seen = []
     for i in range(len(rows)):
@@ -106,20 +111,20 @@ def test_groups_share_a_row_and_keep_their_order():
         assert np.diff(rows[i]).sum() <= 100
         seen += starts.tolist()
     assert sorted(seen) == list(range(200))
-    apart = whole(examples, 100, packing=False)
+    apart = whole(window(examples), 100, packing=False)
     assert len(apart) == 100 and apart[3].tolist() == apart.spans[6:8].tolist()
 
 
 def test_groups_are_cut_to_equal_shares_or_left_out_together():
     lengths, groups = [3, 9, 2, 4, 1, 5], np.array([0, 2, 4, 6])
     examples = make(lengths, groups=groups)
-    cut = whole(examples, 8)
+    cut = whole(window(examples), 8)
     by_start = sorted(cut.spans.tolist())
     assert by_start == [[0, 3], [3, 7], [12, 14], [14, 18]]  # one of one token has no target
     assert (cut.truncated, cut.dropped) == (1, 2)
-    left_out = whole(examples, 8, truncate=False)
+    left_out = whole(window(examples), 8, truncate=False)
     assert (len(left_out.spans), left_out.truncated, left_out.dropped) == (2, 0, 4)
-    apart = whole(examples, 8, packing=False)  # each has a line of its own
+    apart = whole(window(examples), 8, packing=False)  # each has a line of its own
     assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18]]
     with pytest.raises(ValueError, match="groups of examples cannot be split"):
-        split(examples, 8)
+        split(window(examples), 8)

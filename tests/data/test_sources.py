@@ -1,171 +1,250 @@
+"""Rows of every kind of source, with their places, and what is wrong where."""
+
+import gzip
 import json
+import pickle
+import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
+from datasets import Dataset, DatasetDict
 
-from tests.small import write_tokenizer
-from tigon.data import Example, chat_examples, collect, find_files, text_examples
-from tigon.data.sources import read_chats, read_texts
-from tigon.tokenizer import Tokenizer
+from tigon.data import Entry, blocks, find_sources, lines, tables
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+ROWS = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+    {"messages": [{"role": "user", "content": "a\u2028b\r"}], "tools": None, "n": 1.5},
+]
+JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 
 
-def test_globs_and_lists_of_files(tmp_path):
+def rows(path: Path | str, **options: Any) -> list[tuple[int, Any]]:
+    (source,) = find_sources(str(path), **options)
+    return [pair for block in source.blocks() for pair in pickle.loads(pickle.dumps(block)).rows()]
+
+
+@pytest.fixture(params=[4, 40, 2**22])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a block, in bytes."""
+    for module in (blocks, lines, tables):
+        monkeypatch.setattr(module, "SIZE", request.param)
+    return request.param
+
+
+def test_globs_and_lists_of_files(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c.jsonl"):
         (tmp_path / name).write_text("x")
-    names = [path.name for path in find_files([f"{tmp_path}/*.txt", f"{tmp_path}/c.jsonl"])]
-    assert names == ["a.txt", "b.txt", "c.jsonl"]
+    found = find_sources([f"{tmp_path}/*.txt", Entry(f"{tmp_path}/c.jsonl")])
+    assert [Path(source.name).name for source in found] == ["a.txt", "b.txt", "c.jsonl"]
 
 
-def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path):
+def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(JSONL)
+    assert rows(path) == [(1, ROWS[0]), (2, ROWS[1])]
+    path.write_bytes(b"\xef\xbb\xbf" + JSONL.replace("\n", "\r\n\n").encode())
+    assert rows(path) == [(1, ROWS[0]), (3, ROWS[1])]
+    path.write_text(JSONL.rstrip())
+    assert rows(path) == [(1, ROWS[0]), (2, ROWS[1])]
+    (tmp_path / "a.json").write_text("\n" + json.dumps(ROWS, indent=1, ensure_ascii=False))
+    at = 3 + json.dumps(ROWS[0], indent=1).count("\n") + 1
+    assert rows(tmp_path / "a.json") == [(3, ROWS[0]), (at, ROWS[1])]
+    path.rename(tmp_path / "lines.json")
+    assert rows(tmp_path / "lines.json") == [(1, ROWS[0]), (2, ROWS[1])]
+
+
+def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL.encode()))
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(JSONL.encode()))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):
+        assert rows(tmp_path / name) == [(1, ROWS[0]), (2, ROWS[1])]
+    assert rows(tmp_path / "a.txt.gz") == [(1, {"text": "one\n\ntwo"})]
+    half = len(JSONL) // 2  # as of parallel compressors, which write several parts
+    frames = [part.encode() for part in (JSONL[:half], JSONL[half:])]
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(map(gzip.compress, frames)))
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(map(zstandard.compress, frames)))
+    for name in ("b.jsonl.gz", "b.jsonl.zst"):
+        assert rows(tmp_path / name) == [(1, ROWS[0]), (2, ROWS[1])]
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):
+        whole = (tmp_path / name).read_bytes()
+        for broken in (whole[:-9], b"plain text, which is neither of them"):
+            (tmp_path / name).write_bytes(broken)
+            with pytest.raises(ValueError, match=f"{name} cannot be decompressed"):
+                rows(tmp_path / name)
+
+
+def test_a_text_file_is_one_document_or_divided_by_a_separator(tmp_path: Path, size: int) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\ntwo\n\n\n\nthree\n\n")
-    assert list(read_texts(path)) == [(1, "one\ntwo\n\n\n\nthree\n\n")]
-    assert list(read_texts(path, "\n\n")) == [(1, "one\ntwo"), (6, "three")]
+    assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
+    divided = [(1, {"text": "one\ntwo"}), (6, {"text": "three"})]
+    assert rows(path, separator="\n\n") == divided
+    # As a shell and single quotes in YAML give it; and files from Windows
+    assert rows(path, separator=r"\n\n") == divided
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    for separator in ("\n\n", r"\n\n", r"\r\n\r\n"):
+        assert rows(path, separator=separator) == divided
+    assert rows(path) == [(1, {"text": "one\ntwo\n\n\n\nthree\n\n"})]
 
 
-def test_jsonl_rows_with_line_numbers_and_ignored_keys(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one", "id": 7}\n\n{"text": "two"}\n')
-    ignored: set[str] = set()
-    assert list(read_texts(path, ignored=ignored)) == [(1, "one"), (3, "two")]
-    assert ignored == {"id"}
+def test_a_document_too_long_for_memory_asks_for_a_separator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "SIZE", 10)
+    monkeypatch.setattr(lines, "LARGEST", 50)
+    (tmp_path / "a.txt").write_text("word\n" * 20)
+    with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
+        rows(tmp_path / "a.txt")
+    assert len(rows(tmp_path / "a.txt", separator="\n")) == 20
 
 
-def test_text_examples_end_with_eos_and_know_their_line(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "the model"}\n{"text": "whoever<|endoftext|>"}\n')
-    examples = text_examples([path], tokenizer)
-    eos = tokenizer.eos_token_id
-    first, second = tokenizer.encode("the model"), tokenizer.encode("whoever")
-    assert examples.tokens.tolist() == [*first, eos, *second, eos]
-    assert examples.offsets.tolist() == [0, len(first) + 1, len(first) + len(second) + 2]
-    assert examples.supervised.all()
-    assert [examples.where(p) for p in (0, len(first), len(first) + 1)] == [
-        f"{path}:1",
-        f"{path}:1",
-        f"{path}:2",
+# Arrow gives a struct every key that any has, null where it has none
+TABLE = [
+    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
+    {"messages": [{"role": "user", "content": "x"}], "tools": "[]"},
+    {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+            }
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("chosen", ["parquet", "arrow file", "arrow stream", "saved", "saved dict"])
+def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chosen: str) -> None:
+    table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE])
+    path, split = tmp_path / "data", None
+    if chosen == "parquet":
+        path = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif chosen.startswith("arrow"):
+        path = tmp_path / "a.arrow"
+        kind = pyarrow.ipc.new_file if chosen == "arrow file" else pyarrow.ipc.new_stream
+        with pyarrow.OSFile(str(path), "wb") as file, kind(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    elif chosen == "saved":
+        Dataset(table).save_to_disk(path)
+    else:
+        split = "test"
+        DatasetDict({"train": Dataset(table.slice(1)), "test": Dataset(table)}).save_to_disk(path)
+    (source,) = find_sources(Entry(str(path), split=split))
+    pieces = list(source.blocks())
+    read = [pair for block in pieces for pair in pickle.loads(pickle.dumps(block)).rows()]
+    assert read == list(enumerate(TABLE, 1))
+    assert len(pieces) == (3 if size < 100 else 2 if chosen[:5] == "arrow" else 1)
+    if split:
+        with pytest.raises(ValueError, match=r"no split 'dev': there are \['test', 'train'\]"):
+            find_sources(Entry(str(path), split="dev"))
+
+
+def test_a_data_set_of_the_hub_is_loaded_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(*given: Any, streaming: bool, **named: Any) -> Any:
+        asked.append((given, named))
+        data = Dataset(pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE[:2]]))
+        return data.to_iterable_dataset() if streaming else data
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    entry = Entry("hf://owner/name", split="test", config="en", revision="abc")
+    for streaming in (False, True):
+        (source,) = find_sources(entry, streaming=streaming)
+        assert [row for _, row in source.rows()] == TABLE[:2]
+        assert source.name == "hf://owner/name[en,test]"
+        assert source.digest() != replace(source, split="train").digest()
+    assert set(map(repr, asked)) == {
+        repr((("owner/name", "en"), {"split": "test", "revision": "abc"})),
+        repr((("owner/name", "en"), {"split": "train", "revision": "abc"})),
+    }
+
+
+def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("one\n\ntwo")
+    (tmp_path / "c.txt").write_text("one\n\ntwo ")
+    (a,), (b,), (c,) = (find_sources(f"{tmp_path}/{name}.txt") for name in "abc")
+    assert a.digest() == b.digest() != c.digest()
+    others = [
+        find_sources(f"{tmp_path}/a.txt", separator="\n\n")[0],
+        find_sources(Entry(f"{tmp_path}/a.txt", columns={"text": "x"}))[0],
     ]
+    assert len({source.digest() for source in (a, c, *others)}) == 4
 
 
-def test_chat_examples_learn_what_the_assistant_says(tmp_path, tokenizer):
-    path = tmp_path / "a.jsonl"
-    turns = [*CHAT, {"role": "user", "content": "so"}, {"role": "assistant", "content": "bye"}]
-    path.write_text(json.dumps({"messages": turns}))
-    examples = chat_examples([path], tokenizer)
-    said = tokenizer.decode(examples.tokens[examples.supervised])
-    assert said.replace("\n", "") == "hello<|im_end|>bye<|im_end|>"
-    assert tokenizer.decode(examples.tokens) == tokenizer.apply_chat_template(turns, tokenize=False)
+@pytest.mark.parametrize(
+    ("name", "content", "line", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', 2, "not valid JSON"),
+        ("a.jsonl", '{"text": "\xff"}\n'.encode("latin-1"), 1, "not valid JSON"),
+        ("a.jsonl", "[1]\n", 1, "needs a JSON object, not list"),
+        ("a.jsonl", "[" * 100_000, 1, "not valid JSON"),
+        ("a.json", '[{"a": 1},\n 2]', 2, "needs a JSON object, not int"),
+    ],
+)
+def test_a_bad_row_is_said_in_its_place(
+    tmp_path: Path, name: str, content: str | bytes, line: int, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    bad = dict(rows(path))[line]
+    assert isinstance(bad, ValueError) and message in str(bad)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl:2: not valid JSON"),
-        ("a.jsonl", '{"text": "\xff"}\n'.encode("latin-1"), r"a\.jsonl:1: not valid JSON"),
-        ("a.jsonl", '{"txt": "x", "id": 1}\n', r"a\.jsonl:1: needs a string \"text\".*'txt', 'id'"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl:1: needs a JSON object, not list"),
         ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8"),
-        ("a.csv", "x", r"a\.csv: text data is read from"),
+        ("a.json", b'[{"a": 1}\n {"a": 2}]', r"a\.json:1: not valid JSON: no ',' or '\]'"),
+        ("a.json", b'[{"a": 1},\n {"a" 2}]', r"a\.json:2: not valid JSON"),
+        ("a.json", b'[{"a": 1}', r"a\.json:1: not valid JSON"),
+        ("a.csv", b"x", r"a\.csv: data is read from \.jsonl, .*\.parquet.*hf://owner/name"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read: "),
+        ("a.arrow", b"no arrow", r"a\.arrow cannot be read: "),
+        ("a.jsonl", b"", r"a\.jsonl is empty"),
     ],
 )
-def test_bad_text_names_the_file_and_line(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        list(read_texts(path))
+        rows(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "x"}, r"a\.jsonl:2: needs a list \"messages\".*'prompt'"),
-        ({"messages": CHAT, "tools": "[]"}, r"a\.jsonl:2: \"tools\" must be a list, not str"),
-        ({"messages": CHAT[:1]}, r"a\.jsonl:2: .*no turn of the role 'assistant'"),
-        ({"messages": [{"content": "x"}]}, r"a\.jsonl:2: .*role"),
-        ({"messages": []}, r"a\.jsonl:2: .*messages"),
-    ],
-)
-def test_bad_chat_names_the_file_and_line(tmp_path, tokenizer, row, message):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": CHAT}) + "\n" + json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=message):
-        chat_examples([path], tokenizer)
-
-
-def test_missing_and_empty_files(tmp_path, tokenizer):
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no data file matches .*nothing\*"):
-        find_files(f"{tmp_path}/nothing*")
-    with pytest.raises(IsADirectoryError, match="is a directory; name its files"):
-        find_files(str(tmp_path))
-    empty, blank = tmp_path / "empty.jsonl", tmp_path / "blank.jsonl"
-    empty.write_text("")
-    blank.write_text("\n \n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl is empty"):
-        find_files([str(empty)])
-    with pytest.raises(ValueError, match=r"blank\.jsonl has no rows"):
-        text_examples([blank], tokenizer)
-    with pytest.raises(ValueError, match=r"blank\.jsonl has no rows"):
-        chat_examples([blank], tokenizer)
-    assert list(read_chats(blank)) == []
-
-
-def pairs(count: int = 2):
-    """Two lines with two examples each."""
-    for line in range(count):
-        columns = {"supervised": [False, True], "logprobs": [-1.5, -line]}
-        pair = [
-            Example([1, 2], columns, {"reward": 0.5}),
-            Example([3, 4], columns, {"reward": line}),
-        ]
-        yield 0, line + 1, pair
-
-
-COLUMNS = {
-    "per_token": {"supervised": bool, "logprobs": np.float32},
-    "per_example": {"reward": np.float32},
-}
-
-
-def test_named_columns_and_groups(tmp_path):
-    examples = collect([tmp_path], pairs(), **COLUMNS)
-    assert len(examples) == 4 and examples.groups.tolist() == [0, 2, 4]
-    assert examples.supervised.tolist() == [False, True] * 4
-    assert examples.per_token["logprobs"].tolist() == [-1.5, 0, -1.5, 0, -1.5, -1, -1.5, -1]
-    assert examples.per_example["reward"].tolist() == [0.5, 0, 0.5, 1]
-    assert examples.where(5) == f"{tmp_path}:2"
-    # Whatever changes, a checkpoint made with other data is not resumed
-    prints = {examples.fingerprint()}
-    changed = examples.per_example["reward"].copy()
-    changed[3] = 2
-    prints.add(replace(examples, per_example={"reward": changed}).fingerprint())
-    prints.add(replace(examples, groups=None).fingerprint())
-    prints.add(replace(examples, per_token={}).fingerprint())
-    assert len(prints) == 4
-    assert replace(examples, per_token={}).supervised.all()
-
-
-def test_columns_that_do_not_fit_are_named(tmp_path):
-    def single(ids, **columns):
-        return [(0, 7, [Example(ids, columns)])]
-
-    for group, message in (
-        (single([1, 2], supervised=[True]), r":7: supervised has 1 values for 2 tokens"),
-        (
-            single([1], supervised=[True], x=[1.0]),
-            r":7: has the columns supervised, x, and not supervised",
-        ),
-        (single([1]), r":7: has the columns none, and not supervised"),
+        find_sources(f"{tmp_path}/nothing*")
+    with pytest.raises(
+        FileNotFoundError, match="'owner/name'; a data set of the hub is written hf:"
     ):
-        with pytest.raises(ValueError, match=message):
-            collect([tmp_path], group)
-    ragged = [*single([1], x=[[1.0, 2.0]]), *single([1], x=[[1.0]])]
-    with pytest.raises(ValueError, match=r"a value of x has shape \(1,\), not \(2,\) as before"):
-        collect([tmp_path], ragged, per_token={"x": np.float32})
+        find_sources("owner/name")
+    with pytest.raises(IsADirectoryError, match="is a directory; name its files"):
+        find_sources(str(tmp_path))
+    with pytest.raises(ValueError, match="'hf://a/b/c' is not hf://owner/name"):
+        find_sources("hf://a/b/c")
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"a\.jsonl has no split: .*split='test'"):
+        find_sources(Entry(f"{tmp_path}/a.jsonl", split="test"))
+
+
+def test_missing_extras_say_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, module in (("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")):
+        (tmp_path / name).write_bytes(b"x")
+        monkeypatch.setitem(sys.modules, module, None)
+        if module == "pyarrow":
+            monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+        with pytest.raises(ImportError, match=rf"{name}.* needs pip install 'tigon\[data\]'"):
+            rows(tmp_path / name)

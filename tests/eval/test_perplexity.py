@@ -198,7 +198,11 @@ def test_windows_that_cannot_be(
     ("name", "content", "message"),
     [
         ("one.txt", "t", "one.txt holds no token to score"),
-        ("a.jsonl", '{"text": "a"}\n{"messages": []}\n', 'a.jsonl:2: needs a string "text"'),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"messages": []}\n',
+            "a.jsonl:2: needs a text .text., as its source.s first row has",
+        ),
         ("b.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n', "b.jsonl:1: "),
         ("c.jsonl", "{}}\n", "c.jsonl:1: not valid JSON"),
         ("d.jsonl", "", "d.jsonl is empty"),

@@ -11,6 +11,7 @@ from tigon.kernels import KL, CrossEntropy, Head, LogProbs, linear_cross_entropy
 from tigon.kernels._cross_entropy_rows import _rows_kernel
 from tigon.kernels.criteria import active_rows
 from tigon.kernels.cross_entropy import Options
+from tigon.layers import LMHead
 
 pytestmark = pytest.mark.gpu
 
@@ -108,3 +109,24 @@ def test_several_criteria_at_real_sizes(dtype: torch.dtype, reduction: str) -> N
             # Cross-entropy and log-probabilities nearly cancel: rounding is that of the parts
             scale = sum(part.norm() for part in parts)
             assert (found - sum(parts)).norm() <= most * scale
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_watching_changes_no_bit(reduction: str) -> None:
+    """Predictions for the accuracy, and logits of a few positions beside the loss."""
+    torch.manual_seed(0)
+    head = LMHead(256, 5003).to("cuda", torch.bfloat16)
+    torch.nn.init.normal_(head.weight, std=0.05)
+    hidden = torch.randn(2, 700, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, 5003, (2, 700), device="cuda")
+    at = hidden.detach().flatten(0, 1)[::100]
+    found = []
+    for metrics, beside in ((), None), (("predicted_tokens",), at):
+        criterion = CrossEntropy(targets=targets, reduction=reduction, metrics=metrics)
+        out = head(hidden, [criterion], at=beside, logits_bytes=2 * 5056 * 512)
+        value = out.values[0].value
+        found.append([value, *torch.autograd.grad(value.sum(), [hidden, head.weight])])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    expected = torch.nn.functional.linear(at.float(), head.weight.float())
+    torch.testing.assert_close(out.logits_at.float(), expected, rtol=2e-2, atol=2e-2)
+    assert not out.logits_at.requires_grad

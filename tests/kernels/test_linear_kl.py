@@ -193,14 +193,17 @@ def test_bf16_at_real_sizes(beta: float) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden": torch.ones(2, 3, C)}, r"hidden \(2, 3, 19\) and weight \(211, 19\) are not"),
+        ({"hidden": torch.ones(2, 3, C)}, r"hidden \(2, 3, 19\) is not \[N, C\]"),
         ({"teacher_hidden": torch.ones(N, 5)}, r"teacher_hidden \(21, 5\) and teacher_weight"),
         ({"hidden": torch.ones(4, C)}, "the student has 4 rows and 211 tokens, the teacher 21"),
         ({"teacher_bias": torch.ones(3)}, r"teacher_bias \(3,\) is not \[V\]"),
         ({"token_weights": torch.ones(3)}, r"token_weights \(3,\) is not \[N\] = \[21\]"),
         ({"beta": 1.5}, r"beta=1.5 is not in \[0, 1\]"),
         ({"temperature": 0.0}, "temperature=0.0 is not positive"),
-        ({"options": Options(z_loss=1.0)}, "a divergence has no label_smoothing"),
+        (
+            {"options": Options(z_loss=1.0)},
+            "label_smoothing and z_loss are for cross-entropy alone",
+        ),
         ({"reduction": "mean"}, "reduction='mean' is not"),
         ({"weight": torch.ones(V, C, device="meta")}, "weight is on meta"),
     ],

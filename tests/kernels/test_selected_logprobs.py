@@ -37,5 +37,5 @@ def test_any_upstream_gradient(options: Options, logits_bytes: int) -> None:
 @pytest.mark.parametrize("options", [Options(label_smoothing=0.1), Options(z_loss=0.1)], ids=str)
 def test_options_that_are_no_part_of_a_probability(options: Options) -> None:
     hidden, weight, _, targets = inputs()
-    with pytest.raises(ValueError, match="a log-probability has no label_smoothing"):
+    with pytest.raises(ValueError, match="label_smoothing and z_loss are for cross-entropy alone"):
         selected_logprobs(hidden, weight, targets, options=options)

@@ -108,7 +108,7 @@ def test_one_declaration() -> None:
     assert all(p.kind != p.VAR_KEYWORD for p in names.values())
     parts = inspect.signature(Batch.of).parameters, inspect.signature(Targets.of).parameters
     resolved = {*parts[0], *parts[1]} - {"model"}
-    outputs = {"metrics", "return_logits", "return_hidden", "criteria"}
+    outputs = {"metrics", "return_logits", "return_hidden", "criteria", "logits_at", "logits_bytes"}
     assert resolved | outputs == set(names) - {"targets"}
     assert names["labels"].default is None and "labels" not in parts[0]
     counted = inspect.signature(CausalLM.num_items).parameters

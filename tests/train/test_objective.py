@@ -5,8 +5,8 @@ weight per example, and a denominator of its own.
 """
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from torch import Tensor
 import tigon
 from tests.small import chats
 from tests.train.test_two_ranks import torchrun
-from tigon.data import Example, Examples, collect
+from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train import main
@@ -26,25 +26,32 @@ from tigon.train.objectives import OBJECTIVES, Inputs, Objective, Part
 BETA = 0.5
 
 
-class Pairs(Objective):
-    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-        def example(prompt: str, answer: str, weight: float) -> Example:
-            first, ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
+class PairEncoder(Encoder):
+    per_token = {"supervised": bool, "reference": np.float32}
+    per_example = {"weight": np.float32}
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+
+    def digest(self) -> str:
+        return self.tokenizer.digest()
+
+    def row(self, row: dict[str, Any], form: Format) -> list[Example]:
+        first = self.tokenizer.encode(row["prompt"])
+
+        def example(answer: str) -> Example:
+            ids = self.tokenizer.encode(row["prompt"] + answer)
             supervised = [i >= len(first) for i in range(len(ids))]
             reference = [-float(i % 7) for i in range(len(ids))]
-            return Example(
-                ids, {"supervised": supervised, "reference": reference}, {"weight": weight}
-            )
+            columns = {"supervised": supervised, "reference": reference}
+            return Example(ids, columns, {"weight": row["weight"]})
 
-        def read() -> Iterator[tuple[int, int, list[Example]]]:
-            for i, file in enumerate(files):
-                for line, text in enumerate(file.read_text().splitlines(), 1):
-                    row = json.loads(text)
-                    answers = row["chosen"], row["rejected"]
-                    yield i, line, [example(row["prompt"], a, row["weight"]) for a in answers]
+        return [example(row["chosen"]), example(row["rejected"])]
 
-        per_token = {"supervised": bool, "reference": np.float32}
-        return collect(files, read(), per_token=per_token, per_example={"weight": np.float32})
+
+class Pairs(Objective):
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        return PairEncoder(tokenizer)
 
     def weights(self, inputs: Inputs) -> Tensor:
         return inputs.micro_batch.per_example["weight"].unflatten(0, (-1, 2))[:, 0]

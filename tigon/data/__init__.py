@@ -1,20 +1,42 @@
-"""Files to batches: sources -> examples -> rows -> micro-batches."""
+"""Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
-from tigon.data.examples import Example, Examples, chat_examples, collect, text_examples
-from tigon.data.loader import Loader, MicroBatch
+from tigon.data.blocks import Block, Source
+from tigon.data.cache import cache_root, tokenised
+from tigon.data.collate import MicroBatch
+from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
+from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
+from tigon.data.formats import Format
+from tigon.data.loader import Loader
+from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import Rows, split, whole
-from tigon.data.sources import find_files
+from tigon.data.sources import Entry, find_sources
+from tigon.data.stream import Stream, stream_directory
 
 __all__ = [
+    "Block",
+    "ChatEncoder",
+    "Encoder",
+    "Entry",
     "Example",
     "Examples",
+    "Format",
     "Loader",
     "MicroBatch",
+    "Mixture",
+    "Report",
     "Rows",
-    "chat_examples",
+    "Source",
+    "Stream",
+    "TextEncoder",
+    "Window",
+    "cache_root",
     "collect",
-    "find_files",
+    "find_sources",
+    "join",
+    "read",
+    "read_texts",
     "split",
-    "text_examples",
+    "stream_directory",
+    "tokenised",
     "whole",
 ]

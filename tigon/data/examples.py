@@ -1,26 +1,28 @@
-"""Files to token ids and named columns of values, once, in memory.
+"""Token ids with named columns of values, and how the rows of files become them.
 
 # N tokens, E examples, G groups of examples
 """
 
 import zlib
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.sources import read_chats, read_texts
-from tigon.tokenizer import Tokenizer
+from tigon.data.blocks import Block, Source
+from tigon.data.formats import Format, Row
 
-BATCH = 1000  # documents that are tokenised together, in parallel
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
+# A column that only some examples have, and what it is for the others. Examples in which it would
+# say nothing else have no such column.
+FILLS = {"loss_weights": 1.0}
+WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
+NAMED = 5  # bad rows that a report shows
 
 
 class Example(NamedTuple):
@@ -31,15 +33,62 @@ class Example(NamedTuple):
     per_example: Mapping[str, Any] = NONE  # one value
 
 
-Group = tuple[int, int, Sequence[Example]]  # index of its file, its line, the examples of that line
+Group = tuple[int, Sequence[Example]]  # a line, and the examples of its row
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of rows; those of several blocks add up."""
+
+    rows: int = 0
+    skipped: int = 0  # rows that could not be read or encoded, with bad_rows=skip
+    unlearned: int = 0  # rows left out, because the weights of all that they say are 0
+    errors: tuple[str, ...] = ()  # of the first rows that were skipped
+    ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
+
+    def __add__(self, other: "Report") -> "Report":
+        return Report(
+            self.rows + other.rows,
+            self.skipped + other.skipped,
+            self.unlearned + other.unlearned,
+            (self.errors + other.errors)[:NAMED],
+            tuple(sorted({*self.ignored_keys, *other.ignored_keys})),
+        )
+
+    def lines(self) -> list[str]:
+        """What a person should know of it."""
+        lines = []
+        if self.skipped:
+            named = "\n  ".join(self.errors)
+            lines.append(f"{self.skipped:,} of {self.rows:,} rows skipped as bad:\n  {named}")
+        if self.unlearned:
+            lines.append(f"{self.unlearned:,} rows left out, whose weights are all 0")
+        if self.ignored_keys:
+            lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
+        return lines
+
+    def why_empty(self) -> str:
+        """Why these rows gave no example."""
+        if not self.rows:
+            return "has no rows"
+        if self.unlearned:
+            return (
+                f"has nothing to learn: the weights are 0 in {self.unlearned} of {self.rows} rows"
+            )
+        return f"has no good row of {self.rows}: {self.errors[0]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; Report(**values) reads it back."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Examples:
     """Tokenised examples, end to end, with columns of values per token and per example.
 
-    The column "supervised" says which tokens are to be learned; without it, all are. Consecutive
-    examples can form groups, such as a chosen and a rejected answer, which share a micro-batch.
+    The column "supervised" says which tokens are to be learned; without it, all are. The column
+    "loss_weights" multiplies the tokens' losses; without it, all are 1. Consecutive examples can
+    form groups, such as a chosen and a rejected answer, which share a micro-batch.
     """
 
     tokens: np.ndarray  # int32 [N]
@@ -49,7 +98,7 @@ class Examples:
     per_token: Mapping[str, np.ndarray]  # [N, ...] each
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
-    ignored_keys: tuple[str, ...] = ()  # keys of the files' rows that are not read
+    report: Report = Report()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -79,82 +128,153 @@ class Examples:
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
-def text_examples(files: Sequence[Path], tokenizer: Tokenizer, *, separator: str = "") -> Examples:
-    """Documents for pretraining: every token is learned, and each document ends with eos."""
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise ValueError("the tokenizer has no eos token to end a document with")
+class Encoder:
+    """Rows to examples: what an objective makes of its data.
 
-    ignored: set[str] = set()
+    Picklable, since worker processes have a copy each. A new one says its columns, `digest`, and
+    what `row` makes of a row.
+    """
 
-    def read() -> Iterable[Group]:
-        for i, file in enumerate(files):
-            texts = read_texts(file, separator, ignored)
-            while some := list(islice(texts, BATCH)):
-                encoded = tokenizer.encode_batch([text for _, text in some])
-                for (line, _), ids in zip(some, encoded, strict=True):
-                    ids = ids if ids[-1:] == [eos] else [*ids, eos]
-                    yield i, line, [Example(ids, {"supervised": [True] * len(ids)})]
+    per_token: Mapping[str, DTypeLike] = SUPERVISED
+    per_example: Mapping[str, DTypeLike] = NONE
+    skip_bad_rows = False
 
-    return collect(files, read(), ignored)
+    def open(self, source: Source) -> Source:
+        """The source with what its first rows decide; ValueError if they cannot be read.
+
+        The blocks and the digest of this one are those to use.
+        """
+        return source
+
+    def digest(self) -> str:
+        """Changes with whatever changes the examples of a row, such as the tokenizer."""
+        raise NotImplementedError
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        """The examples of a row, a group if there are several; ValueError for a bad row."""
+        raise NotImplementedError
+
+    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+        """`row` of each, or its error; for encoders that are faster with many at once."""
+        for row in rows:
+            try:
+                yield self.row(row, form)
+            except ValueError as error:
+                yield error
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        """The keys of a row that are not read."""
+        return set()
+
+    def __call__(self, block: Block) -> Examples:
+        """The examples of a block; `block.name` is their only file."""
+        lines = list(block.rows())
+        encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
+        groups: list[Group] = []
+        ignored: set[str] = set()
+        report = Report(len(lines))
+        for line, row in lines:
+            examples: Sequence[Example] | ValueError
+            if isinstance(row, ValueError):
+                examples = row
+            else:
+                ignored |= self.ignored(row, block.format)
+                examples = next(encoded)
+            if isinstance(examples, ValueError):
+                message = f"{block.name}:{line}: {examples}"
+                if not self.skip_bad_rows:
+                    raise ValueError(message) from examples
+                report += Report(skipped=1, errors=(message,))
+            elif examples:
+                groups.append((line, examples))
+            else:
+                report += Report(unlearned=1)
+        report += Report(ignored_keys=tuple(ignored))
+        return collect(block.name, groups, report, self.per_token, self.per_example)
 
 
-def chat_examples(files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-    """Conversations for fine-tuning: only what the assistant says is learned."""
+def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
+    """The examples of all rows of the sources, in memory; ValueError for a source without any."""
+    pieces: list[Examples] = []
+    for source in sources:
+        opened = encoder.open(source)
+        own = [encoder(block) for block in opened.blocks()]
+        if not any(map(len, own)):
+            raise ValueError(f"{source.name} {sum((p.report for p in own), Report()).why_empty()}")
+        pieces += own
+    return join(pieces)
 
-    ignored: set[str] = set()
 
-    def read() -> Iterable[Group]:
-        for i, file in enumerate(files):
-            for line, (messages, tools) in read_chats(file, ignored):
-                try:
-                    ids, mask = tokenizer.encode_chat(messages, tools=tools)
-                except ValueError as error:
-                    raise ValueError(f"{file}:{line}: {error}") from error
-                yield i, line, [Example(ids, {"supervised": mask})]
+def join(pieces: Sequence[Examples]) -> Examples:
+    """Examples one after the other; without a column, examples get its value in FILLS."""
+    files = tuple(dict.fromkeys(file for piece in pieces for file in piece.files))
+    place = {file: i for i, file in enumerate(files)}
+    origins = []
+    for piece in pieces:
+        of = np.array([place[file] for file in piece.files], dtype=np.int32)
+        origins.append(np.stack([of[piece.origin[:, 0]], piece.origin[:, 1]], axis=1))
 
-    return collect(files, read(), ignored)
+    def ends(offsets: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(o) for o in offsets]))])
+
+    def columns(kind: str) -> dict[str, np.ndarray]:
+        names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
+        return {name: np.concatenate([column(p, kind, name) for p in pieces]) for name in names}
+
+    def column(piece: Examples, kind: str, name: str) -> np.ndarray:
+        if name in getattr(piece, kind) or name not in FILLS:
+            return getattr(piece, kind)[name]
+        return np.full(len(piece.tokens), FILLS[name], dtype=np.float32)
+
+    grouped = any(piece.groups is not None for piece in pieces)
+    return Examples(
+        np.concatenate([piece.tokens for piece in pieces]),
+        ends(piece.offsets for piece in pieces),
+        np.concatenate(origins),
+        files,
+        columns("per_token"),
+        columns("per_example"),
+        ends(np.arange(len(p) + 1) if p.groups is None else p.groups for p in pieces)
+        if grouped
+        else None,
+        sum((piece.report for piece in pieces), Report()),
+    )
 
 
 def collect(
-    files: Sequence[Path],
+    file: str,
     groups: Iterable[Group],
-    ignored: Iterable[str] = (),
-    *,
+    report: Report = Report(),
     per_token: Mapping[str, DTypeLike] = SUPERVISED,
     per_example: Mapping[str, DTypeLike] = NONE,
 ) -> Examples:
-    """Examples from groups of them, one group a line of a file, with columns of these dtypes.
+    """Examples from groups of them, one group a line of the file, with columns of these dtypes.
 
     A value may be an array, if all of its column have one shape. ValueError if an example lacks
-    a column or has another, and if a file has no rows.
+    a column or has another.
     """
-    tokens, offsets, origin, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
+    tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
     token_columns, example_columns = _Columns(per_token), _Columns(per_example)
-    for file, line, examples in groups:
-        where = f"{files[file]}:{line}"
+    for line, examples in groups:
+        where = f"{file}:{line}"
         for ids, token_values, example_values in examples:
             tokens.extend(ids)
             token_columns.extend(token_values, len(ids), where)
             values = {name: [value] for name, value in example_values.items()}
             example_columns.extend(values, 1, where)
             offsets.append(len(tokens))
-            origin.extend((file, line))
-        if examples:
-            ends.append(len(offsets) - 1)
-    counts = np.bincount(np.array(origin[::2], dtype=np.int64), minlength=len(files))
-    for path, count in zip(files, counts, strict=True):
-        if not count:
-            raise ValueError(f"{path} has no rows")
+            lines.append(line)
+        ends.append(len(offsets) - 1)
+    of_line = np.array(lines, dtype=np.int32)
     return Examples(
         np.array(tokens, dtype=np.int32),
         np.array(offsets, dtype=np.int64),
-        np.array(origin, dtype=np.int32).reshape(-1, 2),
-        tuple(map(str, files)),
+        np.stack([np.zeros_like(of_line), of_line], axis=1),
+        (file,),
         token_columns.arrays(),
         example_columns.arrays(),
         None if len(ends) == len(offsets) else np.array(ends, dtype=np.int64),
-        tuple(sorted(ignored)),
+        report,
     )
 
 
@@ -163,15 +283,20 @@ class _Columns:
 
     def __init__(self, dtypes: Mapping[str, DTypeLike]):
         self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.buffers = {name: bytearray() for name in dtypes}
+        self.buffers = {name: bytearray() for name in dtypes if name not in FILLS}
         self.shapes: dict[str, tuple[int, ...]] = {}  # of one value
+        self.count = 0
 
     def extend(self, values: Mapping[str, Any], count: int, where: str) -> None:
-        if values.keys() != self.dtypes.keys():
+        needed = self.dtypes.keys() - FILLS.keys()
+        if not needed <= values.keys() <= self.dtypes.keys():
             given, declared = (", ".join(names) or "none" for names in (values, self.dtypes))
             raise ValueError(f"{where}: has the columns {given}, and not {declared}")
-        for name, dtype in self.dtypes.items():
-            new = np.asarray(values[name], dtype=dtype)
+        for name in values.keys() - self.buffers.keys():
+            self.buffers[name] = bytearray(self._filled(name, self.count).tobytes())
+        for name, buffer in self.buffers.items():
+            column = values[name] if name in values else self._filled(name, count)
+            new = np.asarray(column, dtype=self.dtypes[name])
             if len(new) != count:
                 raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
             if not count:
@@ -181,7 +306,11 @@ class _Columns:
                 raise ValueError(
                     f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
                 )
-            self.buffers[name] += new.tobytes()
+            buffer += new.tobytes()
+        self.count += count
+
+    def _filled(self, name: str, count: int) -> np.ndarray:
+        return np.full(count, FILLS[name], dtype=self.dtypes[name])
 
     def arrays(self) -> dict[str, np.ndarray]:
         return {

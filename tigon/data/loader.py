@@ -1,174 +1,324 @@
-"""Batches as a pure function of the step: no iterator, and no state to save but the step.
+"""Batches as a pure function of the step: no iterator, and next to no state.
 
-# B lines, T tokens of a line, n sequences
+# R rows of a window
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from typing import Any, Self
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tigon.data.examples import Examples
-from tigon.data.packing import Rows, targets
+from tigon.data.collate import MicroBatch, collate
+from tigon.data.mixture import Corpus, Window
+from tigon.data.packing import Rows
+
+RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
+QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all else, about
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows as tensors: what the model reads, where the sequences are, and their columns.
+class Windows(Protocol):
+    """Where windows come from: a Mixture or a Stream."""
 
-    Padding, behind the sequences of a line, has token 0 and columns of 0.
-    """
+    repeats: bool  # whether every epoch has the same windows
+    per_epoch: int | None  # None: not known
 
-    input_ids: Tensor  # int64 [B, T]
-    position_ids: Tensor  # int64 [B, T]; they restart with each sequence, and with the padding
-    attention_mask: Tensor | None  # bool [B, T], False on padding; None: there is none
-    cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
-    longest: int  # tokens of the longest of these; attention kernels need it on the host
-    spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
-    per_token: Mapping[str, Tensor]  # [B, T, ...] each
-    per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
+    def window(self, number: int) -> Window: ...
+    def keep(self, number: int) -> None: ...
+    def state(self, number: int) -> dict[str, Any]: ...
+    def identity(self) -> str: ...
+    def check_vocabulary(self, size: int) -> None: ...
+    def close(self) -> None: ...
 
-    def to(self, device: torch.device) -> Self:
-        def move(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {name: move(column) for name, column in value.items()}
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+class Packed(NamedTuple):
+    """A window as rows."""
 
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model."""
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": self.attention_mask,
-            "cu_seq_lens": self.cu_seq_lens,
-            "max_length_q": self.longest,
-        }
+    window: Window
+    rows: Rows
+    tokens: np.ndarray  # int64 [R]
+    cost: np.ndarray  # int64 [R], of training on a row
+    order: np.ndarray  # int64 [R], shuffled
+
+
+class Place(NamedTuple):
+    """Where the rows of a window are in their epoch."""
+
+    number: int
+    epoch: int
+    index: int
+    begin: int
+    end: int
+    last: bool
+
+
+@dataclass
+class Report:
+    """What the windows of an epoch hold."""
+
+    examples: int = 0
+    tokens: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    space: int = 0  # tokens that the rows have room for, when packing
+    truncated: int = 0
+    dropped: int = 0
+
+    def add(self, packed: Packed) -> None:
+        window, rows = packed.window, packed.rows
+        self.examples += len(window)
+        self.tokens += int((window.stops - window.starts).sum())
+        self.rows += len(rows)
+        self.row_tokens += int(packed.tokens.sum())
+        self.space += len(rows) * rows.seq_len * rows.packing
+        self.truncated += rows.truncated
+        self.dropped += rows.dropped
+
+    @property
+    def waste(self) -> float:
+        """The share of packed rows that is padding."""
+        return 1 - self.row_tokens / self.space if self.space else 0.0
 
 
 class Loader:
     """The micro-batches of any step, for any rank of any world.
 
-    Step s is batch b of epoch e, `e, b = divmod(s, steps_per_epoch)`, and takes the rows
-    [b * batch_size, (b + 1) * batch_size) of that epoch's order; an epoch's last batch may be
-    smaller. Micro-batch i of rank r holds the same rows as micro-batch i * world + r of one rank,
-    so a run is the same on any number of ranks.
+    The rows of an epoch are those of its windows, shuffled within each by seed, epoch and window.
+    Step s takes the next batch_size of them; an epoch's last batch may be smaller. Within a batch,
+    rows are dealt by their cost, so that the ranks have about the same work at a time. Micro-batch
+    i of rank r holds the same rows as micro-batch i * world + r of one rank, so a run is the same
+    on any number of ranks.
     """
 
     def __init__(
         self,
-        examples: Examples,
-        rows: Rows,
+        windows: Windows,
+        rows: Callable[[Window], Rows],
         *,
         batch_size: int,
         micro_batch_size: int,
         seed: int | None = None,
         rank: int = 0,
         world: int = 1,
+        cursor: Mapping[str, Any] | None = None,
     ):
         """`batch_size` counts rows over all ranks and micro-batches; seed None keeps their order.
 
         Packed rows are lines of seq_len tokens. Otherwise every sequence is a line, padded on the
-        right to the longest of its micro-batch.
+        right to the longest of its micro-batch. `cursor`: what `state` said of the step at which
+        the windows of a stream begin.
         """
         if batch_size % (micro_batch_size * world):
             raise ValueError(
                 f"batch_size {batch_size} must be a multiple of micro_batch_size "
                 f"{micro_batch_size} x {world} ranks"
             )
-        self.examples, self.rows, self.seed = examples, rows, seed
+        self.windows, self.pack, self.seed = windows, rows, seed
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.rank, self.world = rank, world
-        self.steps_per_epoch = -(-len(rows) // batch_size)
-        starts, stops = rows.spans[:, 0], rows.spans[:, 1]
-        self.row_tokens = np.add.reduceat(stops - starts, rows.offsets[:-1])
-        self.row_targets = np.add.reduceat(targets(examples, starts, stops), rows.offsets[:-1])
-        self._order = lru_cache(maxsize=1)(self._epoch_order)
+        start = cursor or {"first_step": 0, "rows": 0}
+        self._first_steps: list[int] = [start["first_step"]]  # of each epoch that has begun
+        self._epochs: list[int] = [0]  # their first places
+        self._rows_before: int = start["rows"]  # rows of the first epoch before its first place
+        self._places: list[Place] = []
+        self._packed: dict[int, Packed] = {}
+        self._recent: deque[set[int]] = deque(maxlen=RECENT)
+        self._lock = RLock()  # a thread reads ahead
+        self._report = Report()
 
-    def row_indices(self, step: int) -> np.ndarray:
-        """The rows of the global batch of this step, in order."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        return self._order(epoch)[batch * self.batch_size : (batch + 1) * self.batch_size]
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        """Of the first epoch; None for a stream."""
+        if self.windows.per_epoch is None:
+            return None
+        with self._lock:
+            while len(self._places) < self.windows.per_epoch:
+                self._extend()
+            return self._steps(0)
+
+    def report(self) -> Report:
+        """What the first epoch holds."""
+        assert self.steps_per_epoch is not None
+        return self._report
+
+    def epoch(self, steps: int) -> float:
+        """Epochs done after so many steps; of a stream, whole ones."""
+        if self.steps_per_epoch is not None:
+            return steps / self.steps_per_epoch
+        with self._lock:
+            return self._of(self._find(max(0, steps - 1))[0])[0].epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's part of the global batch.
 
         Every rank gets the same number: one that has run out of rows gets a line of padding.
         """
-        rows, size = self.row_indices(step), self.micro_batch_size
-        count = -(-len(rows) // (size * self.world))
-        starts = (np.arange(count) * self.world + self.rank) * size
-        return [self._collate(rows[start : start + size]) for start in starts]
+        with self._lock:
+            pieces = self._pieces(step)
+            columns = pieces[0][0].window.corpus
+            cost = np.concatenate([packed.cost[rows] for packed, rows in pieces])
+            rows = [(packed, row) for packed, some in pieces for row in some]
+            dealt = [rows[i] for i in np.argsort(-cost, kind="stable")]
+            size = self.micro_batch_size
+            count = -(-len(dealt) // (size * self.world))
+            starts = (np.arange(count) * self.world + self.rank) * size
+            batches = [self._collate(dealt[start : start + size], columns) for start in starts]
+            for corpus in {id(p.window.corpus): p.window.corpus for p, _ in pieces}.values():
+                corpus.release()
+            return batches
 
     def counts(self, step: int) -> tuple[int, int]:
         """Tokens and predicted tokens of the global batch."""
-        rows = self.row_indices(step)
-        return int(self.row_tokens[rows].sum()), int(self.row_targets[rows].sum())
+        tokens = targets = 0
+        with self._lock:
+            for packed, rows in self._pieces(step):
+                tokens += int(packed.tokens[rows].sum())
+                spans = np.concatenate([packed.rows[row] for row in rows])
+                targets += int(packed.window.corpus.targets(spans).sum())
+        return tokens, targets
+
+    @cached_property
+    def targets(self) -> int:
+        """Predicted tokens of the first epoch."""
+        assert self.steps_per_epoch is not None
+        return sum(self.counts(step)[1] for step in range(self.steps_per_epoch))
 
     def where(self, step: int) -> list[str]:
         """The "file:line" of each example in the global batch."""
-        return [
-            self.examples.where(start)
-            for row in self.row_indices(step)
-            for start, _ in self.rows[row]
-        ]
+        with self._lock:
+            return [
+                packed.window.corpus.where(start)
+                for packed, rows in self._pieces(step)
+                for row in rows
+                for start, _ in packed.rows[row]
+            ]
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
+    def state(self, step: int) -> dict[str, Any]:
+        """What a stream needs to begin with this step, on any number of ranks."""
+        if self.windows.per_epoch is not None:
+            return {}
+        with self._lock:
+            epoch, first, _ = self._find(step)
+            place = next(p for p in self._of(epoch) if p.end > first)
+            own = {"first_step": self._first_steps[epoch], "rows": place.begin}
+            return own | self.windows.state(place.number)
+
+    def identity(self) -> str:
+        """Changes with the data."""
+        return self.windows.identity()
+
+    def close(self) -> None:
+        """No more batches are needed."""
+        self.windows.close()
+
+    def batch(self, step: int) -> list[tuple[Window, Rows, np.ndarray]]:
+        """The windows of the global batch, and which of their rows it takes, in order."""
+        with self._lock:
+            return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
+
+    def _pieces(self, step: int) -> list[tuple[Packed, np.ndarray]]:
+        epoch, first, stop = self._find(step)
+        found, numbers = [], set()
+        for place in self._of(epoch):
+            if place.begin < stop and place.end > first:
+                packed = self._window(place.number)
+                rows = packed.order[max(0, first - place.begin) : stop - place.begin]
+                found.append((packed, rows))
+                numbers.add(place.number)
+        self._recent.append(numbers)
+        self._forget()
+        return found
+
+    def _find(self, step: int) -> tuple[int, int, int]:
+        """The epoch of a step, counted from the first that is known, and its rows in that."""
+        while True:
+            epoch = bisect_right(self._first_steps, step) - 1
+            if epoch < 0:
+                raise ValueError(f"this stream begins after step {step}")
+            first = (step - self._first_steps[epoch]) * self.batch_size
+            stop = first + self.batch_size
+            places = self._of(epoch)
+            end = places[-1].end if places else 0
+            if epoch < len(self._epochs) - 1 or stop <= end:
+                return epoch, first, min(stop, end)
+            if not (places and places[-1].last):
+                self._extend()
+            elif first < end:
+                return epoch, first, end
+            else:
+                self._first_steps.append(self._first_steps[epoch] + self._steps(epoch))
+                self._epochs.append(len(self._places))
+
+    def _of(self, epoch: int) -> list[Place]:
+        ends = [*self._epochs[1:], len(self._places)]
+        return self._places[self._epochs[epoch] : ends[epoch]]
+
+    def _steps(self, epoch: int) -> int:
+        return -(-self._of(epoch)[-1].end // self.batch_size)
+
+    def _extend(self) -> None:
+        """Learn how many rows the next window has."""
+        number = len(self._places)
+        fresh = number == self._epochs[-1]
+        begin = 0 if fresh else self._places[-1].end
+        if number == 0:
+            begin = self._rows_before
+        if self.windows.repeats and self.windows.per_epoch and number >= self.windows.per_epoch:
+            same = self._places[number - self.windows.per_epoch]
+            self._places.append(same._replace(number=number, epoch=same.epoch + 1))
+            return
+        packed = self._window(number)
+        window = packed.window
+        end = begin + len(packed.rows)
+        if number < (self.windows.per_epoch or 0):
+            self._report.add(packed)
+        if end == 0 and window.last:
+            raise ValueError(
+                f"no example of {', '.join(window.corpus.files)} has anything to learn within "
+                f"seq_len {packed.rows.seq_len}"
+            )
+        self._places.append(Place(number, window.epoch, window.index, begin, end, window.last))
+
+    def _window(self, number: int) -> Packed:
+        if number in self._packed:
+            return self._packed[number]
+        before = self._packed.get(number - (self.windows.per_epoch or 0))
+        if before is not None and self.windows.repeats:
+            window = replace(before.window, epoch=before.window.epoch + 1)
+            packed = before._replace(window=window, order=self._order(window, len(before.rows)))
+        else:
+            window = self.windows.window(number)
+            rows = self.pack(window)
+            sizes = np.diff(rows.spans)[:, 0]
+            first, costs = rows.offsets[:-1], sizes * (sizes + QUADRATIC)
+            tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
+            packed = Packed(window, rows, tokens, cost, self._order(window, len(rows)))
+            window.corpus.release()
+        self._packed[number] = packed
+        self._forget()
+        return packed
+
+    def _forget(self) -> None:
+        """Windows that no recent step takes."""
+        recent = set().union(*self._recent)
+        for number in list(self._packed)[:-RECENT]:
+            if number not in recent:
+                del self._packed[number]
+        self.windows.keep(min(recent, default=0))
+
+    def _order(self, window: Window, rows: int) -> np.ndarray:
         if self.seed is None:
-            return np.arange(len(self.rows))
+            return np.arange(rows)
         # Raw bits and a stable sort: numpy promises these streams, not those of permutation().
-        bits = np.random.PCG64([self.seed, epoch]).random_raw(len(self.rows))
+        bits = np.random.PCG64([self.seed, window.epoch, window.index]).random_raw(rows)
         return np.argsort(bits, kind="stable")
 
-    def _collate(self, rows: np.ndarray) -> MicroBatch:
-        lines = [self.rows[row] for row in rows]
-        if self.rows.packing:
-            return collate(self.examples, lines, self.rows.seq_len)
-        return collate(self.examples, [span[None] for line in lines for span in line])
-
-
-def collate(
-    examples: Examples, lines: Sequence[np.ndarray], length: int | None = None
-) -> MicroBatch:
-    """One line of tensors for the spans [k, 2] of each; without lines, a line of padding.
-
-    They are `length` tokens long, or as long as the longest needs.
-    """
-    lines = lines or [np.zeros((0, 2), dtype=np.int64)]
-    spans = np.concatenate(lines)
-    sizes = np.diff(spans)[:, 0]
-    line = np.repeat(np.arange(len(lines)), [len(some) for some in lines])
-    used = np.bincount(line, weights=sizes, minlength=len(lines)).astype(np.int64)
-    length = max(1, int(used.max())) if length is None else length
-    shape, begins = (len(lines), length), np.arange(len(lines)) * length
-    stops = np.cumsum(sizes) + (begins - np.cumsum(used) + used)[line]
-    cu = np.unique(np.concatenate([begins, stops - sizes, begins + used, [len(lines) * length]]))
-    lengths = np.diff(cu)
-    positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
-    real = np.arange(length) < used[:, None]
-    # Sequences follow each other in both, so that the k-th real token is the k-th of the source
-    source = np.concatenate([np.arange(start, stop) for start, stop in spans] or [line])
-
-    def place(column: np.ndarray) -> np.ndarray:
-        placed = np.zeros((*shape, *column.shape[1:]), column.dtype)
-        placed[real] = column[source]
-        return placed
-
-    of = examples.index(spans[:, 0])
-    per_token = {name: place(column) for name, column in examples.per_token.items()}
-    per_example = {name: column[of] for name, column in examples.per_example.items()}
-    return MicroBatch(
-        torch.from_numpy(place(examples.tokens).astype(np.int64)),
-        torch.from_numpy(positions.reshape(shape)),
-        None if real.all() else torch.from_numpy(real),
-        torch.from_numpy(cu.astype(np.int32)),
-        int(lengths.max()),
-        torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
-        {name: torch.from_numpy(column) for name, column in per_token.items()},
-        {name: torch.from_numpy(column) for name, column in per_example.items()},
-    )
+    def _collate(self, rows: Sequence[tuple[Packed, int]], columns: Corpus) -> MicroBatch:
+        lines = [(packed.window.corpus, packed.rows[row]) for packed, row in rows]
+        if rows and rows[0][0].rows.packing:
+            return collate(columns, lines, rows[0][0].rows.seq_len)
+        return collate(columns, [(c, span[None]) for c, spans in lines for span in spans])

@@ -1,7 +1,7 @@
 """Packing: which sequences share a row.
 
-A row holds spans of the token array. Each span is a sequence of its own: positions restart, and
-neither attention nor labels cross its ends. The examples of a group share a row.
+A row holds spans of the tokens of a corpus. Each span is a sequence of its own: positions restart,
+and neither attention nor labels cross its ends. The examples of a group share a row.
 """
 
 from bisect import bisect_left, insort
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tigon.data.examples import Examples
+from tigon.data.mixture import Window
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Rows:
     Packed, they follow each other in one line of a batch; otherwise each has a line of its own.
     """
 
-    spans: np.ndarray  # int64 [S, 2], start and stop in Examples.tokens
+    spans: np.ndarray  # int64 [S, 2], start and stop in the tokens of the corpus
     offsets: np.ndarray  # int64 [R + 1]
     seq_len: int
     packing: bool
@@ -33,7 +33,7 @@ class Rows:
         return self.spans[self.offsets[row] : self.offsets[row + 1]]
 
 
-def whole(examples: Examples, seq_len: int, *, packing: bool = True, truncate: bool = True) -> Rows:
+def whole(window: Window, seq_len: int, *, packing: bool = True, truncate: bool = True) -> Rows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
     An example longer than seq_len is cut there. When packing, a whole group has to fit: the
@@ -41,26 +41,23 @@ def whole(examples: Examples, seq_len: int, *, packing: bool = True, truncate: b
     such groups are left out. A group is also left out if one of its examples has no supervised
     token after its first, and so nothing to learn.
     """
-    starts, stops = examples.offsets[:-1], examples.offsets[1:]
-    ends = np.arange(len(examples) + 1) if examples.groups is None else examples.groups
-    first, sizes = ends[:-1], np.diff(ends)
+    starts, stops = window.starts, window.stops
+    first, sizes = window.groups[:-1], np.diff(window.groups)
     lengths = stops - starts
     needed = np.add.reduceat(lengths, first) if packing else np.maximum.reduceat(lengths, first)
     long = needed > seq_len
     share = seq_len // sizes if packing else np.full_like(sizes, seq_len)
     limit = np.repeat(np.where(long, share, seq_len), sizes)
     stops = np.minimum(stops, starts + limit)
-    keep = np.minimum.reduceat(targets(examples, starts, stops), first) > 0
+    spans, targets = np.stack([starts, stops], axis=1), window.targets.copy()
+    short = np.flatnonzero(lengths > limit)
+    targets[short] = window.corpus.targets(spans[short])
+    keep = np.minimum.reduceat(targets, first) > 0
     keep &= truncate | ~long
-    if not keep.any():
-        raise ValueError(
-            f"no example of {', '.join(examples.files)} has anything to learn "
-            f"within seq_len {seq_len} ({long.sum()} of {len(sizes)} are longer)"
-        )
     kept = np.repeat(keep, sizes)
-    spans, sizes = np.stack([starts, stops], axis=1)[kept], sizes[keep]
+    spans, sizes = spans[kept], sizes[keep]
     counts = sizes
-    if packing:
+    if packing and keep.any():
         rows = best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
         place = np.argsort(np.concatenate(rows))  # of each group, in the order of the rows
         spans = spans[np.argsort(np.repeat(place, sizes), kind="stable")]
@@ -70,18 +67,22 @@ def whole(examples: Examples, seq_len: int, *, packing: bool = True, truncate: b
     return Rows(spans, offsets, seq_len, packing, int(cut.sum()), int((~kept).sum()))
 
 
-def split(examples: Examples, seq_len: int, *, packing: bool = True) -> Rows:
+def split(window: Window, seq_len: int, *, packing: bool = True) -> Rows:
     """Rows of text, none left out: documents joined and cut every seq_len tokens when packing,
     otherwise each document cut every seq_len tokens, one piece to a row."""
-    if examples.groups is not None:
+    if len(window.groups) != len(window) + 1:
         raise ValueError("groups of examples cannot be split: make rows of them with whole()")
+    ends = np.concatenate([[0], np.cumsum(window.stops - window.starts)])
     if packing:
-        every = np.arange(0, len(examples.tokens), seq_len)
+        every = np.arange(0, ends[-1], seq_len)
     else:
-        ranges = zip(examples.offsets[:-1], examples.offsets[1:], strict=True)
-        every = np.concatenate([np.arange(a, b, seq_len) for a, b in ranges])
-    cuts = np.union1d(examples.offsets, every)
-    spans = np.stack([cuts[:-1], cuts[1:]], axis=1)
+        pieces = -(-np.diff(ends) // seq_len)
+        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        every = np.repeat(ends[:-1], pieces) + within * seq_len
+    cuts = np.union1d(ends, every)
+    document = np.searchsorted(ends, cuts[:-1], side="right") - 1
+    shift = (window.starts - ends[:-1])[document]  # from places among these documents to tokens
+    spans = np.stack([cuts[:-1] + shift, cuts[1:] + shift], axis=1)
     offsets = np.append(np.searchsorted(cuts[:-1], every), len(spans))
     return Rows(spans, offsets, seq_len, packing)
 
@@ -109,9 +110,3 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
             insort(spaces, left)
         by_space[left].append(chosen)
     return bins
-
-
-def targets(examples: Examples, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """How many tokens of each range are predicted: the supervised ones but for its first."""
-    before = np.concatenate([[0], np.cumsum(examples.supervised)])
-    return before[stops] - before[np.minimum(starts + 1, stops)]

@@ -1,95 +1,102 @@
-"""Documents and conversations from files, each with the place it came from."""
+"""What `data` names: files, globs and data sets, as sources of rows."""
 
 import glob
-import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-Chat = tuple[list[dict[str, Any]], list[dict[str, Any]] | None]  # messages, tools
+from tigon.data.blocks import Block, Rows, Source
+from tigon.data.formats import Format
+from tigon.data.lines import COMPRESSED, JsonFile, TextFile
+from tigon.data.tables import ArrowFile, HubDataset, ParquetFile, SavedDataset, is_saved
+
+__all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
+
+HUB = "hf://"
+ACCEPTED = (
+    ".jsonl, .json and .txt files (each also .gz or .zst), .parquet and .arrow files, directories "
+    f"written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
+)
 
 
-def find_files(patterns: str | Sequence[str]) -> list[Path]:
-    """Paths and glob patterns, in the order given, each glob sorted; every one must match."""
-    files = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = Path(pattern).expanduser()
-        found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-        if not found:
-            raise FileNotFoundError(f"no data file matches {pattern!r}")
-        files += sorted(found)
-    for file in files:
-        if file.is_dir():
+@dataclass(frozen=True)
+class Entry:
+    """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
+
+    path: str
+    weight: float | None = None  # its share of the examples drawn from all entries
+    format: str | None = None  # of its rows, one of formats.KINDS; None: told from their keys
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
+    split: str | None = None  # of a data set; None: train
+    config: str | None = None  # of a data set of the hub
+    revision: str | None = None  # of a data set of the hub
+
+
+def find_sources(
+    entries: Sequence[Entry | str] | Entry | str, *, separator: str = "", streaming: bool = False
+) -> list[Source]:
+    """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
+
+    `separator` divides text files into documents; `streaming` reads the hub's data sets as they
+    come, instead of downloading them first.
+    """
+    sources: list[Source] = []
+    for entry in [entries] if isinstance(entries, Entry | str) else entries:
+        entry = Entry(entry) if isinstance(entry, str) else entry
+        form = Format(entry.format, entry.columns)
+        if entry.path.startswith(HUB):
+            sources.append(_hub(entry, form, streaming))
+        else:
+            sources += [_source(path, entry, form, separator) for path in _find(entry.path)]
+    return sources
+
+
+def _find(pattern: str) -> list[Path]:
+    path = Path(pattern).expanduser()
+    found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not found:
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
+            hint = f"; a data set of the hub is written {HUB}{pattern}"
+        raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
+    return sorted(found)
+
+
+def _source(path: Path, entry: Entry, form: Format, separator: str) -> Source:
+    name = str(path)
+    if path.is_dir():
+        if not is_saved(path):
             raise IsADirectoryError(
-                f"{file} is a directory; name its files, as in '{file}/*.jsonl'"
+                f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
             )
-        if file.stat().st_size == 0:
-            raise ValueError(f"{file} is empty")
-    return files
+        source = SavedDataset(name, form, entry.split or "train")
+        source.folder()
+        return source
+    options = {"split": entry.split, "config": entry.config, "revision": entry.revision}
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{path} has no {option}: it is a file, so leave out {option}={value!r}"
+            )
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+    if suffix in (".jsonl", ".json"):
+        return JsonFile(name, form)
+    if suffix == ".txt":
+        return TextFile(name, form, separator)
+    if path.suffix == ".parquet":
+        return ParquetFile(name, form)
+    if path.suffix == ".arrow":
+        return ArrowFile(name, form)
+    raise ValueError(f"{path}: data is read from {ACCEPTED}")
 
 
-def read_texts(
-    path: Path, separator: str = "", ignored: set[str] | None = None
-) -> Iterator[tuple[int, str]]:
-    """(line, text) of each document; keys of a row that are not read are added to `ignored`.
-
-    A .jsonl file has one {"text": ...} a line. A .txt file is one document, or several that
-    `separator` divides (blank ends are trimmed, empty documents skipped).
-    """
-    if path.suffix == ".jsonl":
-        for line, row in _read_jsonl(path, {"text"}, ignored):
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f'{path}:{line}: needs a string "text"; its keys are {_keys(row)}')
-            yield line, row["text"]
-        return
-    if path.suffix != ".txt":
-        raise ValueError(f"{path}: text data is read from .txt or .jsonl files")
-    try:
-        text = path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    line = 1
-    for document in text.split(separator) if separator else [text]:
-        body = document.strip() if separator else document
-        if body.strip():
-            yield line + document[: document.index(body)].count("\n"), body
-        line += (document + separator).count("\n")
-
-
-def read_chats(path: Path, ignored: set[str] | None = None) -> Iterator[tuple[int, Chat]]:
-    """(line, (messages, tools)) of each conversation of a .jsonl file; `ignored` as above.
-
-    A row is {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}, tools optional.
-    """
-    if path.suffix != ".jsonl":
-        raise ValueError(f"{path}: chat data is read from .jsonl files, one conversation a line")
-    for line, row in _read_jsonl(path, {"messages", "tools"}, ignored):
-        where = f"{path}:{line}"
-        messages, tools = row.get("messages"), row.get("tools")
-        if not isinstance(messages, list):
-            raise ValueError(f'{where}: needs a list "messages"; its keys are {_keys(row)}')
-        if tools is not None and not isinstance(tools, list):
-            raise ValueError(f'{where}: "tools" must be a list, not {type(tools).__name__}')
-        yield line, (messages, tools)
-
-
-def _read_jsonl(
-    path: Path, known: set[str], ignored: set[str] | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw)
-            except ValueError as error:  # bad JSON and bad UTF-8 alike
-                raise ValueError(f"{path}:{line}: not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{line}: needs a JSON object, not {type(row).__name__}")
-            if ignored is not None:
-                ignored |= row.keys() - known
-            yield line, row
-
-
-def _keys(row: dict[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "none"
+def _hub(entry: Entry, form: Format, streaming: bool) -> Source:
+    repository = entry.path.removeprefix(HUB)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
+        raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
+    split = entry.split or "train"
+    name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
+    return HubDataset(name, form, repository, split, entry.config, entry.revision, streaming)

@@ -1,10 +1,8 @@
 """Perplexity of a model on text, or on the assistant's turns in conversations."""
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,8 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from tigon.data import chat_examples, find_files
-from tigon.data.sources import read_texts
+from tigon.data import ChatEncoder, Source, find_sources, read, read_texts
+from tigon.data.formats import CHATS
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 
@@ -42,8 +40,8 @@ def perplexity(
 ) -> Perplexity:
     """exp of the mean negative log-likelihood over all scored tokens of the files.
 
-    Rows {"messages": ...} of a .jsonl file score what the assistant says; {"text": ...} rows and
-    .txt files score every token but a document's first. What is longer than `context` tokens
+    Conversations score what the assistant says; {"text": ...} rows and .txt files score every
+    token but a document's first. What is longer than `context` tokens
     (1024, or all that the model takes if that is less) is read in windows that advance by
     `stride` (half the context), and each token is scored in the first window that predicts it.
     """
@@ -83,29 +81,25 @@ def perplexity(
 
 
 def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
-    """Conversations if the first row of the first file has messages, else texts."""
-    files = find_files(patterns)
-    if not _is_chat(files[0]):
-        texts = [text for file in files for _, text in read_texts(file)]
-        encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
-        return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
-    chats = chat_examples(files, tokenizer)
-    return [
-        (chats.tokens[a:b], chats.supervised[a:b])
-        for a, b in zip(chats.offsets[:-1], chats.offsets[1:], strict=True)
-    ]
+    """Conversations if the first row of the first file is one, else texts."""
+    sources = find_sources(patterns)
+    if _is_chat(sources[0]):
+        chats = read(sources, ChatEncoder(tokenizer, must_end=False))
+        return [
+            (chats.tokens[a:b], chats.supervised[a:b])
+            for a, b in zip(chats.offsets[:-1], chats.offsets[1:], strict=True)
+        ]
+    texts = [text for source in sources for text in read_texts(source)]
+    encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
+    return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
 
 
-def _is_chat(file: Path) -> bool:
-    if file.suffix != ".jsonl":
-        return False
-    with file.open("rb") as lines:
-        first = next((line for line in lines if line.strip()), b"{}")
+def _is_chat(source: Source) -> bool:
+    first = next((row for _, row in source.rows()), None)
     try:
-        row = json.loads(first)
+        return isinstance(first, dict) and source.format.told(first, CHATS).kind in CHATS
     except ValueError:
         return False  # reading the rows reports the line
-    return isinstance(row, dict) and "messages" in row
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:

@@ -4,20 +4,28 @@
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.generation.caches import Caches, check_assistant, choose_cache, is_sharded
+from tigon.generation.caches import choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
 from tigon.generation.loop import LAG, run_steps
-from tigon.generation.prompt import check_prompt
+from tigon.generation.prompt import Prompt, check_prompt
 from tigon.generation.protocols import Decodes, Model, Steps, Streamer
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import UNSET, max_new, settle, warn_of_unused
+from tigon.generation.settings import (
+    DEFAULTS,
+    UNSET,
+    Caches,
+    Settings,
+    max_new,
+    settle,
+    warn_of_length,
+    warn_of_unused,
+)
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.static import StaticSteps
 from tigon.generation.stopping import Continuations, find_stops
@@ -82,98 +90,62 @@ def generate(
     A value that cannot be is a ValueError or a TypeError that names it; an argument without effect
     gets a warning, and so does a text that may pass the model's max_position_embeddings.
     """
-    arguments = {
-        "max_new_tokens": max_new_tokens,
-        "max_length": max_length,
-        "min_new_tokens": min_new_tokens,
-        "num_return_sequences": num_return_sequences,
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-        "stop_strings": stop_strings,
-        "seed": seed,
-        "use_cache": use_cache,
-        "cache_implementation": cache_implementation,
-        "prefill_chunk_size": prefill_chunk_size,
-        "num_assistant_tokens": num_assistant_tokens,
-    }
-    given = {name: value for name, value in arguments.items() if value is not UNSET}
+    arguments = locals()
+    given = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
     settings = settle(model, generation_config, given, others)
     eos, pad = settings.eos_token_id, settings.pad_token_id
     prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
     stop = find_stops(settings.stop_strings, tokenizer)
-    rows = prompt.repeat(settings.num_return_sequences)
-    b, t = rows.ids.shape
-    max_tokens = max_new(t, settings)
-    if pad is None:
-        if stop is not None and not eos and b > 1:
-            raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
-        pad = eos[0] if eos else 0
-    asked, total = settings.cache_implementation, t + max_tokens
-    if assistant_model is not None:
-        # Rows that have all their tokens keep proposing until the others have theirs
-        total += settings.num_assistant_tokens
-        check_assistant(model, assistant_model, asked, total, settings.use_cache)
-        asked = asked or "static"
-    cache = choose_cache(model, asked, total, settings.use_cache)
+    rows, max_tokens = prompt.repeat(settings.num_return_sequences), max_new(prompt, settings)
+    emit = streamer.put if isinstance(streamer, Streamer) else streamer
+    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit)
+    cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
     warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
-    longest, context = max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings
-    if longest > context:
-        warnings.warn(
-            f"a text of up to {longest} tokens is longer than the {context} of the model's "
-            "max_position_embeddings; it may make little sense beyond those",
-            stacklevel=2,
-        )
+    warn_of_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
+    if isinstance(streamer, Streamer):
+        streamer.put(rows.ids.cpu())
+    if max_tokens:
+        _run(model, assistant_model, prompt, settings, sampling, cache, output)
+    if isinstance(streamer, Streamer):
+        streamer.end()
+    # Outside of inference mode, for the caller may train on what comes back
+    return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+
+
+def _run(
+    model: Model,
+    assistant: Model | None,
+    prompt: Prompt,
+    settings: Settings,
+    sampling: Sampling,
+    cache: Caches,
+    output: Continuations,
+) -> None:
+    """Generate on the model's device until every row of `output` has ended."""
+    device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
+    if settings.seed is not None:
+        generator = torch.Generator(device).manual_seed(settings.seed)
+    chosen = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
     options: dict[str, Any] = {
-        "copies": settings.num_return_sequences,
+        "copies": copies,
         "prefill_chunk_size": settings.prefill_chunk_size,
         "quantize": "int8" if cache == "quantized" else None,
     }
-
-    emit: Callable[[Tensor], object] | None = None
-    if isinstance(streamer, Streamer):
-        emit = streamer.put
-        emit(rows.ids.cpu())
-    elif streamer is not None:
-        emit = streamer
-    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit)
-
-    device, sharded = rows.ids.device, is_sharded(model)
-    generator = None
-    if settings.seed is not None:
-        generator = torch.Generator(device).manual_seed(settings.seed)
-    chosen = max_tokens, sampling, Draws(b, device, generator)
     with contextlib.ExitStack() as stack:
         # FSDP keeps what it gathers in, and could not train with memory of inference mode
-        stack.enter_context(torch.no_grad() if sharded else torch.inference_mode())
+        stack.enter_context(torch.no_grad() if is_sharded(model) else torch.inference_mode())
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             # Steps whose tokens are dropped may still run: their graph must not be freed
             stack.callback(torch.cuda.current_stream(device).synchronize)
-        if max_tokens:
-            steps: Steps
-            if assistant_model is not None:
-                steps = SpeculativeSteps(
-                    model,
-                    assistant_model,
-                    prompt,
-                    *chosen,
-                    proposals=settings.num_assistant_tokens,
-                    **options,
-                )
-            elif cache == "dynamic":
-                steps = DynamicSteps(model, rows, *chosen, settings.use_cache)
-            else:
-                steps = StaticSteps(model, prompt, *chosen, **options)
-            # Ranks that share a sharded model must all make the same number of steps
-            run_steps(steps, output, 0 if cache == "dynamic" else LAG)
-    if isinstance(streamer, Streamer):
-        streamer.end()
-    # Outside of inference mode, for the caller may train on what comes back
-    return torch.cat((rows.ids, output.tensor().to(device)), 1)
+        steps: Steps
+        if assistant is not None:
+            options["proposals"] = settings.num_assistant_tokens
+            steps = SpeculativeSteps(model, assistant, prompt, *chosen, **options)
+        elif cache == "dynamic":
+            steps = DynamicSteps(model, prompt.repeat(copies), *chosen, settings.use_cache)
+        else:
+            steps = StaticSteps(model, prompt, *chosen, **options)
+        # Ranks that share a sharded model must all make the same number of steps
+        run_steps(steps, output, 0 if cache == "dynamic" else LAG)

@@ -1,12 +1,10 @@
 """Which cache can hold a text, and whether one model can propose to another."""
 
-from typing import Literal
-
 from torch.distributed.tensor import DTensor
 
 from tigon.generation.protocols import Model
+from tigon.generation.settings import Caches, Settings
 
-Caches = Literal["dynamic", "static", "quantized"]
 # Vocabularies of one tokenizer differ where they were filled up, to a multiple of FILL, and by
 # at most FILLED rows: 151,936 and 152,064 in Qwen2.5
 FILL, FILLED = 64, 512
@@ -17,8 +15,14 @@ def is_sharded(model: Model) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def choose_cache(model: Model, asked: Caches | None, total: int, use_cache: bool) -> Caches:
+def choose_cache(model: Model, assistant: Model | None, settings: Settings, total: int) -> Caches:
     """The cache for up to `total` tokens: a static one on a GPU wherever it is exact."""
+    asked, use_cache = settings.cache_implementation, settings.use_cache
+    if assistant is not None:
+        # Rows that have all their tokens keep proposing until the others have theirs
+        total += settings.num_assistant_tokens
+        _check_assistant(model, assistant, asked, total, use_cache)
+        asked = asked or "static"
     if not use_cache and asked is not None:
         raise ValueError(f"use_cache=False and cache_implementation={asked!r}: give one of them")
     if not use_cache or asked == "dynamic":
@@ -31,7 +35,7 @@ def choose_cache(model: Model, asked: Caches | None, total: int, use_cache: bool
     return "dynamic"
 
 
-def check_assistant(
+def _check_assistant(
     model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
 ) -> None:
     """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""

@@ -4,12 +4,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 from tigon import strict
-from tigon.generation.caches import Caches
+from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.strict import setting
+
+Caches = Literal["dynamic", "static", "quantized"]
 
 
 class _Unset:
@@ -197,14 +199,24 @@ def warn_of_unused(given: Mapping[str, Any], do_sample: bool, assisted: bool, ca
             warnings.warn(f"without {needed}, nothing comes of {', '.join(unused)}", stacklevel=3)
 
 
-def max_new(prompt: int, settings: Settings) -> int:
-    """Most tokens that a row may get after a prompt of so many."""
+def warn_of_length(longest: int, context: int) -> None:
+    if longest > context:
+        warnings.warn(
+            f"a text of up to {longest} tokens is longer than the {context} of the model's "
+            "max_position_embeddings; it may make little sense beyond those",
+            stacklevel=3,
+        )
+
+
+def max_new(prompt: Prompt, settings: Settings) -> int:
+    """Most tokens that a row may get after the prompt."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens
     if settings.max_length is None:
         return DEFAULT_NEW_TOKENS
-    if settings.max_length <= prompt:
+    held = prompt.ids.shape[1]
+    if settings.max_length <= held:
         raise ValueError(
-            f"max_length={settings.max_length} leaves no room after a prompt of {prompt} tokens"
+            f"max_length={settings.max_length} leaves no room after a prompt of {held} tokens"
         )
-    return settings.max_length - prompt
+    return settings.max_length - held

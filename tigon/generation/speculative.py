@@ -6,8 +6,6 @@ Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own
 # B rows, T prompt tokens, k proposed tokens, V vocab
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -19,6 +17,7 @@ from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling, draw
 from tigon.generation.static import make_cache
 from tigon.generation.stopping import ABSENT
+from tigon.layers.state import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -65,7 +64,7 @@ class SpeculativeSteps:
         proposals: int,
         copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
-        quantize: Literal["int8"] | None = None,
+        quantize: Quantize = None,
     ):
         self._model, self._draft, self._max_tokens, self._k = model, draft, max_tokens, proposals
         self._sampling, self._draws = sampling, draws

@@ -3,8 +3,6 @@
 # B rows at first, b rows now, V vocab
 """
 
-from typing import Literal
-
 from torch import Tensor
 
 from tigon.generation.graph import Replay
@@ -13,23 +11,17 @@ from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling
 from tigon.layers import StaticCache
+from tigon.layers.state import Quantize
 
 ROUND = 256  # capacities are multiples of
 
 
 def make_cache(
-    model: Model,
-    prompt: Prompt,
-    new: int,
-    *,
-    chunk: int = 1,
-    quantize: Literal["int8"] | None = None,
+    model: Model, prompt: Prompt, new: int, *, chunk: int = 1, quantize: Quantize = None
 ) -> StaticCache:
     """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
-    return model.static_cache(
-        prompt.ids.shape[0], capacity, chunk=max(16, chunk), quantize=quantize
-    )
+    return model.static_cache(len(prompt.ids), capacity, chunk=max(16, chunk), quantize=quantize)
 
 
 class StaticSteps:
@@ -47,7 +39,7 @@ class StaticSteps:
         *,
         copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
-        quantize: Literal["int8"] | None = None,
+        quantize: Quantize = None,
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
         self._cache = make_cache(model, prompt, max_tokens, quantize=quantize)

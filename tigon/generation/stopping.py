@@ -22,10 +22,6 @@ class StopStrings:
         # A token is at least a byte. One more, since decoders treat the first of a text apart
         self.window = max(len(s.encode()) for s in strings) + 1
 
-    def __call__(self, tokens: Tensor) -> list[bool]:
-        """For tokens [B, any]: prompt and continuation."""
-        return [self.completed(row) for row in tokens[:, -self.window :].tolist()]
-
     def completed(self, ids: list[int]) -> bool:
         """For the last `window` tokens of one row, or all that it has."""
         before = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
@@ -55,11 +51,13 @@ class Continuations:
         prompt: Tensor,  # [B, T]
         max_tokens: int,  # of a row
         eos: Sequence[int],
-        pad: int,
+        pad: int | None,  # fills short rows; None: eos, or else 0
         stop: StopStrings | None,
         emit: Callable[[Tensor], object] | None,
     ):
-        self.max_tokens, self.pad = max_tokens, pad
+        if stop is not None and pad is None and not eos and len(prompt) > 1:
+            raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
+        self.max_tokens, self.pad = max_tokens, next(iter(eos), 0) if pad is None else pad
         self.tokens: list[list[int]] = [[] for _ in range(prompt.shape[0])]
         self.unfinished = set(range(prompt.shape[0])) if max_tokens else set()
         self._eos, self._stop, self._emit, self._emitted = frozenset(eos), stop, emit, 0

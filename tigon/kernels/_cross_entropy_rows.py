@@ -17,8 +17,9 @@ from tigon.kernels._logits import (
     Gradient,
     Options,
     scale_and_cap,
+    scale_and_cap_of,
     transform,
-    transform_arguments,
+    uncap,
 )
 from tigon.kernels._triton import runs_triton, tl, triton
 
@@ -101,9 +102,9 @@ def _reference_rows(
 
 
 @triton.jit
-def _value(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, HOLES: tl.constexpr):
-    z = transform(x, scale, cap, SCALED, CAPPED)
-    if HOLES and CAPPED:
+def _value(x, head, HOLES):
+    z = transform(x, head)
+    if HOLES and head[1] is not None:
         z = tl.where(x == -float("inf"), -float("inf"), z)
     return z
 
@@ -121,50 +122,41 @@ def _probability(z, highest, log_mass, logits):
 @triton.jit
 def _rows_kernel(
     logits,
-    out,
     targets,
-    row_scale,
     loss,
     peaks,
     log_masses,
-    entropy,
+    entropy,  # these three may be None
     nll,
     predicted,
+    row_scale,  # these two are None without a gradient
+    out,
     V,
     stride,
     out_stride,
-    scale,
-    cap,
-    smoothing,
+    head,  # scale and softcap; None for none
+    smoothing,  # None for 0, as z_loss
     z_loss,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    GRAD: tl.constexpr,
     ADD: tl.constexpr,
     MASS_KNOWN: tl.constexpr,
     HOLES: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    NLL: tl.constexpr,
-    PREDICTED: tl.constexpr,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
 ):
     """One row per program: a pass for the logsumexp, a second, out of L2, for the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    out += row * out_stride
     target = tl.load(targets + row)
     # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
     groups = tl.arange(0, BLOCK // K)[:, None]
     columns = groups * K + tl.arange(0, K)[None, :]
     slope = 0.0
-    if GRAD:
+    if row_scale is not None:
+        out += row * out_stride
         slope = tl.load(row_scale + row).to(tl.float32)
         slope = tl.where(target == -100, 0.0, slope)
-        if SCALED:
-            slope = slope * scale
+        if head[0] is not None:
+            slope = slope * head[0]
 
     highest = tl.full([], 0.0, tl.float32)
     log_mass = tl.full([], 0.0, tl.float32)
@@ -174,14 +166,14 @@ def _rows_kernel(
         if not MASS_KNOWN:
             tl.store(peaks + row, 0.0)
             tl.store(log_masses + row, 0.0)
-        if ENTROPY:
+        if entropy is not None:
             tl.store(entropy + row, 0.0)
-        if NLL:
+        if nll is not None:
             tl.store(nll + row, 0.0)
-        if PREDICTED:
+        if predicted is not None:
             tl.store(predicted + row, -100)
     else:
-        z_target = _value(tl.load(logits + target), scale, cap, SCALED, CAPPED, HOLES)
+        z_target = _value(tl.load(logits + target), head, HOLES)
         if MASS_KNOWN:
             highest = tl.load(peaks + row)
             log_mass = tl.load(log_masses + row)
@@ -194,11 +186,11 @@ def _rows_kernel(
             for start in range(0, V, BLOCK):
                 at = start + columns
                 x = tl.load(logits + at, mask=at < V, other=-float("inf"))
-                z = _value(x, scale, cap, SCALED, CAPPED, HOLES)
-                if CAPPED:
+                z = _value(x, head, HOLES)
+                if head[1] is not None:
                     z = tl.where(at < V, z, -float("inf"))
                 top = tl.max(z, axis=1)
-                if PREDICTED:
+                if predicted is not None:
                     first = tl.min(tl.where(z == top[:, None], at, 2147483647), axis=1)
                     best = tl.where(top > peak, first.to(tl.int32), best)
                 higher = tl.maximum(peak, top)
@@ -207,16 +199,16 @@ def _rows_kernel(
                     p = tl.exp2((z - higher[:, None]) * LOG2E)  # exact near the maximum
                 else:
                     p = tl.exp2(z * LOG2E - (higher * LOG2E)[:, None])  # one operation
-                if ENTROPY:
+                if entropy is not None:
                     moment = (moment + mass * (peak - higher)) * shrink
                     moment += tl.sum(p * tl.where(p > 0, z - higher[:, None], 0.0), axis=1)
                 mass = mass * shrink + tl.sum(p, axis=1)
-                if SMOOTHED:
+                if smoothing is not None:
                     total += tl.sum(tl.where(at < V, z, 0.0), axis=1)
                 peak = higher
             highest = tl.max(peak, axis=0)
             shrink = tl.exp2((peak - highest) * LOG2E)
-            if ENTROPY:
+            if entropy is not None:
                 moment += mass * (peak - highest)
             row_mass = tl.sum(mass * shrink, axis=0)
             log_mass = tl.log(row_mass)
@@ -224,20 +216,20 @@ def _rows_kernel(
             tl.store(log_masses + row, log_mass)
             row_nll = log_mass + (highest - z_target)
             row_loss = row_nll
-            if SMOOTHED:
+            if smoothing is not None:
                 row_loss += smoothing * (z_target - tl.sum(total, axis=0) / V)
-            if Z_LOSS:
+            if z_loss is not None:
                 row_loss += z_loss * (highest + log_mass) * (highest + log_mass)
             tl.store(loss + row, row_loss)
-            if NLL:
+            if nll is not None:
                 tl.store(nll + row, row_nll)
-            if ENTROPY:
+            if entropy is not None:
                 tl.store(entropy + row, log_mass - tl.sum(moment * shrink, axis=0) / row_mass)
-            if PREDICTED:
+            if predicted is not None:
                 first = tl.min(tl.where(peak == highest, best, 2147483647), axis=0)
                 tl.store(predicted + row, first.to(tl.int64))
 
-    if GRAD:
+    if row_scale is not None:
         if slope == 0.0:  # not 0 * NaN
             if not ADD:
                 for start in range(0, V, BLOCK):
@@ -245,16 +237,15 @@ def _rows_kernel(
                     tl.store(out + at, tl.zeros_like(at).to(out.dtype.element_ty), mask=at < V)
         else:
             steep, flat = slope, 0.0
-            if Z_LOSS:
+            if z_loss is not None:
                 steep = slope * (1 + 2 * z_loss * (highest + log_mass))
             d_target = _probability(z_target, highest, log_mass, logits) * steep
-            if SMOOTHED:
+            if smoothing is not None:
                 flat = slope * smoothing / V
                 d_target -= flat + slope * (1 - smoothing)
             else:
                 d_target -= slope
-            if CAPPED:
-                d_target *= 1 - (z_target / cap) * (z_target / cap)
+            d_target = uncap(d_target, z_target, head)
             if ADD:
                 d_target += tl.load(out + target).to(tl.float32)
             # Everybody has read what belongs to the target before anybody writes there
@@ -264,12 +255,11 @@ def _rows_kernel(
             for i in range(blocks):
                 at = (blocks - 1 - i) * BLOCK + columns
                 x = tl.load(logits + at, mask=at < V, other=0.0, eviction_policy="evict_first")
-                z = _value(x, scale, cap, SCALED, CAPPED, HOLES)
+                z = _value(x, head, HOLES)
                 d = _probability(z, highest, log_mass, logits) * steep
-                if SMOOTHED:
+                if smoothing is not None:
                     d -= flat
-                if CAPPED:
-                    d *= 1 - (z / cap) * (z / cap)
+                d = uncap(d, z, head)
                 if ADD:
                     d += tl.load(out + at, mask=at < V, other=0.0).to(tl.float32)
                 tl.store(
@@ -296,50 +286,41 @@ def loss_rows(
     n, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    out = logits if grad is None else grad.out
 
-    def rows(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(n if wanted else 0, dtype=dtype, device=logits.device)
+    def rows(dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device=logits.device)
 
     loss = rows()
     peak, log_mass = known or (rows(), rows())
-    entropy, nll = (rows(name in metrics) for name in ("entropy", "nll"))
-    predicted = rows("predicted_tokens" in metrics, torch.int64)
+    found = {name: rows() for name in ("entropy", "nll") if name in metrics}
+    if "predicted_tokens" in metrics:
+        found["predicted_tokens"] = rows(torch.int64)
     if n:
         # 64 KiB of a row at a time keep an SM's loads in flight; 32 warps hold them
         block = min(65536 // logits.element_size(), max(128, triton.next_power_of_2(vocab)))
         _rows_kernel[(n,)](
             logits,
-            out,
             targets.contiguous(),
-            # An upstream gradient may be one number, expanded
-            loss if grad is None else grad.row_scale.contiguous(),
             loss,
             peak.contiguous(),
             log_mass.contiguous(),
-            entropy,
-            nll,
-            predicted,
+            *(found.get(name) for name in ("entropy", "nll", "predicted_tokens")),
+            # An upstream gradient may be one number, expanded
+            None if grad is None else grad.row_scale.contiguous(),
+            None if grad is None else grad.out,
             vocab,
             logits.stride(0),
-            out.stride(0),
-            **transform_arguments(options),
-            smoothing=float(options.label_smoothing),
-            z_loss=float(options.z_loss),
-            SMOOTHED=options.label_smoothing != 0,
-            Z_LOSS=options.z_loss != 0,
-            GRAD=grad is not None,
+            0 if grad is None else grad.out.stride(0),
+            scale_and_cap_of(options),
+            float(options.label_smoothing) or None,
+            float(options.z_loss) or None,
             ADD=grad is not None and grad.add,
             MASS_KNOWN=known is not None,
             HOLES=holes,
-            ENTROPY="entropy" in metrics,
-            NLL="nll" in metrics,
-            PREDICTED="predicted_tokens" in metrics,
             BLOCK=block,
             K=4,
             num_warps=min(32, max(1, block // 1024)),
         )
-    found = {"entropy": entropy, "nll": nll, "predicted_tokens": predicted}
     for name in metrics:
         if name in ("z", "max_logit"):
             found[name] = peak + log_mass if name == "z" else peak.clone()

@@ -12,8 +12,9 @@ from tigon.kernels._logits import (
     Gradient,
     Options,
     scale_and_cap,
+    scale_and_cap_of,
     transform,
-    transform_arguments,
+    uncap,
 )
 from tigon.kernels._triton import runs_triton, tl, triton
 
@@ -77,14 +78,14 @@ def _reference(
 
 
 @triton.jit
-def _mass(logits, V, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def _mass(logits, V, head, BLOCK):
     """The largest logit of a row, and log2 of the sum of 2^((z - largest) log2 e)."""
     columns = tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), -1.0e38, tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + columns
-        z = transform(tl.load(logits + at, mask=at < V, other=0.0), scale, cap, SCALED, CAPPED)
+        z = transform(tl.load(logits + at, mask=at < V, other=0.0), head)
         z = tl.where(at < V, z, -float("inf"))
         higher = tl.maximum(peak, z)
         mass = mass * tl.exp2((peak - higher) * LOG2E) + tl.exp2((z - higher) * LOG2E)
@@ -94,7 +95,7 @@ def _mass(logits, V, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr, BLO
 
 
 @triton.jit
-def _divergence(a, b, beta, MIX: tl.constexpr, REVERSE: tl.constexpr):
+def _divergence(a, b, beta, MIX, REVERSE):
     """For log2-probabilities of student and teacher: p, q, the loss of a logit, and its g.
 
     The gradient of the student's logit is p (g - sum p g), all in units of log2; a forward
@@ -119,26 +120,19 @@ def _divergence(a, b, beta, MIX: tl.constexpr, REVERSE: tl.constexpr):
 def _divergence_kernel(
     student,
     teacher,
-    out,
-    row_scale,
     loss,
+    row_scale,  # these two are None without a gradient
+    out,
     V,
     s_stride,
     t_stride,
     out_stride,
     beta,
-    scale,
-    cap,
-    t_scale,
-    t_cap,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    T_SCALED: tl.constexpr,
-    T_CAPPED: tl.constexpr,
+    head,  # scale and softcap; None for none
+    t_head,
     MIX: tl.constexpr,
     REVERSE: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    GRAD: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -146,59 +140,54 @@ def _divergence_kernel(
     row = tl.program_id(0).to(tl.int64)
     student += row * s_stride
     teacher += row * t_stride
-    out += row * out_stride
     columns = tl.arange(0, BLOCK)
     s_peak, s_mass, t_peak, t_mass = 0.0, 0.0, 0.0, 0.0
     if not NORMALIZED:
-        s_peak, s_mass = _mass(student, V, scale, cap, SCALED, CAPPED, BLOCK)
-        t_peak, t_mass = _mass(teacher, V, t_scale, t_cap, T_SCALED, T_CAPPED, BLOCK)
+        s_peak, s_mass = _mass(student, V, head, BLOCK)
+        t_peak, t_mass = _mass(teacher, V, t_head, BLOCK)
     FORWARD: tl.constexpr = not (MIX or REVERSE)
     slope = 0.0
-    if GRAD:
+    if row_scale is not None:
+        out += row * out_stride
         slope = tl.load(row_scale + row).to(tl.float32)
-        if SCALED:
-            slope = slope * scale
+        if head[0] is not None:
+            slope = slope * head[0]
 
     total = tl.zeros((BLOCK,), tl.float32)
     mean_g = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + columns
-        z = transform(tl.load(student + at, mask=at < V, other=0.0), scale, cap, SCALED, CAPPED)
-        y = tl.load(teacher + at, mask=at < V, other=0.0)
-        y = transform(y, t_scale, t_cap, T_SCALED, T_CAPPED)
+        z = transform(tl.load(student + at, mask=at < V, other=0.0), head)
+        y = transform(tl.load(teacher + at, mask=at < V, other=0.0), t_head)
         a = tl.where(at < V, (z - s_peak) * LOG2E - s_mass, -float("inf"))
         b = tl.where(at < V, (y - t_peak) * LOG2E - t_mass, -float("inf"))
         p, q, each, g = _divergence(a, b, beta, MIX, REVERSE)
         total += each
         mean_g += p * g
-        if GRAD and FORWARD:
+        if row_scale is not None and FORWARD:
             d = (p - q) * slope
             if NORMALIZED:
                 d = -q * slope
-            _store(out + at, d, z, slope, cap, at < V, CAPPED, ADD)
+            _store(out + at, d, z, slope, head, at < V, ADD)
     tl.store(loss + row, tl.sum(total, axis=0) / LOG2E)
 
-    if GRAD and not FORWARD:
+    if row_scale is not None and not FORWARD:
         mean = tl.sum(mean_g, axis=0)
         if NORMALIZED:
             mean = -LOG2E if REVERSE else 0.0
         for start in range(0, V, BLOCK):
             at = start + columns
-            z = tl.load(student + at, mask=at < V, other=0.0)
-            z = transform(z, scale, cap, SCALED, CAPPED)
-            y = tl.load(teacher + at, mask=at < V, other=0.0)
-            y = transform(y, t_scale, t_cap, T_SCALED, T_CAPPED)
+            z = transform(tl.load(student + at, mask=at < V, other=0.0), head)
+            y = transform(tl.load(teacher + at, mask=at < V, other=0.0), t_head)
             a, b = (z - s_peak) * LOG2E - s_mass, (y - t_peak) * LOG2E - t_mass
             p, q, each, g = _divergence(a, b, beta, MIX, REVERSE)
             d = p * (g - mean) * (slope / LOG2E)
-            _store(out + at, d, z, slope, cap, at < V, CAPPED, ADD)
+            _store(out + at, d, z, slope, head, at < V, ADD)
 
 
 @triton.jit
-def _store(at, d, z, slope, cap, mask, CAPPED: tl.constexpr, ADD: tl.constexpr):
-    if CAPPED:
-        d *= 1 - (z / cap) * (z / cap)
-    d = tl.where(slope == 0.0, 0.0, d)  # not 0 * NaN
+def _store(at, d, z, slope, head, mask, ADD):
+    d = tl.where(slope == 0.0, 0.0, uncap(d, z, head))  # not 0 * NaN
     if ADD:
         d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, d.to(at.dtype.element_ty), mask=mask)
@@ -219,27 +208,25 @@ def divergence_rows(
         return _reference(student, teacher, options, teacher_options, beta, grad, normalized)
     n, vocab = student.shape
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
-    out = student if grad is None else grad.out
     losses = torch.empty(n, dtype=torch.float32, device=student.device)
     if n:
         block = min(8192, max(128, triton.next_power_of_2(vocab)))
         _divergence_kernel[(n,)](
             student,
             teacher,
-            out,
-            losses if grad is None else grad.row_scale.contiguous(),  # perhaps one, expanded
             losses,
+            None if grad is None else grad.row_scale.contiguous(),  # perhaps one, expanded
+            None if grad is None else grad.out,
             vocab,
             student.stride(0),
             teacher.stride(0),
-            out.stride(0),
-            beta=float(beta),
-            **transform_arguments(options),
-            **transform_arguments(teacher_options, "t_"),
+            0 if grad is None else grad.out.stride(0),
+            float(beta),
+            scale_and_cap_of(options),
+            scale_and_cap_of(teacher_options),
             MIX=0 < beta < 1,
             REVERSE=beta == 1,
             NORMALIZED=normalized,
-            GRAD=grad is not None,
             ADD=grad is not None and grad.add,
             BLOCK=block,
             num_warps=min(16, max(1, block // 512)),

@@ -3,13 +3,11 @@
 # S rows (slots), E experts, K the dimension summed over, O outputs
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._triton import INTERPRETED, num_sms, tl, triton
+from tigon.kernels._triton import INTERPRETED, hopper, num_sms, tl, triton
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -70,11 +68,6 @@ def _grouped_product_kernel(
         tl.store(at, total.to(y.dtype.element_ty), mask=(rows < last) & (columns < O))
 
 
-@functools.cache
-def _has_tma(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _aligned(*tensors: Tensor) -> bool:
     """Whether each row of contiguous tensors begins at a multiple of 16 bytes."""
     return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
@@ -83,7 +76,7 @@ def _aligned(*tensors: Tensor) -> bool:
 def _triton_serves(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel does: 16-bit numbers, and rows that the copy engine can address."""
     if x.device.type == "cuda":
-        fits = x.dtype in (torch.bfloat16, torch.float16) and _has_tma(x.device.index)
+        fits = x.dtype in (torch.bfloat16, torch.float16) and hopper(x.device.index)
     else:  # the interpreter has no bf16 products
         fits = INTERPRETED and x.dtype in (torch.float16, torch.float32)
     return fits and _aligned(x, weight)

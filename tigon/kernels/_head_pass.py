@@ -117,19 +117,9 @@ def run_pass(
 
 
 def _outputs(
-    hidden: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    index: Tensor | None,
-    live: Tensor | None,
-    slots: list[Tensor | None],
-    row_scales: list[Tensor],
-    words: str,
-    numbers: list[float],
-    needs: list[bool],
-    logits_bytes: int,
-    overwrite: bool,
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, index: Tensor | None, *rest: Any
 ) -> list[Tensor]:
+    _, _, _, words, numbers, needs, logits_bytes, overwrite = rest
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
@@ -190,7 +180,7 @@ def _head_pass(
         if weight is None and needs[0]:
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
-            out = logits if len(plans) == 1 else _like(logits)
+            out = logits if len(plans) == 1 else _room(logits, logits.shape[1])
         values: list[Tensor] = []
         grad = None
         for i, plan in enumerate(plans):
@@ -290,17 +280,16 @@ def _padded(vocab: int) -> int:
     return -(-vocab // 64) * 64
 
 
-def _like(logits: Tensor) -> Tensor:
-    """Room for as many logits; rows start at multiples of 128 bytes for the GPU."""
-    n, vocab = logits.shape
-    return logits.new_empty(n, _padded(vocab))[:, :vocab]
+def _room(x: Tensor, vocab: int) -> Tensor:
+    """For logits of the rows of x; rows start at multiples of 128 bytes for the GPU."""
+    return x.new_empty(x.shape[0], _padded(vocab))[:, :vocab]
 
 
 def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits of a chunk, ours to overwrite."""
     if not h.is_cuda:
         return F.linear(h, weight, bias)
-    logits = h.new_empty(h.shape[0], _padded(weight.shape[0]))[:, : weight.shape[0]]
+    logits = _room(h, weight.shape[0])
     if bias is None:
         return torch.mm(h, weight.T, out=logits)
     return torch.addmm(bias, h, weight.T, out=logits)

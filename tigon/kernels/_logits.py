@@ -5,9 +5,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._check import check, may_wait
@@ -51,6 +52,11 @@ class Options:
 PLAIN = Options()
 
 
+def check_of_logits(options: Options) -> None:
+    if options.label_smoothing or options.z_loss:
+        raise ValueError(f"{options}: label_smoothing and z_loss are for cross-entropy alone")
+
+
 class Gradient(NamedTuple):
     """The gradient of a chunk's logits that a criterion is to write.
 
@@ -71,6 +77,11 @@ def scale_and_cap(logits: Tensor, options: Options) -> Tensor:
     return logits
 
 
+def logits_ref(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Raw logits of a head in fp32."""
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -84,24 +95,28 @@ def tanh(y):
 
 
 @triton.jit
-def transform(x, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def transform(x, head):
     """Scaled and capped, fp32."""
     z = x.to(tl.float32)
-    if SCALED:
-        z = z * scale
-    if CAPPED:
-        z = cap * tanh(z * (1 / cap))
+    if head[0] is not None:
+        z = z * head[0]
+    if head[1] is not None:
+        z = head[1] * tanh(z * (1 / head[1]))
     return z
 
 
-def transform_arguments(options: Options, prefix: str = "") -> dict[str, Any]:
-    """The last four arguments of `transform`; another value of one does not compile anew."""
-    return {
-        f"{prefix}scale": float(options.logit_scale),
-        f"{prefix}cap": float(options.softcap or 1.0),
-        f"{prefix}SCALED".upper(): options.logit_scale != 1.0,
-        f"{prefix}CAPPED".upper(): options.softcap is not None,
-    }
+@triton.jit
+def uncap(d, z, head):
+    """The gradient of a scaled logit, from the gradient d of the capped one z."""
+    if head[1] is not None:
+        d *= 1 - (z / head[1]) * (z / head[1])
+    return d
+
+
+def scale_and_cap_of(options: Options) -> tuple[float | None, float | None]:
+    """`head` of `transform`; kernels are compiled anew for None, not for another number."""
+    scale = None if options.logit_scale == 1 else float(options.logit_scale)
+    return scale, None if options.softcap is None else float(options.softcap)
 
 
 @triton.jit

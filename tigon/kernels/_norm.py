@@ -60,14 +60,7 @@ def stages(step: int, most: int = 3) -> int:
 
 
 @triton.jit
-def load_scale(
-    weight,
-    C: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BEFORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
     columns = tl.arange(0, BLOCK)
     if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
         columns = columns[None, :] + tl.zeros([ROWS, 1], tl.int32)
@@ -81,13 +74,37 @@ def load_scale(
 
 
 @triton.jit
-def tile_mask(rows, columns, N, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile(first, columns, N, C, BLOCK, ROWS):
+    """The rows from `first` on, which of them exist, and which elements."""
+    rows = first + tl.arange(0, ROWS)[:, None]
+    inside = rows < N
     mask = tl.full([ROWS, BLOCK], True, tl.int1)
     if BLOCK != C:
         mask &= columns < C
     if ROWS > 1:
-        mask &= rows < N
-    return mask
+        mask &= inside
+    return rows.to(tl.int64), inside, mask
+
+
+@triton.jit
+def load_rows(x, rows, columns, mask):
+    """A tile of `x`, which is what `rows_of` gives."""
+    return tl.load(x[0] + rows * x[1] + columns, mask=mask, other=0.0)
+
+
+@triton.jit
+def norm_gradient(d, n, rstd, C):
+    """Of what was normalised to n, from the gradient d of n."""
+    return rstd * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+
+
+@triton.jit
+def add_weight_gradient(total, d, n, LATE):
+    if LATE:
+        total += d * n
+    else:
+        total += tl.sum(d * n, 0, keep_dims=True)
+    return total
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -101,13 +118,10 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
         total += tl.load(partials + rows * C + columns, mask=(rows < P) & (columns < C), other=0.0)
     total = tl.sum(total, 0, keep_dims=True)
     inside = columns < C
-    if out2 is None:
+    if tl.program_id(1) == 0:
         tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-    else:
-        if tl.program_id(1) == 0:
-            tl.store(out + columns, total.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
+    elif out2 is not None:
+        tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
 
 
 def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
@@ -121,8 +135,10 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def rows_of(x: Tensor, C: int) -> tuple[Tensor, int]:
-    """`x` as rows with adjacent columns, and the step from row to row."""
+def rows_of(x: Tensor | None, C: int) -> tuple[Tensor, int] | None:
+    """`x` as rows with adjacent columns, and the step from row to row; None for None."""
+    if x is None:
+        return None
     if x.is_contiguous():
         return x, C
     x = as_rows(x)

@@ -18,6 +18,7 @@ from tigon.kernels._logits import (
     METRICS,
     PLAIN,
     Options,
+    check_of_logits,
     check_reduction,
     check_rows,
     check_targets,
@@ -86,7 +87,6 @@ def run_criteria(
     active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int = LOGITS_BYTES,
     overwrite: bool = False,
-    name: str = "",  # in messages
 ) -> list[HeadValue]:
     """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
 
@@ -96,6 +96,7 @@ def run_criteria(
     """
     if not criteria:
         return []
+    check_of_logits(options)
     lead = hidden.shape[:-1]
     vocab = hidden.shape[-1] if weight is None else weight.shape[0]
     if weight is not None:
@@ -127,6 +128,16 @@ def run_criteria(
     values = [next(out) for _ in prepared]
     metrics = [{name: next(out) for name in a.plan.metrics} for a in prepared]
     return [_finish(v, m, a, lead) for v, m, a in zip(values, metrics, prepared, strict=True)]
+
+
+def run_one(
+    rows: Tensor, weight: Tensor | None, bias: Tensor | None, criterion: Criterion, **more: Any
+) -> HeadValue:
+    """`run_criteria` of one criterion, over rows [N, C] or raw logits [N, V]."""
+    if rows.dim() != 2:
+        name, shape = ("logits", "[N, V]") if weight is None else ("hidden", "[N, C]")
+        raise ValueError(f"{name} {tuple(rows.shape)} is not {shape}")
+    return run_criteria(rows, weight, bias, [criterion], **more)[0]
 
 
 def _pass(
@@ -263,7 +274,7 @@ def _teacher(
         raise ValueError(f"beta={c.beta} is not in [0, 1]")
     if not c.temperature > 0:
         raise ValueError(f"temperature={c.temperature} is not positive")
-    options = options.of_logits().at_temperature(c.temperature)
+    options = options.at_temperature(c.temperature)
     n = hidden.shape[:-1].numel()
     stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
     if (
@@ -305,7 +316,8 @@ def _teacher(
         states = states.to(autocast_dtype(states.device) or states.dtype)
         if len(states) != n:
             raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
-    teacher_options = of_teacher.of_logits().at_temperature(c.temperature)
+    check_of_logits(of_teacher)
+    teacher_options = of_teacher.at_temperature(c.temperature)
     plan = Plan("divergence", options, float(c.beta), teacher_options)
     return plan, (states, None, weight, bias), module
 

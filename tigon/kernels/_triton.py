@@ -124,7 +124,7 @@ def pdl_wait(PDL: tl.constexpr):
 
 
 @functools.cache
-def _hopper(device: int) -> bool:
+def hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -135,7 +135,7 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     It hides the microseconds between two kernels, which are much of the time of a decoding step and
     nothing beside large kernels.
     """
-    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not _hopper(x.device.index):
+    if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}
 

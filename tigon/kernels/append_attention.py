@@ -165,6 +165,7 @@ def _append_attention_kernel(
         row_k_scales = key_scales[0] + row * key_scales[1] + head.to(tl.int64) * key_scales[2]
         row_v_scales = value_scales[0] + row * value_scales[1] + head.to(tl.int64) * value_scales[2]
 
+    pair = queries, queries_high
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, WIDTH // EACH), tl.float32)
@@ -185,15 +186,8 @@ def _append_attention_kernel(
         seen = new[None, :] <= t[:, None]
         if window is not None:
             seen = seen & (new[None, :] > t[:, None] - window)
-        best, total, out, out_high = _fold(
-            (queries, queries_high),
-            (k_new, v_new, k_scale, v_scale),
-            seen,
-            (best, total, out, out_high),
-            scale,
-            softcap,
-            PACKED,
-        )
+        tile, state = (k_new, v_new, k_scale, v_scale), (best, total, out, out_high)
+        best, total, out, out_high = _fold(pair, tile, seen, state, scale, softcap, PACKED)
         if tl.program_id(2) == 0:
             slots = ((length + new) % R).to(tl.int64)
             k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
@@ -228,15 +222,8 @@ def _append_attention_kernel(
         seen = (i < end)[None, :]
         if window is not None and T > 1:
             seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
-        best, total, out, out_high = _fold(
-            (queries, queries_high),
-            (k_tile, v_tile, k_scale, v_scale),
-            seen,
-            (best, total, out, out_high),
-            scale,
-            softcap,
-            PACKED,
-        )
+        tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
+        best, total, out, out_high = _fold(pair, tile, seen, state, scale, softcap, PACKED)
 
     at = (row * T + t) * H + h
     total = tl.maximum(total, 1.0)  # as it is, unless a query saw nothing: 0 of weight 2^-inf
@@ -432,7 +419,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor)
         )
     if q.dim() != 4:
         raise ValueError(f"q {tuple(q.shape)} is not [B, T, H, D]")
-    b, kv_heads, slots, d = check_buffers(k, v, buffers)
+    b, kv_heads, slots, d = check_buffers(k, buffers)
     t, h = q.shape[1:3]
     new = b, t, kv_heads, d
     for name, x, shape in ("q", q, (b, t, h, d)), ("k", k, new), ("v", v, new):

@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref
 from tigon.kernels._divergence_rows import kl_ref
 from tigon.kernels._logits import IGNORE_INDEX, METRICS, PLAIN, Options, Reduction, scale_and_cap
-from tigon.kernels._run_criteria import HeadValue, run_criteria
+from tigon.kernels._run_criteria import HeadValue, run_one
 from tigon.kernels.criteria import CrossEntropy, Divergence
 
 __all__ = [
@@ -47,8 +47,6 @@ def cross_entropy(
     adjacent. With reduction "sum" the gradient is made in the forward pass, and copied only for a
     backward pass that retains the graph.
     """
-    if logits.dim() != 2:
-        raise ValueError(f"logits {tuple(logits.shape)} are not [N, V]")
     criterion = CrossEntropy(
         targets=targets,
         weights=token_weights,
@@ -59,11 +57,8 @@ def cross_entropy(
         class_weights=class_weights,
         metrics=metrics,
     )
-    logit_options = options.of_logits()
-    (found,) = run_criteria(
-        logits, None, None, [criterion], options=logit_options, overwrite=overwrite
-    )
-    return found
+    options = options.of_logits()
+    return run_one(logits, None, None, criterion, options=options, overwrite=overwrite)
 
 
 def divergence(
@@ -80,7 +75,7 @@ def divergence(
     For log-probabilities that exist, defined by `kl_ref`: they are not normalised again. The
     teacher's get no gradient.
     """
-    if logprobs.dim() != 2 or logprobs.shape != teacher_logprobs.shape:
+    if logprobs.shape != teacher_logprobs.shape:
         raise ValueError(
             f"logprobs {tuple(logprobs.shape)} and teacher_logprobs "
             f"{tuple(teacher_logprobs.shape)} are not [N, V] both"
@@ -94,4 +89,4 @@ def divergence(
         reduction=reduction,
         beta=beta,
     )
-    return run_criteria(logprobs, None, None, [criterion])[0].value
+    return run_one(logprobs, None, None, criterion).value

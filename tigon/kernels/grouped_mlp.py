@@ -141,11 +141,9 @@ def _act_backward_kernel(
 
 def _spread(x: Tensor, inverse: Tensor, k: int) -> Tensor:
     """x [N, C] -> [S, C]."""
-    if not runs_triton(x):
-        return x.new_empty(len(inverse), x.shape[1]).index_copy_(
-            0, inverse, x.repeat_interleave(k, 0)
-        )
     rows = x.new_empty(len(inverse), x.shape[1])
+    if not runs_triton(x):
+        return rows.index_copy_(0, inverse, x.repeat_interleave(k, 0))
     if rows.numel():
         block, warps = SPREAD
         block = min(block, triton.next_power_of_2(x.shape[1]))
@@ -259,18 +257,10 @@ def _backward(
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        act: Activation,
-    ) -> Tensor:
-        y, *saved = _forward(x, gate_up, down, experts, weights, act)
+    def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
+        y, *saved = _forward(*given)
+        x, gate_up, down, _, weights, ctx.act = given
         ctx.save_for_backward(x, gate_up, down, weights, *saved)
-        ctx.act = act
         return y
 
     @staticmethod

@@ -48,7 +48,7 @@ def floats(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
     return x if scales is None else x * scales[:, :, :slots, None]
 
 
-def check_buffers(k: Tensor, v: Tensor, buffers: KVBuffers) -> torch.Size:
+def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
     """Their shape [B, K, R, D]."""
     keys, values, *scales = buffers
     if keys.dim() != 4 or values.shape != keys.shape:
@@ -80,7 +80,7 @@ def append_tokens(
     The tokens of a row follow each other in order of position; ends[n] is how many the row holds
     afterwards. Of those that a ring has no room for, the last R stay. Nothing waits for the device.
     """
-    _, kv_heads, slots, d = check_buffers(k, v, buffers)
+    _, kv_heads, slots, d = check_buffers(k, buffers)
     new = len(rows), kv_heads, d
     if k.shape != new or v.shape != new:
         raise ValueError(

@@ -45,7 +45,7 @@ from tigon.kernels.rope import (
 BACKWARD = (1024, 2)
 # Programs on each multiprocessor, and stages of their loop over tokens
 RESIDENT = 4
-STAGES = 4
+STAGES = tl.constexpr(4)
 # Rows and columns of one step of the sum over programs
 SUM = (256, 16)
 
@@ -82,19 +82,7 @@ def _split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tens
 
 @triton.jit
 def _norm_heads_back(
-    part,
-    weight,
-    angles,
-    norm,
-    sums,
-    walk,
-    block,
-    COUNT: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
-    AFTER: tl.constexpr,
-    WEIGHT_GRAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    part, weight, angles, norm, sums, walk, block, COUNT, HEADS, DIMS, AFTER, WEIGHT_GRAD
 ):
     """Heads `block * HEADS` and on, of every P-th token's COUNT; `sums` takes the weight's part."""
     D: tl.constexpr = DIMS[0]
@@ -171,7 +159,6 @@ def _qk_norm_rope_backward_kernel(
     WHOLE: tl.constexpr,
     AFTER: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     D: tl.constexpr = DIMS[0]
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -183,36 +170,12 @@ def _qk_norm_rope_backward_kernel(
     walk = first, P, N, T
     if block < Q_BLOCKS:
         _norm_heads_back(
-            q,
-            weights[0],
-            angles,
-            norm,
-            sums,
-            walk,
-            block,
-            H,
-            HEADS,
-            DIMS,
-            AFTER,
-            WEIGHT_GRAD,
-            STAGES,
+            q, weights[0], angles, norm, sums, walk, block, H, HEADS, DIMS, AFTER, WEIGHT_GRAD
         )
     elif block < Q_BLOCKS + K_BLOCKS:
         block -= Q_BLOCKS
         _norm_heads_back(
-            k,
-            weights[1],
-            angles,
-            norm,
-            sums,
-            walk,
-            block,
-            K,
-            KV_HEADS,
-            DIMS,
-            AFTER,
-            WEIGHT_GRAD,
-            STAGES,
+            k, weights[1], angles, norm, sums, walk, block, K, KV_HEADS, DIMS, AFTER, WEIGHT_GRAD
         )
     else:
         heads = (block - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
@@ -225,7 +188,7 @@ def _qk_norm_rope_backward_kernel(
 
 
 @triton.jit
-def _sum_rows(x, y, N, D, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _sum_rows(x, y, N, D, ROWS, COLS):
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, N, ROWS):
@@ -351,7 +314,6 @@ def _backward(
         WHOLE=triton.next_power_of_2(d),
         AFTER=after,
         WEIGHT_GRAD=weight_grad,
-        STAGES=STAGES,
         num_warps=warps,
     )
     if weight_grad:
@@ -363,24 +325,11 @@ def _backward(
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        heads: int,
-        kv_heads: int,
-        eps: float,
-        offset: float,
-        after: bool,
-        interleaved: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:  # what `_forward` takes
+        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = given
         ctx.save_for_backward(q_weight, k_weight, None if q_weight is None else qkv, cos, sin)
-        ctx.options = (eps, offset, after, interleaved)
-        options = heads, kv_heads, *ctx.options
-        q, k = _forward(qkv, cos, sin, q_weight, k_weight, *options)
+        ctx.options = options
+        q, k = _forward(*given)
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod

@@ -16,14 +16,17 @@ from torch import Tensor
 from tigon.kernels._norm import (
     Cast,
     Launch,
+    add_weight_gradient,
     check_norm,
     empty_like,
     launch_forward,
+    load_rows,
     load_scale,
+    norm_gradient,
     rows_of,
     stages,
     sum_partials,
-    tile_mask,
+    tile,
 )
 from tigon.kernels._triton import (
     DTYPES,
@@ -77,28 +80,25 @@ def _launch_backward(C: int, width: int) -> Launch:
 
 
 @triton.jit
-def _scaled(n, weight, scale, x, BEFORE: tl.constexpr, GATED: tl.constexpr):
+def _scaled(n, weight, scale, dtype, BEFORE, GATED):
     """The normalised n times its scale, rounded as the reference does before the gate."""
     if BEFORE:
-        n = n.to(x.dtype.element_ty).to(tl.float32)
+        n = n.to(dtype).to(tl.float32)
     n *= scale
-    if BEFORE and GATED and weight.dtype.element_ty == x.dtype.element_ty:
-        n = n.to(x.dtype.element_ty).to(tl.float32)
+    if BEFORE and GATED and weight.dtype.element_ty == dtype:
+        n = n.to(dtype).to(tl.float32)
     return n
 
 
 @triton.jit
 def _forward_kernel(
-    x,
+    x,  # these three: pointer and step from row to row
     residual,
     gate,
     weight,
     y,
     total,
     rstd,
-    x_row,
-    residual_row,
-    gate_row,
     N,
     eps,
     C: tl.constexpr,
@@ -109,30 +109,25 @@ def _forward_kernel(
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
+    dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
-    inside = rows < N
-    rows = rows.to(tl.int64)
-    h = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
-    h = h.to(tl.float32)
+    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    h = load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
-        at = residual + rows * residual_row + columns
-        h += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        h += load_rows(residual, rows, columns, mask).to(tl.float32)
         h = h.to(total.dtype.element_ty)
         tl.store(total + rows * C + columns, h, mask=mask)
         h = h.to(tl.float32)
     if weight is not None:  # loaded before the reduction, which then hides the wait
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
-        at = gate + rows * gate_row + columns
-        z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        z = load_rows(gate, rows, columns, mask).to(tl.float32)
     r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
     if rstd is not None:
         tl.store(rstd + rows, r, mask=inside)
     h *= r
     if weight is not None:
-        h = _scaled(h, weight, scale, x, BEFORE, gate is not None)
+        h = _scaled(h, weight, scale, dtype, BEFORE, gate is not None)
     if gate is not None:
         h *= z * tl.sigmoid(z)
     tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
@@ -140,19 +135,15 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,
+    x,  # these four: pointer and step from row to row
     gate,
-    weight,
-    rstd,
     dy,
     dtotal,
+    weight,
+    rstd,
     dx,
     dgate,
     partials,
-    x_row,
-    gate_row,
-    dy_row,
-    dtotal_row,
     N,
     C: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -162,6 +153,7 @@ def _backward_kernel(
     STAGES: tl.constexpr,
     LATE: tl.constexpr,
 ):
+    dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
@@ -169,38 +161,30 @@ def _backward_kernel(
         dw = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows = first + tl.arange(0, ROWS)[:, None]
-        mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
-        inside = rows < N
-        rows = rows.to(tl.int64)
-        n = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
-        d = tl.load(dy + rows * dy_row + columns, mask=mask, other=0.0)
+        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
+        n = load_rows(x, rows, columns, mask)
+        d = load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
         n = n.to(tl.float32) * r
         d = d.to(tl.float32)
         if gate is not None:
-            at = gate + rows * gate_row + columns
-            z = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            z = load_rows(gate, rows, columns, mask).to(tl.float32)
             s = tl.sigmoid(z)
             if dgate is not None:
                 m = n
                 if weight is not None:
-                    m = _scaled(n, weight, scale, x, BEFORE, True)
+                    m = _scaled(n, weight, scale, dtype, BEFORE, True)
                 m *= d * s * (1.0 + z * (1.0 - s))
                 tl.store(dgate + rows * C + columns, m.to(dgate.dtype.element_ty), mask=mask)
             d *= z * s
         if partials is not None:
-            if LATE:
-                dw += d * n
-            else:
-                dw += tl.sum(d * n, 0, keep_dims=True)
+            dw = add_weight_gradient(dw, d, n, LATE)
         if dx is not None:
             if weight is not None:
                 d *= scale
-            d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+            d = norm_gradient(d, n, r, C)
             if dtotal is not None:
-                at = dtotal + rows * dtotal_row + columns
-                d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                d += load_rows(dtotal, rows, columns, mask).to(tl.float32)
             tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
     if partials is not None:
         at = partials + tl.program_id(0).to(tl.int64) * C + columns
@@ -233,24 +217,15 @@ def _forward(
         return outputs
     C = x.shape[-1]
     N = x.numel() // C
-    x, x_row = rows_of(x, C)
-    residual_row = gate_row = C
-    if residual is not None:
-        residual, residual_row = rows_of(residual, C)
-    if gate is not None:
-        gate, gate_row = rows_of(gate, C)
     launch = launch_forward(C)
     _forward_kernel[(launch.programs(x, N),)](
-        x,
-        residual,
-        gate,
+        rows_of(x, C),
+        rows_of(residual, C),
+        rows_of(gate, C),
         None if weight is None else weight.contiguous(),
         outputs[0],
         None if residual is None else outputs[1],
         outputs[-1] if save else None,
-        x_row,
-        residual_row,
-        gate_row,
         N,
         eps,
         C,
@@ -294,35 +269,20 @@ def _backward(
         return gradients
     C = x.shape[-1]
     N = x.numel() // C
-    x, x_row = rows_of(x, C)
-    dy, dy_row = rows_of(dy, C)
-    gate_row = dtotal_row = C
-    width = x.element_size() + dy.element_size()
-    if gate is not None:
-        gate, gate_row = rows_of(gate, C)
-        width += gate.element_size()
-    if dtotal is not None:
-        dtotal, dtotal_row = rows_of(dtotal, C)
-        width += dtotal.element_size()
+    inputs = x, gate, dy, dtotal
+    width = sum(t.element_size() for t in inputs if t is not None)
     launch = _launch_backward(C, width)
     grid = launch.programs(x, N)
     partials = None
     if dweight is not None:
         partials = torch.empty(grid * C, dtype=torch.float32, device=x.device)
     _backward_kernel[(grid,)](
-        x,
-        gate,
+        *(rows_of(t, C) for t in inputs),
         None if weight is None else weight.contiguous(),
         rstd,
-        dy,
-        dtotal,
         dx,
         dgate,
         partials,
-        x_row,
-        gate_row,
-        dy_row,
-        dtotal_row,
         N,
         C,
         offset,
@@ -340,20 +300,12 @@ def _backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        gate: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
-        offset: float,
-        before: bool,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # what `_forward` takes
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        ctx.constants = offset, before
-        y, *total, rstd = _forward(x, residual, True, gate, weight, eps, offset, before)
+        x, _, _, gate, weight, _, *constants = given
+        ctx.constants = constants
+        y, *total, rstd = _forward(*given)
         if not total:
             ctx.save_for_backward(x, gate, weight, rstd)
             return y
@@ -364,21 +316,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         refuse_second_derivative("rms_norm")
         x, gate, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, needs_gate, needs_weight = ctx.needs_input_grad[:4]
+        needs_x, needs_residual, _, needs_gate, needs_weight = ctx.needs_input_grad[:5]
         if dy is None:  # only the sum was used
-            return dtotal, dtotal, None, None, None, None, None
+            return dtotal, dtotal, *6 * (None,)
         needs = [needs_x or needs_residual, needs_gate, needs_weight]
         found = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
         dx, dgate, dweight = (next(found) if needed else None for needed in needs)
-        return (
-            dx if needs_x else None,
-            dx if needs_residual else None,
-            dgate,
-            dweight,
-            None,
-            None,
-            None,
-        )
+        of_x, of_residual = dx if needs_x else None, dx if needs_residual else None
+        return of_x, of_residual, None, dgate, dweight, None, None, None
 
 
 @overload
@@ -438,6 +383,6 @@ def rms_norm(
         return y if residual is None else (y, total)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _RMSNorm.apply(x, residual, gate, weight, eps, offset, before)
+        return _RMSNorm.apply(x, residual, True, gate, weight, eps, offset, before)
     outputs = _forward(x, residual, False, gate, weight, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])

@@ -15,14 +15,17 @@ from torch import Tensor
 from tigon.kernels._norm import (
     Cast,
     Launch,
+    add_weight_gradient,
     check_norm,
     empty_like,
     launch_forward,
+    load_rows,
     load_scale,
+    norm_gradient,
     rows_of,
     stages,
     sum_partials,
-    tile_mask,
+    tile,
 )
 from tigon.kernels._triton import (
     DTYPES,
@@ -79,15 +82,13 @@ def _launch_backward(C: int, width: int) -> Launch:
 
 @triton.jit
 def _forward_kernel(
-    x,
+    x,  # these two: pointer and step from row to row
     residual,
     post_weight,
     weight,
     y,
     total,
     rstd,
-    x_row,
-    residual_row,
     N,
     eps,
     C: tl.constexpr,
@@ -99,16 +100,12 @@ def _forward_kernel(
 ):
     pdl_wait(PDL)
     columns = tl.arange(0, BLOCK)[None, :]
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
-    inside = rows < N
-    rows = rows.to(tl.int64)
-    h = tl.load(x + rows * x_row + columns, mask=mask, other=0.0)
-    at = residual + rows * residual_row + columns
-    t = tl.load(at, mask=mask, other=0.0)
+    rows, inside, mask = tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    h = load_rows(x, rows, columns, mask)
+    t = load_rows(residual, rows, columns, mask)
     post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
-    dtype = x.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty
 
     h = h.to(tl.float32)
     r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
@@ -133,19 +130,16 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,
+    x,  # these three: pointer and step from row to row
+    dy,
+    dtotal,
     total,
     post_weight,
     weight,
     rstd,
-    dy,
-    dtotal,
     dx,
     dresidual,
     partials,
-    x_row,
-    dy_row,
-    dtotal_row,
     N,
     C: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -163,38 +157,28 @@ def _backward_kernel(
         dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows = first + tl.arange(0, ROWS)[:, None]
-        mask = tile_mask(rows, columns, N, C, ROWS, BLOCK)
-        inside = rows < N
-        rows = rows.to(tl.int64)
+        rows, inside, mask = tile(first, columns, N, C, BLOCK, ROWS)
         n = tl.load(total + rows * C + columns, mask=mask, other=0.0).to(tl.float32)
-        d = tl.load(dy + rows * dy_row + columns, mask=mask, other=0.0).to(tl.float32)
+        d = load_rows(dy, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + N + rows, mask=inside, other=0.0)
         n *= r
         if partials is not None:
-            if LATE:
-                dweight += d * n
-            else:
-                dweight += tl.sum(d * n, 0, keep_dims=True)
+            dweight = add_weight_gradient(dweight, d, n, LATE)
         d *= scale
-        d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+        d = norm_gradient(d, n, r, C)
         if dtotal is not None:
-            at = dtotal + rows * dtotal_row + columns
-            d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            d += load_rows(dtotal, rows, columns, mask).to(tl.float32)
         if dresidual is not None:
             tl.store(dresidual + rows * C + columns, d.to(dresidual.dtype.element_ty), mask=mask)
 
-        n = tl.load(x + rows * x_row + columns, mask=mask, other=0.0).to(tl.float32)
+        n = load_rows(x, rows, columns, mask).to(tl.float32)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
         n *= r
         if partials is not None:
-            if LATE:
-                dpost += d * n
-            else:
-                dpost += tl.sum(d * n, 0, keep_dims=True)
+            dpost = add_weight_gradient(dpost, d, n, LATE)
         if dx is not None:
             d *= post_scale
-            d = r * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
+            d = norm_gradient(d, n, r, C)
             tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
     if partials is not None:
         programs = tl.num_programs(0).to(tl.int64)
@@ -227,19 +211,15 @@ def _forward(
         return outputs
     C = x.shape[-1]
     N = x.numel() // C
-    x, x_row = rows_of(x, C)
-    residual, residual_row = rows_of(residual, C)
     launch = _launch_forward(C)
     _forward_kernel[(launch.programs(x, N),)](
-        x,
-        residual,
+        rows_of(x, C),
+        rows_of(residual, C),
         post_weight.contiguous(),
         weight.contiguous(),
         outputs[0],
         outputs[1],
         outputs[2] if save else None,
-        x_row,
-        residual_row,
         N,
         eps,
         C,
@@ -281,30 +261,20 @@ def _backward(
         return [g.zero_() for g in gradients]
     C = x.shape[-1]
     N = x.numel() // C
-    x, x_row = rows_of(x, C)
-    dy, dy_row = rows_of(dy, C)
-    dtotal_row = C
-    if dtotal is not None:
-        dtotal, dtotal_row = rows_of(dtotal, C)
     launch = _launch_backward(C, (3 + (dtotal is not None)) * x.element_size())
     grid = launch.programs(x, N)
     partials = None
     if needs_weights:
         partials = torch.empty(2 * grid * C, dtype=torch.float32, device=x.device)
     _backward_kernel[(grid,)](
-        x,
+        *(rows_of(t, C) for t in (x, dy, dtotal)),
         total,
         post_weight.contiguous(),
         weight.contiguous(),
         rstd,
-        dy,
-        dtotal,
         gradients[0] if needs_inputs else None,
         gradients[1] if needs_inputs else None,
         partials,
-        x_row,
-        dy_row,
-        dtotal_row,
         N,
         C,
         offset,
@@ -322,20 +292,12 @@ def _backward(
 
 class _SandwichNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        post_weight: Tensor,
-        weight: Tensor,
-        eps: float,
-        offset: float,
-        before: bool,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:  # what `_forward` takes
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        ctx.constants = offset, before
-        y, total, rstd = _forward(x, True, residual, post_weight, weight, eps, offset, before)
+        x, _, _, post_weight, weight, _, *constants = given
+        ctx.constants = constants
+        y, total, rstd = _forward(*given)
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
         return y, total
 
@@ -344,21 +306,16 @@ class _SandwichNorm(torch.autograd.Function):
         refuse_second_derivative("sandwich_norm")
         x, post_weight, weight, total, rstd = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        inputs, weights = needs[0] or needs[1], needs[2] or needs[3]
+        inputs, weights = needs[0] or needs[2], needs[3] or needs[4]
         if dy is None:  # only the sum was used
             dy = torch.zeros_like(total)
-        found = iter(
-            _backward(
-                x, post_weight, weight, inputs, weights, total, rstd, dy, dtotal, *ctx.constants
-            )
-        )
-        dx, dresidual = (next(found), next(found)) if inputs else (None, None)
-        dpost, dweight = (next(found), next(found)) if weights else (None, None)
+        saved = total, rstd, dy, dtotal
+        found = _backward(x, post_weight, weight, inputs, weights, *saved, *ctx.constants)
+        dx, dresidual = found[:2] if inputs else (None, None)
+        dpost, dweight = found[-2:] if weights else (None, None)
+        gradients = dx, None, dresidual, dpost, dweight
         return (
-            dx if needs[0] else None,
-            dresidual if needs[1] else None,
-            dpost if needs[2] else None,
-            dweight if needs[3] else None,
+            *(g if needed else None for g, needed in zip(gradients, needs[:5], strict=True)),
             None,
             None,
             None,
@@ -395,6 +352,6 @@ def sandwich_norm(
         return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _SandwichNorm.apply(x, residual, post_weight, weight, eps, offset, before)
+        return _SandwichNorm.apply(x, True, residual, post_weight, weight, eps, offset, before)
     y, total = _forward(x, False, residual, post_weight, weight, eps, offset, before)
     return y, total

@@ -29,12 +29,7 @@ class Cache:
         raise NotImplementedError
 
     def begin(
-        self,
-        batch: int,
-        tokens: int,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seq_lens: Tensor | None = None,
+        self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
         """Prepare for [batch, tokens] new tokens; how many the rows hold.
 
@@ -69,12 +64,7 @@ class KVCache(Cache):
         return self._length
 
     def begin(
-        self,
-        batch: int,
-        tokens: int,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seq_lens: Tensor | None = None,
+        self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int:
         """Tokens held, if this cache can be continued with these."""
         if self.packed:

@@ -35,15 +35,24 @@ class Append:
     masks: dict[int, AttentionMask] = field(default_factory=dict)  # by how many of them are seen
 
 
+def real_tokens(mask: AttentionMask) -> Tensor | None:
+    """Bool [B, T], False on padding; None where the host knows of no padding."""
+    return None if mask.key_mask is None else mask.key_mask[:, mask.past :]
+
+
 @dataclass
 class Context:
     """One forward pass, as its blocks see it; they change nothing in it."""
 
     position_ids: Tensor  # [B or 1, T]
     mask: AttentionMask  # sequences, padding and cached tokens, and which backend is to be used
-    real: Tensor | None = None  # [B, T], False on padding; None: there is none
     routing: bool = False  # whether blocks with experts return how they used them
     append: Append | None = None  # None: there is no cache
+
+    @property
+    def real(self) -> Tensor | None:
+        """Bool [B, T], False on padding; None: there is none."""
+        return real_tokens(self.mask)
 
     @property
     def starts(self) -> Tensor | None:

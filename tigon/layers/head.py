@@ -17,7 +17,8 @@ from tigon.kernels.row_linear import linear
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
     values: list[HeadValue]  # of each criterion, per-row ones [B, T]
-    logits: Tensor | None  # [B, T, V]
+    logits: Tensor | None = None  # [B, T, V]
+    logits_at: Tensor | None = None  # [n, V]
 
 
 class LMHead(nn.Module):
@@ -48,32 +49,33 @@ class LMHead(nn.Module):
         *,
         active: ActiveRows | None = None,
         return_logits: bool = False,
+        at: Tensor | None = None,  # [n, C]
+        logits_bytes: int | None = None,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
         """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
 
-        With `return_logits` the criteria are of those logits, which nobody overwrites. As a
-        teacher's head it is called by the student's pass: `lend` then gets weight and bias while
-        they are gathered, and its result is returned.
+        With `return_logits` the criteria are of those logits, which nobody overwrites. Of the
+        hidden states `at` the logits come too, without a gradient. `logits_bytes` replaces the
+        head's own. As a teacher's head it is called by the student's pass: `lend` then gets weight
+        and bias while they are gathered, and its result is returned.
         """
         weight = self.weight  # once: a parametrised weight is computed at each access
         if lend is not None:
             return lend(weight, self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
+        logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
+        if logits_bytes < 1:
+            raise ValueError(f"logits_bytes={logits_bytes} must be at least 1")
+        logits_at = None
+        if at is not None:
+            with torch.no_grad():
+                logits_at = scale_and_cap(linear(at, weight, self.bias), self.options)
+        more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
         if criteria and not return_logits:
-            values = run_criteria(
-                hidden,
-                weight,
-                self.bias,
-                criteria,
-                options=self.options,
-                active=active,
-                logits_bytes=self.logits_bytes,
-            )
-            return HeadOutput(values, None)
+            values = run_criteria(hidden, weight, self.bias, criteria, active=active, **more)
+            return HeadOutput(values, None, logits_at)
         raw = linear(hidden, weight, self.bias)
-        values = run_criteria(
-            raw, None, None, criteria, options=self.options, logits_bytes=self.logits_bytes
-        )
-        return HeadOutput(values, scale_and_cap(raw, self.options))
+        values = run_criteria(raw, None, None, criteria, **more)
+        return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)

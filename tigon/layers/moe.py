@@ -92,11 +92,11 @@ class Balance(NamedTuple):
 def tally(routed: Routed, real: Tensor | None) -> Tensor:
     """[2, E]: how often each expert was chosen, and its probabilities' sum, over the real tokens.
 
-    `real` [N] is 0 on padding; None: there is none. Small, so that a layer's probabilities need
+    `real` [B, T] is 0 on padding; None: there is none. Small, so that a layer's probabilities need
     not be kept, and the same on every run: nothing is added by atomics.
     """
     chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
-    kept = [t if real is None else t * real[:, None] for t in (chosen, routed.probs)]
+    kept = [t if real is None else t * real.reshape(-1, 1) for t in (chosen, routed.probs)]
     return torch.stack([t.sum(0) for t in kept])
 
 

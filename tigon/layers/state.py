@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class KVState(State):
 
     def attend(
         self,
-        q: Tensor,  # [B, T, H, D]
+        q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
         k: Tensor,  # [B, T, K, D]
         v: Tensor,  # [B, T, K, D]
         ctx: Context,
@@ -100,21 +100,11 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ctx: Context,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, **how: Any) -> Tensor:
         past = 0 if ctx.append is None else ctx.append.held
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        return attention(q, k, v, mask=ctx.mask, window=window, softcap=softcap, scale=scale)
+        return attention(q, k, v, mask=ctx.mask, **how)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Put k, v [B, K, T, D] behind `past` tokens; all keys and values [B, K, S, D]."""
@@ -161,15 +151,7 @@ class StaticKV(KVState):
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def attend(
-        self,
-        q: Tensor,  # [B, T, H, D], or [1, N, H, D]
-        k: Tensor,
-        v: Tensor,
-        ctx: Context,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None = None, **how: Any
     ) -> Tensor:
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
@@ -185,9 +167,7 @@ class StaticKV(KVState):
             q, k, v = (x.to(dtype) for x in (q, k, v))
         if now.places is None:
             assert now.lengths is not None
-            return append_attention(
-                q, k, v, buffers, now.lengths, window=window, softcap=softcap, scale=scale
-            )
+            return append_attention(q, k, v, buffers, now.lengths, window=window, **how)
         keys, values = k, v
         seen = now.held if window is None else min(now.held, window - 1)
         if seen:
@@ -196,7 +176,7 @@ class StaticKV(KVState):
         if seen < now.held:
             own = AttentionMask(mask.tokens, past=seen, backend=mask.backend)
             mask = now.masks.setdefault(seen, own)
-        out = attention(q, keys, values, mask=mask, window=window, softcap=softcap, scale=scale)
+        out = attention(q, keys, values, mask=mask, window=window, **how)
         append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *now.places[:3])
         return out
 

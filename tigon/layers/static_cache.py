@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import check, on_host
 from tigon.kernels.attention import AttentionMask
-from tigon.layers._check import check, on_host
 from tigon.layers.cache import Cache
 from tigon.layers.context import Append, Places
 from tigon.layers.state import MakeStates, Quantize, State
@@ -134,16 +134,11 @@ class StaticCache(Cache):
         self._known.copy_(self.lengths)
 
     def begin(
-        self,
-        batch: int,
-        tokens: int,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seq_lens: Tensor | None = None,
+        self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
         """Prepare for [batch, tokens] new tokens; how many the rows hold, int or [rows]."""
-        if attention_mask is not None:
-            self._check_mask(attention_mask, batch, tokens)
+        if mask is not None:
+            self._check_mask(mask, batch, tokens)
         held = self.length
         if held != 0:
             if cu_seq_lens is not None:

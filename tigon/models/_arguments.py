@@ -57,6 +57,8 @@ class OutputArguments(TypedDict, total=False):
     """What comes out."""
 
     return_logits: bool | None
+    logits_at: Tensor | None  # int [n] into the flattened batch, or bool [B, T]: see `forward`
+    logits_bytes: int | None  # of logits that exist at a time; None: the head's own
     return_hidden: bool | None  # the last hidden states of all positions, as a teacher's are needed
     metrics: Sequence[str] | str | None
     criteria: Sequence[Criterion] | None
@@ -80,12 +82,10 @@ class Defaults:
     loss_reduction: Reduction = "token"
 
 
-def keywords_of(arguments: Any) -> frozenset[str]:
-    """The names that a TypedDict declares."""
-    return frozenset(arguments.__annotations__)
-
-
-BATCH, TARGETS, PASS = map(keywords_of, (BatchArguments, TargetArguments, PassArguments))
+BATCH, TARGETS, PASS = (
+    frozenset(arguments.__annotations__)
+    for arguments in (BatchArguments, TargetArguments, PassArguments)
+)
 
 
 def check_keywords(function: str, given: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._attention_backends import HALF, PLAIN
+from tigon.kernels._check import check, on_host
 from tigon.kernels._triton import runs_triton
 from tigon.kernels.attention import AttentionMask, Backend
 from tigon.layers import Cache, KVCache
-from tigon.layers._check import check, on_host
+from tigon.layers.context import real_tokens
 from tigon.models import _sequences
 from tigon.models._arguments import BATCH, BatchArguments, Defaults, check_keywords, spelled_out
 from tigon.models._config import Config
 from tigon.models._decoder import Decoder
+
+TENSORS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_sequences.BOUNDS)
 
 
 class Model(Protocol):
@@ -76,8 +79,7 @@ class Batch:
     @property
     def real(self) -> Tensor | None:
         """Bool [B, T], False on padding; None where the host knows of no padding."""
-        mask = self.mask.key_mask
-        return None if mask is None else mask[:, self.mask.past :]
+        return real_tokens(self.mask)
 
     def check_cache(self) -> None:
         """The cache has taken no tokens, and promised no place, since this batch was made."""
@@ -99,33 +101,15 @@ class Batch:
         are any.
         """
         check_keywords("Batch.of", given, BATCH)
-        _check_tensors(input_ids, given)
+        _check_tensors({"input_ids": input_ids, **given})
         inputs_embeds = given.get("inputs_embeds")
-        b, t = _shape(input_ids, inputs_embeds, model.config)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        assert tokens is not None
-        device = tokens.device
+        tokens = _tokens(input_ids, inputs_embeds, model.config)
         cache = given.get("past_key_values")
         if cache is None and given.get("use_cache"):
             cache = KVCache()
         if cache is not None:
             _check_cache(cache, model)
-        longest, position_ids = given.get("max_length_q"), given.get("position_ids")
-        bounds = [given.get("cu_seq_lens"), given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")]
-        cu_seq_lens = _sequences.same_bounds(device, *bounds)
-        positions, segment_ids, mask = _resolve(
-            (b, t),
-            device,
-            cache=cache,
-            attention_mask=given.get("attention_mask"),
-            position_ids=position_ids,
-            cu_seq_lens=cu_seq_lens,
-            longest=given.get("max_length_k") if longest is None else longest,
-            causal=model.causal,
-            attention=model.attention,
-        )
-        if cu_seq_lens is not None and position_ids is not None:
-            _sequences.check_positions(positions, segment_ids, mask.key_mask)
+        positions, segment_ids, mask = _resolve(model, tokens, cache, given)
         drop = model.drop_padding
         if cache is not None or mask.key_mask is None or model.turning_rope is not None:
             drop = False  # a RoPE that turns does so with the longest row, padding included
@@ -167,42 +151,33 @@ class Batch:
         return by_bounds and runs_triton(x)
 
 
-def _check_tensors(input_ids: Any, given: Mapping[str, Any]) -> None:
-    names = "attention_mask", "position_ids", "inputs_embeds", "cu_seq_lens"
-    named = {name: given.get(name) for name in (*names, "cu_seq_lens_q", "cu_seq_lens_k")}
-    for name, value in {"input_ids": input_ids, **named}.items():
+def _check_tensors(given: Mapping[str, Any]) -> None:
+    for name in TENSORS:
+        value = given.get(name)
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
 
 
-def _shape(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: Config
-) -> tuple[int, int]:
-    """[B, T] of what is given of the two; raises unless it is one of them and well formed."""
-    if (input_ids is None) == (inputs_embeds is None):
+def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: Config) -> Tensor:
+    """What is given of the two; raises unless it is one of them and well formed."""
+    embedded = inputs_embeds is not None
+    name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
+    sizes = (config.hidden_size,) if embedded else ()
+    if tokens is None or (embedded and input_ids is not None):
         raise ValueError("give input_ids or inputs_embeds, one of them")
+    if tokens.dim() != 2 + len(sizes) or tokens.shape[2:] != sizes:
+        expected = ", ".join(("batch", "tokens", *map(str, sizes)))
+        raise ValueError(f"{name} {tuple(tokens.shape)} is not [{expected}]")
+    if not tokens.shape[0] or not tokens.shape[1]:
+        raise ValueError(f"{name} {tuple(tokens.shape[:2])} has no tokens: give at least one")
     if input_ids is not None:
-        if input_ids.dim() != 2:
-            raise ValueError(f"input_ids {tuple(input_ids.shape)} is not [batch, tokens]")
         _check_ids(input_ids, config.vocab_size)
-        b, t = input_ids.shape
-    else:
-        assert inputs_embeds is not None
-        if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.hidden_size:
-            raise ValueError(
-                f"inputs_embeds {tuple(inputs_embeds.shape)} is not [batch, tokens, "
-                f"{config.hidden_size}]"
-            )
-        b, t, _ = inputs_embeds.shape
-    if not b or not t:
-        name = "inputs_embeds" if input_ids is None else "input_ids"
-        raise ValueError(f"{name} {(b, t)} has no tokens: give at least one")
-    return b, t
+    return tokens
 
 
 def _check_ids(input_ids: Tensor, vocab: int) -> None:
     """Tokens on the host are below `vocab`; for those on a GPU nobody waits."""
-    if not on_host(input_ids) or not input_ids.numel():
+    if not on_host(input_ids):
         return
     least, most = (int(i) for i in input_ids.aminmax())
     if least < 0 or most >= vocab:
@@ -231,31 +206,25 @@ def _layers(holds: Sequence[str]) -> str:
 
 
 def _resolve(
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    cache: Cache | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    longest: int | None,
-    causal: bool,
-    attention: str,
+    model: Model, new: Tensor, cache: Cache | None, given: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, AttentionMask]:
     """Positions [B or 1, T], segment ids [B, T] of packed sequences, and the attention mask."""
-    batch, tokens = shape
-    look, bounds = cache is not None, None
+    batch, tokens, device = *new.shape[:2], new.device
+    attention_mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    cu_seq_lens, bounds = _sequences.same_bounds(given, device), None
     if position_ids is not None:
         position_ids = _positions(position_ids, batch, tokens).to(device)
+    longest = given.get("max_length_q")
+    longest = given.get("max_length_k") if longest is None else longest
     if cu_seq_lens is not None:
         bounds, longest = _sequences.check_bounds(cu_seq_lens, longest, batch * tokens, device)
     past: int | Tensor = 0
     if cache is not None:
-        past = cache.begin(batch, tokens, attention_mask=attention_mask, cu_seq_lens=cu_seq_lens)
+        past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
     if isinstance(past, Tensor):  # the device knows, and the cache will mask
         if position_ids is None:
             position_ids = past[:, None] + torch.arange(tokens, device=device)
-        return position_ids, None, AttentionMask(tokens, backend=attention)
+        return position_ids, None, AttentionMask(tokens, backend=model.attention)
     key_mask = _key_mask(attention_mask, batch, past + tokens, device)
     starts = None
     if past == 0:
@@ -265,23 +234,24 @@ def _resolve(
                 _sequences.check_padding(key_mask, starts)
         elif position_ids is not None and tokens > 1:
             starts = _sequences.restarts(position_ids, key_mask, batch)
-    if starts is not None and (look or on_host(starts)) and not starts[:, 1:].any():
+    if starts is not None and (cache is not None or on_host(starts)) and not starts[:, 1:].any():
         starts = bounds = None
     segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
     if position_ids is None:
         position_ids = torch.arange(past, past + tokens, device=device)[None]
         if starts is not None:
-            first = torch.where(starts, position_ids, 0).cummax(1).values
-            position_ids = position_ids - first
+            position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
+    elif cu_seq_lens is not None:
+        _sequences.check_positions(position_ids, segment_ids, key_mask)
     mask = AttentionMask(
         tokens,
         past=past,
         segment_ids=segment_ids,
         key_mask=key_mask,
-        causal=causal,
+        causal=model.causal,
         cu_seq_lens=bounds,
         longest=longest,
-        backend=attention,
+        backend=model.attention,
     )
     return position_ids, segment_ids, mask
 
@@ -294,9 +264,8 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
             f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
             f"[{batch}, {total}]"
         )
-    if (
-        mask.is_floating_point()
-    ):  # one of 0 and -inf, to be added, would be read the other way round
+    # One of 0 and -inf, to be added, would be read the other way round
+    if mask.is_floating_point():
         check(
             ((mask == 0) | (mask == 1)).all(),
             f"attention_mask is {mask.dtype} and has other values than 0 and 1: give 1 on tokens "

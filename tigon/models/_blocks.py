@@ -81,8 +81,7 @@ class Block(nn.Module):
         y = self.mlp(x)
         if not isinstance(y, Routed):
             return y, None
-        real = None if ctx.real is None else ctx.real.flatten()
-        return y.x, tally(y, real) if ctx.routing else None
+        return y.x, tally(y, ctx.real) if ctx.routing else None
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
         """The mixer's; see MakeStates."""
@@ -113,12 +112,7 @@ class PreNormBlock(Block):
         self.mlp = self.make_mlp(c, layer)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        state: State | None,
-        ctx: Context,
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
     ) -> Stream:
         scale = self.branch_scale
         x, residual = self.input_layernorm(x, residual)
@@ -148,12 +142,7 @@ class SandwichBlock(Block):
             self.add_module(name, norm)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        state: State | None,
-        ctx: Context,
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
     ) -> Stream:
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
@@ -174,12 +163,7 @@ class PostNormBlock(Block):
         self.post_feedforward_layernorm = self.make_norm(c)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        rotation: Rotation,
-        state: State | None,
-        ctx: Context,
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
     ) -> Stream:
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)

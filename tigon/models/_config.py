@@ -245,13 +245,10 @@ class WindowedConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types = self.layer_types
-        if types is None:
-            return
-        if len(types) != self.num_hidden_layers or not set(types) <= {SLIDING, FULL}:
+        types, layers = self.layer_types, self.num_hidden_layers
+        if types is not None and (len(types) != layers or not set(types) <= {SLIDING, FULL}):
             raise ConfigError(
-                f"layer_types={types} is not {SLIDING!r} or {FULL!r} for each of "
-                f"{self.num_hidden_layers} layers"
+                f"layer_types={types} is not {SLIDING!r} or {FULL!r} for each of {layers} layers"
             )
 
     def slides(self, layer: int) -> bool:

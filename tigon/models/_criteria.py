@@ -50,6 +50,7 @@ class Asked:
             names = ", ".join(targets.options)
             raise ValueError(f"{names} without a cross-entropy: give labels, or CrossEntropy()")
         self.targets = targets  # what the loss counts
+        self._labelled = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
         self.active: ActiveRows | None = None
@@ -96,7 +97,7 @@ class Asked:
         c = replace(c, **mine)
         if c.targets is not None:
             counted = counted.over(c.targets)
-        elif counted.labels is None or not (isinstance(c, KL) or self.targets.from_labels):
+        elif counted.labels is None or not (self._labelled or isinstance(c, KL)):
             raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
         assert counted.labels is not None
         return c.with_targets(counted.labels, counted.weights, counted.denominator)
@@ -109,7 +110,7 @@ class Asked:
                 return
         missing = tuple(name for name in metrics if name in OF_TARGETS)
         counted = self.targets
-        if not counted.from_labels and missing:
+        if missing and not self._labelled:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
         counted = _everywhere(counted) if counted.labels is None else counted
         # Per-token losses: no gradient is computed in the forward pass

@@ -86,8 +86,7 @@ class Decoder(nn.Module):
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
         ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
-        real = None if mask.key_mask is None else mask.key_mask[:, mask.past :]
-        ctx = Context(position_ids, mask, real, routing, None if cache is None else cache.append)
+        ctx = Context(position_ids, mask, routing, None if cache is None else cache.append)
         layers = self.layers
         states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.attention import Backend
+from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError
 from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
@@ -46,21 +47,11 @@ def from_pretrained(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
-    revision: str | None = None,
-    subfolder: str = "",
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
+    **source: Any,
 ) -> M:
     """The model of `models` that config.json's model_type names, in evaluation mode."""
-    repository = Repository(
-        path_or_repo,
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-    )
+    check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
+    repository = Repository(path_or_repo, **source)
     model, checkpoint = build(repository, models, dtype=dtype)
     model.use_attention(attention)
     materialize(model, torch.device(device))

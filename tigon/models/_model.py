@@ -31,7 +31,7 @@ from tigon.models._decoder import Decoder
 from tigon.models._layout import Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
-from tigon.models._targets import Targets
+from tigon.models._targets import Targets, positions_at
 
 
 class LanguageModel(nn.Module):
@@ -149,9 +149,12 @@ class LanguageModel(nn.Module):
         bool tensor; an index per row), of logits, labels and metrics together.
         `loss_reduction`: "token" (mean over targets), "sequence" (each sequence weighs the
         same), "sum", "none"; `num_items_in_batch` replaces the mean's denominator.
-        `return_logits=True` with labels gives both. `metrics`: "accuracy", "predicted_tokens",
-        "entropy", "max_logit", "nll", "z", without a [B, T, V] tensor; also without labels, in
-        place of logits, but for accuracy and nll.
+        `return_logits=True` with labels gives both. `logits_at` gives the logits [n, V] of the
+        positions that it names as values without a gradient, and changes nothing else: an index
+        [n] into the flattened batch, or bool [B, T]. `logits_bytes` bounds the logits that the
+        loss holds at a time. `metrics`: "accuracy", "predicted_tokens", "entropy", "max_logit",
+        "nll", "z", without a [B, T, V] tensor; also without labels, in place of logits, but for
+        accuracy and nll.
 
         Mixtures of experts also know, with and without labels, "expert_load" [layers, experts],
         the share of a layer's assignments that each expert got, and "aux_loss", which is least
@@ -199,10 +202,17 @@ class LanguageModel(nn.Module):
         hidden = batch.with_padding(hidden, places)
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
-        values, logits = self.lm_head(
-            targets.take(hidden), asked, active=asked.active, return_logits=bool(logits)
+        at = given.get("logits_at")
+        head = self.lm_head(
+            targets.take(hidden),
+            asked,
+            active=asked.active,
+            return_logits=bool(logits),
+            at=None if at is None else hidden.detach().flatten(0, 1)[positions_at(at, batch)],
+            logits_bytes=given.get("logits_bytes"),
         )
-        result = asked.output(values, logits, batch.cache)
+        result = asked.output(head.values, head.logits, batch.cache)
+        result.logits_at = head.logits_at
         result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
 

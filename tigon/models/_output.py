@@ -30,6 +30,7 @@ class CausalLMOutput:
     aux_loss: Tensor | None = None  # of experts; differentiable, and in the loss where it belongs
     criteria: tuple[Tensor, ...] = ()  # what each of the call's criteria gave
     hidden: Tensor | None = None  # [B, T, C], normed, of all positions; with return_hidden
+    logits_at: Tensor | None = None  # [n, V], of the positions that the call named; no gradient
 
     def keys(self) -> list[str]:
         named = ((f.name, getattr(self, f.name)) for f in fields(self))

@@ -4,18 +4,20 @@
 """
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.layers._check import check, on_host
+from tigon.kernels._check import check, on_host
 
 BOUNDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def same_bounds(device: torch.device, *bounds: Tensor | None) -> Tensor | None:
+def same_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | None:
     """What is given of `cu_seq_lens` and its two other names; ValueError where they differ."""
-    given = [(n, x) for n, x in zip(BOUNDS, bounds, strict=True) if x is not None]
+    given = [(name, arguments[name]) for name in BOUNDS if arguments.get(name) is not None]
     for (name, a), (other, b) in itertools.pairwise(given):
         if a is b:
             continue

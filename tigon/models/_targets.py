@@ -5,15 +5,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from tigon.kernels._check import integer_labels
+from tigon.kernels._check import check, integer_labels, on_host
 from tigon.kernels.cross_entropy import IGNORE_INDEX
-from tigon.layers._check import check, on_host
 from tigon.models._arguments import (
     TARGETS,
     Keep,
@@ -25,6 +23,7 @@ from tigon.models._arguments import (
 )
 from tigon.models._batch import Batch
 
+MEANS = ("token", "sequence")  # reductions that divide by a number of items
 OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))
 
 
@@ -41,19 +40,21 @@ class Targets:
         kept: slice | Tensor,  # of each row: a slice, an index [n], or one per row [B, n]
         reduction: Reduction,
         options: Mapping[str, Any],  # of cross-entropy: label_smoothing, z_loss, class_weights
+        num_items: float | Tensor | None = None,  # of all micro-batches and ranks
+        labels: Tensor | None = None,  # int64 [B, n]: what is predicted there; -100 is ignored
+        weights: Tensor | None = None,  # fp32 [B, n]
+        items: Tensor | None = None,
     ):
         self.batch, self.kept, self.reduction, self.options = batch, kept, reduction, options
-        self.labels: Tensor | None = None  # int64 [B, n]: what is predicted there; -100 is ignored
-        self.from_labels = False  # whether the caller gave them
-        self.weights: Tensor | None = None  # fp32 [B, n]
+        self.labels, self.weights = labels, weights
+        self._num_items, self._items = num_items, items
         self.denominator: Tensor | float = 1.0
-        self._items: Tensor | None = None
-        self._num_items: float | Tensor | None = None
-
-    @property
-    def mean(self) -> bool:
-        """Whether the loss is divided by a number of items."""
-        return self.reduction in ("token", "sequence")
+        if reduction in MEANS:
+            self.denominator = 1.0 if items is None else _denominator(num_items, items)
+        elif num_items is not None:
+            raise ValueError(
+                f"num_items_in_batch={num_items} has no meaning with loss_reduction={reduction!r}"
+            )
 
     @property
     def items(self) -> Tensor:
@@ -66,7 +67,8 @@ class Targets:
     @property
     def share(self) -> Tensor | None:
         """Which part of all items this batch has; None where the loss is no mean."""
-        return self.items / self.denominator if self._items is not None and self.mean else None
+        counted = self._items is not None and self.reduction in MEANS
+        return self.items / self.denominator if counted else None
 
     @classmethod
     @spelled_out
@@ -84,10 +86,7 @@ class Targets:
         if reduction not in get_args(Reduction):
             raise ValueError(f"loss_reduction={reduction!r} is not one of {get_args(Reduction)}")
         options = {k: v for k, v in among(OPTIONS, given).items() if v is not None}
-        resolved = cls(batch, kept, reduction, _checked(options))
-        items = given.get("num_items_in_batch")
-        if items is not None:
-            resolved = resolved.with_num_items(items)
+        resolved = cls(batch, kept, reduction, _checked(options), given.get("num_items_in_batch"))
         weights, shifted = given.get("loss_weights"), given.get("shift_labels")
         labels = check_labels(given.get("labels"), shifted, batch)
         if labels is None:
@@ -97,11 +96,7 @@ class Targets:
         weights = None if weights is None else check_weights(weights, batch)
         if shifted is None:
             labels, weights = _shift(labels, weights, batch.segment_ids)
-        resolved = resolved.over(
-            take(labels, kept), None if weights is None else take(weights, kept)
-        )
-        resolved.from_labels = True
-        return resolved
+        return resolved.over(take(labels, kept), None if weights is None else take(weights, kept))
 
     def over(self, labels: Tensor, weights: Tensor | None = None) -> Self:
         """The same with other labels [B, n] and weights, which are shifted and kept already."""
@@ -110,44 +105,36 @@ class Targets:
         segment_ids = self.batch.segment_ids
         if segment_ids is not None:
             segment_ids = take(segment_ids, self.kept)
-        counted = count(labels, segment_ids, self.reduction, self.batch.shape[1])
-        if counted.weights is not None:
-            weights = counted.weights if weights is None else weights * counted.weights
-        new = type(self)(self.batch, self.kept, self.reduction, self.options)
-        new.labels, new.weights, new._items = labels, weights, counted.items
-        if self._num_items is not None:
-            return new.with_num_items(self._num_items)
-        if self.mean:
-            new.denominator = counted.items.clamp(min=1)
-        return new
+        factors, items = count(labels, segment_ids, self.reduction, self.batch.shape[1])
+        if factors is not None:
+            weights = factors if weights is None else weights * factors
+        own = self.batch, self.kept, self.reduction, self.options, self._num_items
+        return type(self)(*own, labels, weights, items)
 
     def with_num_items(self, num_items: float | Tensor) -> Self:
         """The same, with the loss divided by `num_items`: the `items` of all micro-batches and
         ranks."""
-        if not self.mean:
-            raise ValueError(
-                f"num_items_in_batch={num_items} has no meaning with "
-                f"loss_reduction={self.reduction!r}"
-            )
-        new = self._copy(self.reduction)
-        new._num_items = num_items
-        if self._items is not None:
-            new.denominator = _denominator(num_items, self._items)
-        return new
+        own = self.batch, self.kept, self.reduction, self.options
+        return type(self)(*own, num_items, self.labels, self.weights, self._items)
 
     def summed(self) -> Self:
         """The same weighted losses, added up and not divided, without the balance of experts."""
-        return self._copy("sum")
-
-    def _copy(self, reduction: Reduction) -> Self:
-        new = type(self)(self.batch, self.kept, reduction, self.options)
-        new.labels, new.weights, new._items = self.labels, self.weights, self._items
-        new.from_labels = self.from_labels
-        return new
+        own = None, self.labels, self.weights, self._items
+        return type(self)(self.batch, self.kept, "sum", self.options, *own)
 
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)
+
+    def place(self, x: Tensor, fill: float) -> Tensor:
+        """The inverse: x [B, n] at its positions [B, T], and `fill` at those that are not kept."""
+        if x.shape[1] == self.batch.shape[1] and isinstance(self.kept, slice):
+            return x
+        full = x.new_full(self.batch.shape, fill)
+        if isinstance(self.kept, Tensor) and self.kept.dim() == 2:
+            return full.scatter_(1, self.kept, x)
+        full[:, self.kept] = x
+        return full
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -203,22 +190,16 @@ def _left(x: Tensor, fill: int) -> Tensor:
     return torch.cat((x[:, 1:], x.new_full((x.shape[0], 1), fill)), dim=1)
 
 
-@dataclass
-class Counted:
-    weights: Tensor | None  # fp32 [B, n]: 1 / targets of the token's sequence
-    items: Tensor  # number of targets, or of sequences with any; int64 scalar
-
-
 def count(
     labels: Tensor,  # [B, n]
     segment_ids: Tensor | None,  # [B, n]
     reduction: Reduction,
     tokens: int,  # T: there are at most B * T segments, so no shape depends on the data
-) -> Counted:
-    """The items of a reduction, and what it multiplies each loss by."""
+) -> tuple[Tensor | None, Tensor]:
+    """What a reduction multiplies each loss by, fp32 [B, n], and its items, an int64 scalar."""
     valid = labels != IGNORE_INDEX
     if reduction != "sequence":
-        return Counted(None, valid.sum())
+        return None, valid.sum()
     if segment_ids is None:
         segment_ids = torch.arange(labels.shape[0], device=labels.device)[:, None]
         segment_ids = segment_ids.expand_as(labels)
@@ -226,11 +207,13 @@ def count(
     counts = torch.zeros(labels.shape[0] * tokens, dtype=torch.long, device=labels.device)
     counts = counts.index_add(0, segments, valid.reshape(-1).long())
     weights = valid / counts[segments].view_as(labels).clamp(min=1)
-    return Counted(weights, (counts > 0).sum())
+    return weights, (counts > 0).sum()
 
 
 def _denominator(given: Any, items: Tensor) -> Tensor | float:
-    """`num_items_in_batch` as a divisor; 0 of 0 items divides by 1."""
+    """`num_items_in_batch`, or without it `items`, as a divisor; 0 of 0 items divides by 1."""
+    if given is None:
+        return items.clamp(min=1)
     rule = "give a finite number above 0, or 0 where no micro-batch has a target"
     if isinstance(given, Tensor):
         if given.numel() != 1 or given.is_complex():
@@ -275,6 +258,26 @@ def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> s
     values = f": {keep[bad].tolist()}" if on_host(bad) else ""
     check(~bad.any(), f"logits_to_keep has an index outside [-{tokens}, {tokens}){values}")
     return torch.where(keep < 0, keep + tokens, keep)
+
+
+def positions_at(at: Any, batch: Batch) -> Tensor:
+    """`logits_at` as an index [n] into the flattened batch."""
+    b, t = batch.shape
+    if not isinstance(at, Tensor) or at.is_floating_point() or at.is_complex():
+        kind = at.dtype if isinstance(at, Tensor) else type(at).__name__
+        raise TypeError(f"logits_at must be a tensor of integers or truth values, not {kind}")
+    at = at.to(batch.device)
+    if at.dtype == torch.bool:
+        if at.shape != (b, t):
+            raise ValueError(f"logits_at {tuple(at.shape)} is not [batch, tokens] = [{b}, {t}]")
+        return at.flatten().nonzero().squeeze(1)
+    if at.dim() != 1:
+        raise ValueError(f"logits_at {tuple(at.shape)} is not an index [n] of the flattened batch")
+    at = at.long()
+    bad = (at < 0) | (at >= b * t)
+    values = f": {at[bad].tolist()}" if on_host(bad) else ""
+    check(~bad.any(), f"logits_at has an index outside [0, {b * t}), batch times tokens{values}")
+    return at
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tigon.layers import Attention, GatedMLP, LMHead
 from tigon.models._blocks import SandwichBlock, gated_mlp, window_of
@@ -45,7 +45,7 @@ class Gemma2Block(SandwichBlock):
 
 
 class Gemma2(Gemma):
-    config_class = Gemma2Config
+    config_class: ClassVar[type[GemmaConfig]] = Gemma2Config
     block_class = Gemma2Block
 
     def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention, GatedMLP, LMHead
-from tigon.models._blocks import SandwichBlock, gated_mlp, window_of
-from tigon.models._config import SLIDING, TwoRopesConfig, activation
-from tigon.models.gemma import Gemma, GemmaConfig
+from tigon.layers import Attention
+from tigon.models._blocks import window_of
+from tigon.models._config import SLIDING, TwoRopesConfig
+from tigon.models.gemma import GemmaConfig
+from tigon.models.gemma2 import Gemma2, Gemma2Block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +48,19 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
         return (layer + 1) % self.sliding_window_pattern != 0
 
 
-class Gemma3Block(SandwichBlock):
-    norm_offset = 1.0
-    norm_cast = "after_weight"
-
-    def make_mixer(self, c: Gemma3Config, layer: int) -> Attention:
+class Gemma3Block(Gemma2Block):
+    def make_mixer(self, c: Any, layer: int) -> Attention:
         window = window_of(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
         bias, scale, eps = c.attention_bias, c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
-    def make_mlp(self, c: Gemma3Config, layer: int) -> GatedMLP:
-        return gated_mlp(c, activation(c.hidden_activation))
-
     def rope_of(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 
-class Gemma3(Gemma):
+class Gemma3(Gemma2):
     config: Gemma3Config
     config_class = Gemma3Config
     block_class = Gemma3Block
@@ -73,6 +68,3 @@ class Gemma3(Gemma):
     @property
     def causal(self) -> bool:
         return not self.config.use_bidirectional_attention
-
-    def make_head(self, c: Gemma3Config, **options: Any) -> LMHead:
-        return super().make_head(c, softcap=c.final_logit_softcapping, **options)

@@ -7,11 +7,10 @@ checked against transformers' modeling_granite.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention, GatedMLP, LMHead
-from tigon.models._blocks import PreNormBlock, gated_mlp
+from tigon.layers import Attention, LMHead
 from tigon.models._decoder import Decoder
 from tigon.models.causal_lm import CausalLM
-from tigon.models.llama import LlamaConfig
+from tigon.models.llama import LlamaBlock, LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,16 +24,13 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteBlock(PreNormBlock):
+class GraniteBlock(LlamaBlock):
     def __init__(self, c: GraniteConfig, layer: int):
         super().__init__(c, layer)
         self.branch_scale = c.residual_multiplier
 
-    def make_mixer(self, c: GraniteConfig, layer: int) -> Attention:
+    def make_mixer(self, c: Any, layer: int) -> Attention:
         return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
-
-    def make_mlp(self, c: GraniteConfig, layer: int) -> GatedMLP:
-        return gated_mlp(c, bias=c.mlp_bias)
 
 
 class Granite(CausalLM):

@@ -6,21 +6,21 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention, GatedMLP
-from tigon.models._blocks import PreNormBlock, gated_mlp, window_of
+from tigon.layers import Attention
+from tigon.models._blocks import window_of
 from tigon.models._config import ConfigError, WindowedConfig
 from tigon.models.causal_lm import CausalLM
+from tigon.models.llama import LlamaBlock, LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmolLM3Config(WindowedConfig):
+class SmolLM3Config(LlamaConfig, WindowedConfig):
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
     default_theta = 2e6
 
     vocab_size: int = 128256
     hidden_size: int = 2048
-    intermediate_size: int = 11008
     num_hidden_layers: int = 36
     num_attention_heads: int = 16
     num_key_value_heads: int = 4
@@ -33,8 +33,6 @@ class SmolLM3Config(WindowedConfig):
     sliding_window: int | None = None
     no_rope_layers: list[int] | None = None  # 1 where a layer does rotate, in spite of the name
     no_rope_layer_interval: int = 4
-    attention_bias: bool = False
-    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,13 +52,10 @@ class SmolLM3Config(WindowedConfig):
         return not self.rotates(layer)
 
 
-class SmolLM3Block(PreNormBlock):
-    def make_mixer(self, c: SmolLM3Config, layer: int) -> Attention:
+class SmolLM3Block(LlamaBlock):
+    def make_mixer(self, c: Any, layer: int) -> Attention:
         window = window_of(c, layer) if c.use_sliding_window else None
         return self.make_attention(c, bias=c.attention_bias, window=window)
-
-    def make_mlp(self, c: SmolLM3Config, layer: int) -> GatedMLP:
-        return gated_mlp(c, bias=c.mlp_bias)
 
     def rope_of(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}

@@ -1,6 +1,9 @@
 """The tokenizer of a model repository."""
 
+import hashlib
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +13,7 @@ import tokenizers
 import torch
 
 from tigon.tokenizer import chat
-from tigon.tokenizer.mask import assistant_spans, token_mask
+from tigon.tokenizer.mask import Span, TrainOn, token_weights, weighted_spans
 from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
 from tigon.tokenizer.stream import DecodeStream
 from tigon.weights.hub import Repository
@@ -45,6 +48,7 @@ class Tokenizer:
         self.chat_template = chat_template  # or several, by name
         self.model_max_length = model_max_length
         self._files = dict(files or {})
+        self._changed: dict[str, str] = {}  # of tokenizer_config.json
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token = self.special_tokens.get("bos_token")
@@ -97,6 +101,21 @@ class Tokenizer:
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
         self._files = others | {"chat_template.jinja": Path(path)}
 
+    def template_reads(self, name: str) -> bool:
+        """Whether a chat template speaks of a variable."""
+        templates = self.chat_template or ""
+        texts = templates.values() if isinstance(templates, dict) else [templates]
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+
+    def use_eos(self, token_id: int) -> None:
+        """Another token as eos, which `save_pretrained` then writes too."""
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            raise ValueError(f"the tokenizer has no token {token_id}")
+        self.special_tokens = self.special_tokens | {"eos_token": token}
+        self.eos_token, self.eos_token_id = token, token_id
+        self._changed = {"eos_token": token}
+
     @property
     def vocab_size(self) -> int:
         """Tokens without the added ones, as in transformers; `len` counts all."""
@@ -111,15 +130,20 @@ class Tokenizer:
         return list(self._files.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoding(text, add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
-        encodings = self.backend.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
+        try:
+            encodings = self.backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except TypeError:
+            for text in texts:
+                _check_unicode(text)
+            raise
         return [encoding.ids for encoding in encodings]
 
     def decode(
@@ -193,27 +217,115 @@ class Tokenizer:
         Those are the template's {% generation %} blocks. Without any, they are what each turn adds
         to the prompt before it, end-of-turn token included; ValueError where that is ambiguous.
         """
+        ids, weights = self.encode_weighted_chat(
+            messages, tools=tools, chat_template=chat_template, **variables
+        )
+        return ids, [weight > 0 for weight in weights]
+
+    def encode_weighted_chat(
+        self,
+        messages: Sequence[chat.Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        train_on: TrainOn = "assistant",
+        weights: Sequence[float | None] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> tuple[list[int], list[float]]:
+        """Token ids of the conversation, and how much each counts when it is learned.
+
+        `train_on`: what the assistant says (as in `encode_chat`), its last turn, or all. `weights`
+        has one for each message, in place of what `train_on` says of it; None: as that says.
+        """
         chat.check_messages(messages)
         template = self._template(chat_template, tools)
         given = {"tools": tools, **self._variables(variables)}
-        text, spans = assistant_spans(template, messages, **given)
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        mask = token_mask(encoding.offsets, spans)
-        if not any(mask):
+        text, spans = weighted_spans(
+            template, messages, train_on=train_on, weights=weights, **given
+        )
+        encoding = self._encoding(text)
+        counted = token_weights(encoding.offsets, spans)
+        if not any(counted) and any(span.weight for span in spans):
             raise ValueError("the chat template marks no token as the assistant's in this chat")
-        return encoding.ids, mask
+        return encoding.ids, counted
+
+    def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
+        """Token ids of the text, with special tokens, and how much each counts: as its span."""
+        encoding = self._encoding(text, add_special_tokens=True)
+        special, last = encoding.special_tokens_mask, len(text)
+        inside = [i for i, added in enumerate(special) if not added]
+        # Tokens added at the end have no place, and those at the start the first one
+        after = inside[-1] if inside else -1
+        offsets = [
+            (last, last) if i > after and inside else at for i, at in enumerate(encoding.offsets)
+        ]
+        return encoding.ids, token_weights(offsets, spans)
+
+    def digest(self) -> str:
+        """Changes with whatever changes the tokens of a text or of a conversation."""
+        parts = self.special_tokens, self.chat_template, self.backend.encode_special_tokens
+        return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
+
+    def end_of_turn(
+        self, messages: Sequence[chat.Message], *, tools: Sequence[Any] | None = None, **given: Any
+    ) -> int:
+        """The token with which the assistant ends its last turn, and generation should stop.
+
+        ValueError if it is not learned, or not a token of its own.
+        """
+        chat.check_messages(messages)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        messages = messages[: turns[-1] + 1] if turns else messages
+        ids, weights = self.encode_weighted_chat(messages, tools=tools, train_on="last", **given)
+        said = [i for i, weight in zip(ids, weights, strict=True) if weight]
+        while len(said) > 1 and not self.decode(said[-1:]).strip():
+            said.pop()
+        added = self.backend.get_added_tokens_decoder()
+        if said[-1] not in added and said[-1] != self.eos_token_id:
+            end = self.decode(said[-24:])
+            after = self.decode(ids[max(i for i, w in enumerate(weights) if w) + 1 :])
+            where = f", and what follows, {after!r:.40}, is not learned" if after.strip() else ""
+            raise ValueError(
+                f"the chat template ends what the assistant says in ...{end!r}, which is not a "
+                f"special token{where}: the model would never learn to stop. End these turns in "
+                "one token, such as {{ eos_token }}, inside {% generation %} if there is one "
+                "(chat_template= takes the new template, in training its file)"
+            )
+        return said[-1]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Copies the files that the tokenizer came from, byte for byte."""
-        for name, source in self._files.items():
+        """Copies the files that the tokenizer came from, byte for byte but for another eos."""
+        names = dict.fromkeys([*self._files, *(["tokenizer_config.json"] if self._changed else [])])
+        for name in names:
             target = Path(directory, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_name(f".{target.name}.partial")
-            with source.open("rb") as read, partial.open("wb") as write:
-                shutil.copyfileobj(read, write)
+            with partial.open("wb") as write:
+                if self._changed and name in ("tokenizer_config.json", "special_tokens_map.json"):
+                    config = read_config(self._files.get(name)) | self._changed
+                    write.write(json.dumps(config, indent=2, ensure_ascii=False).encode())
+                else:
+                    with self._files[name].open("rb") as read:
+                        shutil.copyfileobj(read, write)
                 write.flush()
                 os.fsync(write.fileno())
             partial.replace(target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The library's pickle leaves this out
+        return self.__dict__ | {"_split_special": self.backend.encode_special_tokens}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        split = state.pop("_split_special")
+        self.__dict__ |= state
+        self.backend.encode_special_tokens = split
+
+    def _encoding(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            _check_unicode(text)
+            raise
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
@@ -239,3 +351,15 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _check_unicode(text: Any) -> None:
+    """ValueError for half of a surrogate pair, which JSON can write but no text can have."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise ValueError(
+            f"has the lone surrogate {text[error.start]!a} behind {near!r}, which is not Unicode"
+        ) from None

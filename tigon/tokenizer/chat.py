@@ -18,7 +18,7 @@ from tigon.tokenizer.schema import function_schema
 Message = Mapping[str, Any]
 
 # Keys of a turn's reasoning in data sets; templates read the first, gpt-oss the second
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # The space at its end shows whether the template strips the message
 _CUT = "<|CUT HERE|> "
 
@@ -136,7 +136,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 def _message(message: Message) -> dict[str, Any]:
     # Templates handle absent keys, but most print None
     plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
-    reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+    reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is None:
         return plain
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -144,7 +144,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A copy of plain JSON types, so that a template cannot call the methods of others."""
-    if value is None or isinstance(value, bool):
+    if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
         return str.__str__(value)

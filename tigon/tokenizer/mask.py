@@ -1,13 +1,23 @@
-"""Which tokens of a conversation the assistant says: those that fine-tuning learns."""
+"""How much each token of a conversation counts: which fine-tuning learns, and with what weight."""
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 from tigon.tokenizer.chat import Message, Rendered, render
 
-Spans = list[tuple[int, int]]
+TrainOn = Literal["assistant", "last", "all"]
+
+
+class Span(NamedTuple):
+    """Characters of the conversation's text that count alike."""
+
+    start: int
+    stop: int
+    weight: float
+
 
 _ADVICE = (
     "mark what the assistant says in the template with {% generation %}...{% endgeneration %} "
@@ -15,42 +25,114 @@ _ADVICE = (
 )
 
 
-def assistant_spans(template: str, messages: Sequence[Message], **given: Any) -> tuple[str, Spans]:
-    """The conversation's text, and the character ranges in it that the assistant says.
+def weighted_spans(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    train_on: TrainOn = "assistant",
+    weights: Sequence[float | None] | None = None,
+    **given: Any,
+) -> tuple[str, list[Span]]:
+    """The conversation's text, and the character ranges in it that are learned.
 
-    Those are the template's {% generation %} blocks. Without any, a turn is the text that follows
-    the prompt for it; ValueError if the template renders an earlier turn, or a prompt, differently
-    in the whole conversation.
+    The assistant's are the template's {% generation %} blocks. Without any, a turn is the text that
+    follows the prompt for it; ValueError if the template renders an earlier turn, or a prompt,
+    differently in the whole conversation. `train_on`: every turn of the assistant, its last one, or
+    all of the text. `weights` has one for each message, which counts in place of what `train_on`
+    says of it; None: as that says.
     """
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
-    full = render(template, messages, **given)
-    if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
-        return full.text, _block_spans(full)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if "add_generation_prompt" not in template:
-        _check_end(template, messages[: turns[0] + 1], given)
-    return full.text, [_turn_span(template, messages, i, full.text, given) for i in turns]
+    if not turns and train_on != "all":
+        raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
+    learned = {"assistant": turns, "last": turns[-1:], "all": []}[train_on]
+    chosen = dict.fromkeys(learned, 1.0)
+    chosen |= {i: weight for i, weight in enumerate(weights or ()) if weight is not None}
+    if train_on != "all":  # what is not learned needs no place
+        chosen = {i: weight for i, weight in chosen.items() if weight}
+    full = render(template, messages, **given)
+    spans = [
+        Span(start, stop, chosen[i])
+        for i, ranges in _ranges(template, messages, turns, chosen, full, given).items()
+        for start, stop in ranges
+    ]
+    if train_on == "all":
+        spans += _rest(spans, len(full.text))
+    return full.text, spans
 
 
-def token_mask(offsets: list[tuple[int, int]], spans: Spans) -> list[bool]:
-    """Which tokens have a character in a span; a token across its edge counts."""
+def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
+    """The weight of each token: the largest of the spans that have one of its characters."""
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-    mask = [False] * len(offsets)
-    for start, end in filter(lambda span: span[0] < span[1], spans):
-        first, last = bisect_right(ends, start), bisect_left(starts, end)
-        mask[first:last] = [True] * (last - first)
-    return mask
+    weights = [0.0] * len(offsets)
+    for start, end, weight in sorted(spans, key=lambda span: span.weight):
+        if start < end:
+            first, last = bisect_right(ends, start), bisect_left(starts, end)
+            weights[first:last] = [weight] * (last - first)
+    return weights
 
 
-def _block_spans(full: Rendered) -> Spans:
+def _rest(spans: Sequence[Span], length: int) -> list[Span]:
+    """The text between the spans, which counts fully."""
+    rest, at = [], 0
+    for start, stop, _ in sorted(spans):
+        rest.append(Span(at, start, 1.0))
+        at = max(at, stop)
+    return [*rest, Span(at, length, 1.0)]
+
+
+def _ranges(
+    template: str,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    chosen: Mapping[int, float],
+    full: Rendered,
+    given: dict[str, Any],
+) -> dict[int, list[tuple[int, int]]]:
+    """Where each of the chosen messages is in the text."""
+    said = [i for i in turns if i in chosen]
+    if not said:
+        found = {}
+    elif re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
+        alike = len(said) == len(turns) and len({chosen[i] for i in turns}) == 1
+        blocks = _block_ranges(template, messages, turns, full, given, whose=not alike)
+        found = {i: blocks[i] for i in said}
+    else:
+        if "add_generation_prompt" not in template:
+            _check_end(template, messages[: turns[0] + 1], given)
+        found = {i: [_turn_range(template, messages, i, full.text, given)] for i in said}
+    others = [i for i in chosen if i not in turns]
+    return found | {i: [_message_range(template, messages, i, full.text, given)] for i in others}
+
+
+def _block_ranges(
+    template: str,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    full: Rendered,
+    given: dict[str, Any],
+    whose: bool,
+) -> dict[int, list[tuple[int, int]]]:
+    """The {% generation %} blocks of each turn; all as the last one's, unless it matters whose."""
     for start, text in full.generations:
         if not full.text.startswith(text, start):
             raise ValueError(
                 "the chat template's {% generation %} block is inside a macro, a filter or a "
                 "{% set %} block, where its place in the text is unknown: move it out"
             )
-    return [(start, start + len(text)) for start, text in full.generations]
+    blocks = [(start, start + len(text)) for start, text in full.generations]
+    if not whose:
+        return {i: blocks if i == turns[-1] else [] for i in turns}
+    if len(blocks) == len(turns):
+        return {i: [block] for i, block in zip(turns, blocks, strict=True)}
+    try:
+        counts = [len(render(template, messages[: i + 1], **given).generations) for i in turns[:-1]]
+    except ValueError as error:
+        raise ValueError(
+            f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(turns)} turns "
+            f"of the assistant, and which are whose is unclear: {error}"
+        ) from error
+    bounds = [0, *counts, len(blocks)]
+    return {i: blocks[a:b] for i, (a, b) in zip(turns, pairwise(bounds), strict=True)}
 
 
 def _check_end(template: str, messages: Sequence[Message], given: dict[str, Any]) -> None:
@@ -72,11 +154,32 @@ def _common_prefix(a: str, b: str) -> int:
     return next((n for n, c in enumerate(a) if not b.startswith(c, n)), len(a))
 
 
-def _turn_span(
+def _message_range(
+    template: str, messages: Sequence[Message], i: int, full: str, given: dict[str, Any]
+) -> tuple[int, int]:
+    """Of a message that is not the assistant's: what it adds to the messages before it."""
+    try:
+        before = render(template, messages[:i], **given).text if i else ""
+        text = render(template, messages[: i + 1], **given).text
+    except ValueError as error:
+        raise ValueError(
+            f"messages[{i}] has a weight of its own, but where it is in the text is unclear, "
+            f"because the conversation up to there does not render: {error}"
+        ) from error
+    if not (text.startswith(before) and full.startswith(text)):
+        raise ValueError(
+            f"messages[{i}] has a weight of its own, but where it is in the text is unclear: the "
+            "chat template writes what is before differently in the whole conversation"
+        )
+    return len(before), len(text)
+
+
+def _turn_range(
     template: str, messages: Sequence[Message], i: int, full: str, given: dict[str, Any]
 ) -> tuple[int, int]:
     try:
-        turn = render(template, messages[: i + 1], **given).text
+        whole = i + 1 == len(messages)
+        turn = full if whole else render(template, messages[: i + 1], **given).text
         prompt = render(template, messages[:i], add_generation_prompt=True, **given).text
     except ValueError as error:
         raise ValueError(

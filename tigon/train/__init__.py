@@ -4,6 +4,7 @@ from tigon.train.build import prepare
 from tigon.train.config import Config, load
 from tigon.train.launch import launch, main
 from tigon.train.loop import train
+from tigon.train.pack import pack
 from tigon.train.parallel import start
 
-__all__ = ["Config", "launch", "load", "main", "prepare", "start", "train"]
+__all__ = ["Config", "launch", "load", "main", "pack", "prepare", "start", "train"]

@@ -4,19 +4,21 @@ import json
 import math
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from tigon.data import Loader, find_files
+from tigon.data import Loader
 from tigon.kernels.attention import check_training
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
 from tigon.train.config import Config
-from tigon.train.model import build_model, compute_dtype
+from tigon.train.data import build_loader
+from tigon.train.feed import Feed
+from tigon.train.model import build_model, check_context, compute_dtype, stop_at
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
 from tigon.train.parallel import InputError, World
@@ -37,6 +39,11 @@ class Run:
     steps: int
     state: State = field(default_factory=State)
 
+    @cached_property
+    def feed(self) -> Feed:
+        """The micro-batches of the next steps, made ahead."""
+        return Feed(self.data, self.world.device)
+
 
 def prepare(config: Config, world: World) -> Run:
     """Check every input, on all ranks together; every rank calls this.
@@ -52,7 +59,8 @@ def prepare(config: Config, world: World) -> Run:
         source = resume.find(config)
     with world.together():
         tokenizer = load_tokenizer(config)
-        data = build_loader(objective, config.data, tokenizer)
+        cursor = None if source is None else checkpoint.facts(source).get("cursor")
+        data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.eval_data:
             eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
@@ -66,19 +74,21 @@ def prepare(config: Config, world: World) -> Run:
     with world.together():
         seed_everything(config, world)
         model = build_model(config, world, load=source is None)
-        for loader in (data, eval_data):
-            check_vocabulary(model, loader)
+        check_context(model, config)
+        stop_at(model, tokenizer, objective.ends)
+        for loader in filter(None, (data, eval_data)):
+            loader.windows.check_vocabulary(model.config.vocab_size)
         optimizer = adamw(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer)
         world.say(f"resumed from {source}")
     epochs = 1.0 if config.epochs is None else config.epochs
-    steps = config.steps or math.ceil(epochs * data.steps_per_epoch)
+    steps = config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
     size = sum(p.numel() for p in model.parameters())
     where = f"{world.size} x {world.device.type}"
     world.say(
         f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
-        f"steps: {start} to {steps}, {data.steps_per_epoch} an epoch"
+        f"steps: {start} to {steps}, {data.steps_per_epoch or 'unknown'} an epoch"
     )
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state
@@ -121,39 +131,3 @@ def load_tokenizer(config: Config) -> Tokenizer:
     if config.chat_template:
         tokenizer.use_chat_template(config.chat_template)
     return tokenizer
-
-
-def build_loader(
-    objective: Objective, paths: Sequence[str], tokenizer: Tokenizer, *, held_out: bool = False
-) -> Loader:
-    """Training rows in a shuffled order; held-out ones in their own."""
-    config, world = objective.config, objective.world
-    examples = objective.examples(find_files(paths), tokenizer)
-    rows = objective.rows(examples)
-    name = "eval_data" if held_out else "data"
-    world.say(
-        f"{name}: {len(examples):,} examples, {len(examples.tokens):,} tokens, {len(rows):,} rows; "
-        f"{rows.truncated:,} cut to seq_len {config.seq_len}, {rows.dropped:,} left out"
-    )
-    if examples.ignored_keys:
-        world.say(
-            f"{name}: keys of its rows that nothing reads: {', '.join(examples.ignored_keys)}"
-        )
-    return Loader(
-        examples,
-        rows,
-        batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size,
-        seed=None if held_out else config.seed,
-        rank=world.rank,
-        world=world.size,
-    )
-
-
-def check_vocabulary(model: CausalLM, data: Loader | None) -> None:
-    highest = data.examples.tokens.max() if data is not None else 0
-    if highest >= model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {highest}, but the model's vocabulary has "
-            f"{model.config.vocab_size}: they do not belong together"
-        )

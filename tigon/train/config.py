@@ -47,6 +47,8 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
+        if self.streaming and self.steps is None:
+            raise ValueError("streaming=true needs steps: a stream has no known end")
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of "

@@ -2,14 +2,18 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
 from tigon.train.build import Run
-from tigon.train.objectives import Inputs
+from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
+from tigon.train.predictions import Predictions
 from tigon.train.record import Record
 from tigon.train.step import numbers, summed, total
+from tigon.train.watch import Watch
 
 
 class Interrupted(Exception):
@@ -25,22 +29,33 @@ def evaluate(run: Run, step: int, record: Record) -> float | None:
     """
     if run.eval_data is None:
         return None
-    world, model, objective, data = run.world, run.model, run.objective, run.eval_data
+    config, world, model, objective = run.config, run.world, run.model, run.objective
+    data = run.eval_data
     began = time.perf_counter()
 
     def batches() -> Iterator[Inputs]:
-        for i in range(data.steps_per_epoch):
+        for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
                 if world.most(world.signals.received):
                     raise Interrupted
-                yield objective.resolve(model, rows.to(world.device))
+                yield objective.resolve(model, rows.to(world.device), training=False)
+
+    def part(index: int, inputs: Inputs) -> Part:
+        inputs = watch.ask(inputs)
+        return watch.show(objective.evaluate(model, inputs, sums), index, inputs)
 
     model.eval()
-    sums = total(world, [objective.sums(model, batch) for batch in batches()])
-    parts = [objective.evaluate(model, batch, sums) for batch in batches()]
+    sums = total(world, [objective.sums(model, inputs) for inputs in batches()])
+    with ExitStack() as stack:
+        file = None
+        if config.predictions:
+            file = Predictions(Path(config.run_dir), step, run.tokenizer, world)
+            stack.enter_context(file)
+        watch = Watch(run, step, training=False, file=file)
+        parts = [part(i, inputs) for i, inputs in enumerate(batches())]
     model.train()
     reshard(model)
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
-    tokens, seconds = int(data.row_targets.sum()), time.perf_counter() - began
+    tokens, seconds = data.targets, time.perf_counter() - began
     record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
     return values["eval_loss"]

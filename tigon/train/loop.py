@@ -30,7 +30,7 @@ def train(run: Run) -> int:
     with world.signals:
         if not over and config.eval_every and run.start % config.eval_every == 0:
             evaluate_once(run, run.start, record)
-        with world.signals.deferred():
+        with world.signals.deferred(), run.feed:
             step = run.start if over else steps(run, record)
         if signal := world.most(world.signals.received):
             record.close()
@@ -89,12 +89,14 @@ def row(
     tokens, targets = run.data.counts(taken)
     return {
         "step": step + 1,
-        "epoch": (taken + 1) / run.data.steps_per_epoch,
+        "epoch": run.data.epoch(taken + 1),
         "lr": learning_rate(run.config, step, run.steps),
         **values,
         "tokens": tokens,
         "supervised_tokens": targets,
         "step_seconds": seconds,
+        "data_seconds": run.feed.seconds,
+        "data_share": run.feed.seconds / seconds,
         "tokens_per_second": tokens / seconds,
         "memory_gib": peak_memory(run.world.device) / 2**30,
         **({} if trouble is None else {"skipped": trouble.kind}),
@@ -124,7 +126,7 @@ def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
         run.model,
         run.optimizer,
         run.world,
-        facts | run.state.facts(),
+        facts | run.state.facts() | {"cursor": run.data.state(step + run.state.offset)},
         keep_last=run.config.keep_last,
     )
 

@@ -29,8 +29,7 @@ def find(config: Config) -> Path | None:
 
 def facts(config: Config, data: Loader) -> dict[str, Any]:
     """What a checkpoint must remember to be resumed: settings, and which data its steps meant."""
-    tokens = {"rows": len(data.rows), "fingerprint": data.examples.fingerprint()}
-    return json.loads(json.dumps({"data": tokens, "config": asdict(config)}))
+    return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
 
 def check(source: Path, config: Config, data: Loader) -> list[str]:
@@ -46,5 +45,5 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     if wrong:
         raise ValueError(f"{source} was made with another order of the data: {', '.join(wrong)}")
     if was["data"] != now["data"]:
-        raise ValueError(f"{source} was made with other data than {', '.join(config.data)}")
+        raise ValueError(f"{source} was made with other data than data={config.data}")
     return list(changed.values())

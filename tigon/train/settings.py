@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tigon import strict
+from tigon.data import Entry
 from tigon.kernels.attention import Backend
 
 
@@ -44,9 +45,15 @@ class ModelSettings:
 class DataSettings:
     """The data."""
 
-    data: tuple[str, ...] = option((), "training files or globs: .jsonl, or .txt to pretrain on")
-    eval_data: tuple[str, ...] = option((), "held-out files or globs")
-    separator: str = option("", "divides a .txt file into documents; empty: a file is one")
+    data: tuple[str | Entry, ...] = option(
+        (),
+        "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
+        "weight, format, columns, split, config, revision",
+    )
+    eval_data: tuple[str | Entry, ...] = option((), "held-out ones")
+    separator: str = option(
+        "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
+    )
     seq_len: int = option(2048, "tokens in a row", least=2, stream=True)
     packing: bool = option(True, "several sequences to a row; false pads instead", stream=True)
     truncate: bool = option(
@@ -55,6 +62,34 @@ class DataSettings:
     batch_size: int = option(8, "rows in a step, over all ranks", least=1, stream=True)
     micro_batch_size: int = option(1, "rows in one forward of one rank", least=1)
     seed: int = option(0, "of the data order and of random weights", least=0, stream=True)
+    format: str | None = option(
+        None,
+        "of the rows: messages, sharegpt, prompt_completion, instruction or text; null: told from "
+        "their keys",
+        stream=True,
+    )
+    columns: dict[str, str] | None = option(  # noqa: RUF009
+        None, "keys of other names, as in {messages: dialog}", stream=True
+    )
+    train_on: Literal["assistant", "last", "all"] = option(
+        "assistant",
+        "what is learned of a chat: the assistant's turns, its last one, or all of it",
+        stream=True,
+    )
+    bad_rows: Literal["error", "skip"] = option(
+        "error",
+        "what a row that cannot be read or encoded does; skipped ones are counted",
+        stream=True,
+    )
+    workers: int | None = option(
+        None, "processes that tokenise; 0: none but this one; null: as many as CPUs", least=0
+    )
+    streaming: bool = option(
+        False, "tokenise shortly before training instead of first; needs steps", stream=True
+    )
+    shuffle_window: int = option(
+        65536, "examples that are packed and shuffled together", least=1, stream=True
+    )
 
 
 @dataclass(frozen=True)
@@ -68,6 +103,33 @@ class LossSettings:
         "token", "what weighs the same in a step's loss: every token, or every sequence"
     )
     eval_every: int = option(0, "steps between evaluations; 0: only at the end", least=0)
+    metrics: tuple[str, ...] = option(
+        (), "means over the targets to log beside accuracy: nll, entropy, max_logit, z"
+    )
+    return_logits: bool = option(False, "give hooks all logits of a pass [B, T, V]")
+    logits_to_keep: int = option(
+        0, "only the last so many positions of each sequence count; 0: all", least=0
+    )
+    logits_bytes: int | None = option(
+        None, "memory for logits that the loss takes at a time; null: 1 GiB", least=1
+    )
+    label_smoothing: float = option(0.0, "share of a target spread over all tokens", least=0)
+    z_loss: float = option(0.0, "factor of the squared log-normaliser, as in PaLM", least=0)
+    eval_metrics: tuple[str, ...] | None = option(None, "metrics in evaluation; null: the same")
+    eval_return_logits: bool | None = option(None, "in evaluation; null: the same")
+    eval_logits_to_keep: int | None = option(None, "in evaluation; null: the same", least=0)
+    eval_logits_bytes: int | None = option(None, "in evaluation; null: the same", least=1)
+    eval_label_smoothing: float | None = option(None, "in evaluation; null: the same", least=0)
+    eval_z_loss: float | None = option(None, "in evaluation; null: the same", least=0)
+    hooks: tuple[str, ...] = option(
+        (), "module:function or file.py:function, which watch passes; docs/training.md"
+    )
+    hook_every: int = option(
+        1, "steps between calls of hooks in training; 0: only in evaluation", least=0
+    )
+    predictions: bool = option(
+        False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,23 +9,24 @@ from tigon.train.build import Run
 from tigon.train.objectives import Part
 from tigon.train.optim import clip_gradients
 from tigon.train.parallel import World, sync_gradients
+from tigon.train.watch import Watch
 
 
 def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, float]:
     """Gradients of the step, clipped; its loss, this rank's part of it, the gradients' norm before
     clipping, how many ranks want to stop, asked late, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
-    batches = [
-        objective.resolve(model, rows.to(world.device)) for rows in run.data.micro_batches(step)
-    ]
+    batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
+    watch = Watch(run, step + 1, training=True)
     parts = []
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
+        batch = watch.ask(batch)
         part = objective.loss(model, batch, sums)
         part.loss.backward()
-        parts.append(part)
+        parts.append(watch.show(part, i, batch))
     norm = clip_gradients(model, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
     return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts, stop=stop()))
@@ -42,9 +43,14 @@ def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:
 
 
 def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Each sum over all micro-batches and ranks."""
-    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    return {name: world.sum(values.sum(0)) for name, values in stacked.items()}
+    """Each sum over all micro-batches and ranks; one exchange for all of a dtype."""
+    sums = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    for dtype in dict.fromkeys(value.dtype for value in sums.values()):
+        same = {name: value for name, value in sums.items() if value.dtype == dtype}
+        flat = world.sum(torch.cat([value.flatten() for value in same.values()]))
+        each = flat.split([value.numel() for value in same.values()])
+        sums |= {name: x.view_as(same[name]) for name, x in zip(same, each, strict=True)}
+    return sums
 
 
 def numbers(values: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,18 +1,22 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tigon.data import Examples, MicroBatch, Rows, whole
+from tigon.data import Encoder, MicroBatch, Rows, Window, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.hooks import Hooks, View, Wanted
 from tigon.train.parallel import World
+from tigon.train.settings import LossSettings
+
+# Settings that a value in evaluation may differ from, and all that need a prediction of tokens
+TWINS = ("metrics", "return_logits", "logits_to_keep", "logits_bytes", "label_smoothing", "z_loss")
+OF_TOKENS = (*TWINS, *(f"eval_{name}" for name in TWINS), "hooks", "predictions")
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Inputs:
     micro_batch: MicroBatch  # columns per token and per example, spans of the sequences
     batch: Batch  # what the model reads
     targets: Targets  # what it is to predict
+    training: bool = True  # or evaluation
+    wanted: Wanted | None = None  # by those that watch this pass; None: nobody does
 
 
 @dataclass(frozen=True)
@@ -30,46 +36,70 @@ class Part:
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
+    view: View | None = None  # of the pass, if somebody watches it
 
 
 class Objective:
     """What a run learns from its files, and how.
 
     A new objective is one file: a subclass, and its name in OBJECTIVES. It says what becomes of
-    the files (`examples`, `rows`), what a step's losses are divided by (`sums`), and the loss of
+    the data (`encoder`, `rows`), what a step's losses are divided by (`sums`), and the loss of
     one micro-batch. The loop adds up `sums` over all micro-batches and ranks before the first
     loss is computed, so that a loss can be divided by what the whole step holds; gradients and
     losses then add up, and a run means the same on any number of ranks and micro-batches.
     """
 
+    predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+
     def __init__(self, config: Config, world: World):
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
+        for setting in fields(LossSettings):
+            value = getattr(config, setting.name)
+            if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
+                raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
+        self.hooks = Hooks(config.hooks, config.hook_every)
+        self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
-    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-        """The examples of the files, with all columns that the loss reads."""
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, examples: Examples) -> Rows:
-        """Which examples share a row: whole ones, unless overridden."""
+    def rows(self, window: Window) -> Rows:
+        """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
         options = {"packing": config.packing, "truncate": config.truncate}
-        return whole(examples, config.seq_len, **options)
+        return whole(window, config.seq_len, **options)
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""
 
-    def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model is told of the loss: labels, where the column "supervised" is True."""
-        supervised = micro_batch.per_token["supervised"]
-        return {"labels": micro_batch.input_ids.masked_fill(~supervised, IGNORE_INDEX)}
+    def setting(self, name: str, *, training: bool) -> Any:
+        """One of TWINS, as it is in training or in evaluation."""
+        twin = None if training else getattr(self.config, f"eval_{name}")
+        return getattr(self.config, name) if twin is None else twin
 
-    def resolve(self, model: CausalLM, micro_batch: MicroBatch) -> Inputs:
+    def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model is told of the loss: labels, where the column "supervised" is True, and
+        the column "loss_weights" if there is one."""
+        columns = micro_batch.per_token
+        labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
+        weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
+        return {"labels": labels, **weights}
+
+    def options(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
+    ) -> dict[str, Any]:
+        """More arguments of `Targets.of`."""
+        return {}
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
         """The micro-batch, which is on the device, as the model takes it."""
         batch = Batch.of(model, **micro_batch.inputs())
-        reduction = self.config.loss_reduction
-        targets = Targets.of(batch, loss_reduction=reduction, **self.targets(micro_batch))
-        return Inputs(micro_batch, batch, targets)
+        options = self.options(model, micro_batch, training=training)
+        options |= self.targets(micro_batch)
+        targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
+        return Inputs(micro_batch, batch, targets, training)
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         """This micro-batch's part of every sum over the whole step that `loss` divides by."""

@@ -1,67 +1,118 @@
 """The cross-entropy of the supervised tokens, which fine-tuning and pretraining share."""
 
+import math
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor
 
-from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.data import MicroBatch
+from tigon.kernels.cross_entropy import IGNORE_INDEX, METRICS
 from tigon.models import CausalLM, Targets
+from tigon.models import CausalLMOutput as Output
+from tigon.train.config import Config
+from tigon.train.hooks import View
 from tigon.train.model import has_experts
 from tigon.train.objectives.base import Inputs, Objective, Part
+from tigon.train.parallel import World
 
 ROUTING = ("aux_loss", "expert_load")
+MEANS = tuple(name for name in METRICS if name != "predicted_tokens")
 
 
 class CrossEntropyObjective(Objective):
     """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
-    Logged are the means, over the step's targets, of the metrics in `model.defaults.metrics`, and
-    how evenly a mixture of experts spread its tokens.
+    Logged are the share of targets that are predicted right, the means over the targets of the
+    other metrics asked for, and how evenly a mixture of experts spread its tokens. What the config
+    leaves out, and `model.defaults` has, is taken from there.
     """
 
+    predicts_tokens: ClassVar[bool] = True
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        check_settings(config)
+
     def begin(self, model: CausalLM) -> None:
-        asked = model.defaults.metrics
-        asked = (asked,) if isinstance(asked, str) else tuple(asked)
-        if "predicted_tokens" in asked:
-            raise ValueError(
-                f"model.defaults.metrics={asked}: training logs means, and predicted_tokens has no "
-                "mean; leave it out"
-            )
+        defaults = model.defaults
+        named = defaults.metrics
+        named = (named,) if isinstance(named, str) else tuple(named)
+        check_metrics("model.defaults.metrics", named, (*MEANS, *ROUTING))
+        if isinstance(keep := defaults.logits_to_keep, int):
+            check_keep("model.defaults.logits_to_keep", keep, self.config)
         routing = ROUTING if has_experts(model) else ()
-        self.metrics = tuple(dict.fromkeys((*asked, *routing)))
-        self.of_tokens = any(name not in ROUTING for name in self.metrics)
+
+        def asked(training: bool) -> tuple[str, ...]:
+            chosen = self.setting("metrics", training=training) or named
+            of_head = (name for name in chosen if name != "accuracy")
+            return tuple(dict.fromkeys(("predicted_tokens", *of_head, *routing)))
+
+        self.metrics = {training: asked(training) for training in (True, False)}
+
+    def options(
+        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
+    ) -> dict[str, Any]:
+        names = "label_smoothing", "z_loss"
+        options = {name: self.setting(name, training=training) or None for name in names}
+        keep = self.setting("logits_to_keep", training=training)
+        apart = not training and self.config.eval_logits_to_keep is not None
+        default = model.defaults.logits_to_keep
+        if not keep and not apart:
+            keep = default
+        if isinstance(keep, int) and keep:
+            keep = last_positions(micro_batch, keep)
+        return options | {"logits_to_keep": keep}
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        sums = super().sums(model, inputs)
-        if self.of_tokens:
-            sums["targets"] = _count(inputs.targets)
-        return sums
+        return super().sums(model, inputs) | {"targets": _valid(inputs.targets).sum()}
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         targets = inputs.targets.with_num_items(sums["items"])
-        output = model(batch=inputs.batch, targets=targets, metrics=self.metrics)
-        return Part(output.loss, self._means(output.metrics, inputs, sums))
+        output = self._forward(model, inputs, targets)
+        assert output.loss is not None
+        return self._part(output.loss, output, inputs, sums)
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone: what the balance of experts adds belongs to training."""
-        targets = inputs.targets.summed()
-        output = model(batch=inputs.batch, targets=targets, metrics=self.metrics)
-        loss = output.loss / sums["items"].clamp(min=1)
-        return Part(loss, self._means(output.metrics, inputs, sums))
+        output = self._forward(model, inputs, inputs.targets.summed())
+        assert output.loss is not None
+        return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
-    def _means(
-        self, values: dict[str, Tensor], inputs: Inputs, sums: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """This micro-batch's part of each metric's mean over the step."""
-        share = inputs.targets.items / sums["items"].clamp(min=1)
-        if not self.of_tokens:
-            return {name: value * share for name, value in values.items()}
-        count, total = _count(inputs.targets), sums["targets"].clamp(min=1)
+    def _forward(self, model: CausalLM, inputs: Inputs, targets: Targets) -> Output:
+        wanted, training = inputs.wanted, inputs.training
+        logits = wanted is not None and self.setting("return_logits", training=training)
+        return model(
+            batch=inputs.batch,
+            targets=targets,
+            metrics=self.metrics[training],
+            return_logits=logits or None,
+            logits_at=None if wanted is None else wanted.positions,
+            logits_bytes=self.setting("logits_bytes", training=training),
+        )
 
-        def mean(name: str, value: Tensor) -> Tensor:
-            if name in ROUTING:
-                return value * share
-            return (value.sum() if value.dim() else value * count) / total  # [B, n], or their mean
-
-        return {name: mean(name, value) for name, value in values.items()}
+    def _part(self, loss: Tensor, output: Output, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        """The loss with this micro-batch's part of each metric's mean over the step."""
+        found, targets = dict(output.metrics), inputs.targets
+        routing = {name: found.pop(name) for name in ROUTING if name in found}
+        predictions = found.pop("predicted_tokens")  # [B, n], as what is left of them
+        right = (predictions == targets.labels) & _valid(targets)
+        of_tokens = {"accuracy": right, **found}
+        count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
+        means = {name: x.sum(dtype=torch.float64) / count for name, x in of_tokens.items()}
+        means |= {name: value * share for name, value in routing.items()}
+        if inputs.wanted is None:
+            return Part(loss, means)
+        assert targets.labels is not None
+        view = View(
+            loss=loss.detach(),
+            labels=targets.place(targets.labels, IGNORE_INDEX),
+            predictions=targets.place(predictions, IGNORE_INDEX),
+            metrics={name: targets.place(x, 0) for name, x in found.items()},
+            logits=output.logits if output.logits is None else output.logits.detach(),
+            logits_at=output.logits_at,
+        )
+        return Part(loss, means, view)
 
     def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """expert_imbalance for expert_load: the busiest expert of all, in multiples of the mean."""
@@ -72,7 +123,63 @@ class CrossEntropyObjective(Objective):
         return metrics
 
 
-def _count(targets: Targets) -> Tensor:
-    """How many tokens are predicted, whatever the reduction."""
+def check_settings(config: Config) -> None:
+    """ValueError for settings of the loss that cannot be served, alone or together."""
+    for prefix in ("", "eval_"):
+        smoothing, z_loss, keep, metrics, logits = (
+            getattr(config, prefix + name)
+            for name in ("label_smoothing", "z_loss", "logits_to_keep", "metrics", "return_logits")
+        )
+        if smoothing is not None and not 0 <= smoothing < 1:
+            raise ValueError(f"{prefix}label_smoothing={smoothing} is not in [0, 1)")
+        if z_loss == math.inf:
+            raise ValueError(f"{prefix}z_loss={z_loss} is not finite")
+        check_keep(f"{prefix}logits_to_keep", keep or 0, config)
+        check_metrics(f"{prefix}metrics", metrics or (), MEANS)
+        if logits and not config.hooks:
+            raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
+    if config.predictions and not config.eval_data:
+        raise ValueError("predictions=true without eval_data: they are of the held-out data")
+
+
+def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in names:
+        if name == "predicted_tokens":
+            raise ValueError(
+                f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
+                "hooks see predictions, and predictions=true writes them to a file"
+            )
+        if name not in known:
+            raise ValueError(f"{setting}={name} is not one of {', '.join(known)}")
+
+
+def check_keep(setting: str, keep: int, config: Config) -> None:
+    if keep and config.packing:
+        raise ValueError(
+            f"{setting}={keep} with packing=true: it keeps the last positions of a line, which "
+            "holds several sequences then; give packing=false"
+        )
+    if keep == 1:
+        raise ValueError(
+            f"{setting}=1 leaves nothing to learn: the last position of a sequence predicts no "
+            "token; k keeps the predictions of its last k - 1 tokens"
+        )
+
+
+def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
+    """The last `keep` positions of each line's one sequence, in front of its padding: [B, keep].
+
+    A shorter sequence has all of its positions and some of the padding, where no target is.
+    """
+    real = micro_batch.attention_mask
+    if real is None:
+        return keep
+    keep = min(keep, real.shape[1])
+    first = (real.sum(1, keepdim=True) - keep).clamp(min=0)
+    return first + torch.arange(keep, device=real.device)
+
+
+def _valid(targets: Targets) -> Tensor:
+    """Bool [B, n]: the positions where a token is predicted, whatever the reduction."""
     assert targets.labels is not None
-    return (targets.labels != IGNORE_INDEX).sum()
+    return targets.labels != IGNORE_INDEX

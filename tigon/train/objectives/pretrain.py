@@ -1,9 +1,6 @@
 """Pretraining on text: every token is learned, and documents are joined and cut to rows."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from tigon.data import Examples, Rows, split, text_examples
+from tigon.data import Encoder, Rows, TextEncoder, Window, split
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
@@ -15,9 +12,11 @@ class Pretrain(CrossEntropyObjective):
         super().__init__(config, world)
         if config.chat_template:
             raise ValueError(f"chat_template={config.chat_template}: task=pretrain has no chats")
+        if config.train_on != "assistant":
+            raise ValueError(f"train_on={config.train_on}: task=pretrain learns every token")
 
-    def examples(self, files: Sequence[Path], tokenizer: Tokenizer) -> Examples:
-        return text_examples(files, tokenizer, separator=self.config.separator)
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
-    def rows(self, examples: Examples) -> Rows:
-        return split(examples, self.config.seq_len, packing=self.config.packing)
+    def rows(self, window: Window) -> Rows:
+        return split(window, self.config.seq_len, packing=self.config.packing)

@@ -1,0 +1,96 @@
+"""Sources of numbered rows, and what encodes them: small enough to compare every value."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tigon.data.blocks import Block, Source
+from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.formats import Format
+
+PER_BLOCK = 7
+
+
+@dataclass(frozen=True)
+class Lines(Block):
+    first: int
+    lines: tuple[str, ...]
+
+    def rows(self):
+        for line, text in enumerate(self.lines, self.first):
+            yield line, json.loads(text)
+
+
+@dataclass(frozen=True)
+class File(Source):
+    def blocks(self) -> Iterator[Block]:
+        lines = Path(self.name).read_text().splitlines()
+        for i in range(0, len(lines), PER_BLOCK):
+            yield Lines(self.name, self.format, i + 1, tuple(lines[i : i + PER_BLOCK]))
+
+    def digest(self) -> str:
+        return hashlib.sha256(Path(self.name).read_bytes()).hexdigest()
+
+
+class Count(Encoder):
+    """A row {"first": id, "sizes": [n, ...]} is a group of examples that count from the id.
+
+    Every third token is supervised; "weight" weighs a row; a row without sizes is left out.
+    """
+
+    per_token = {"supervised": np.bool_, "loss_weights": np.float32}
+
+    def __init__(self, option: int = 0, kill: str = ""):
+        self.option, self.kill = option, kill
+
+    def digest(self) -> str:
+        return f"count {self.option}"
+
+    def __call__(self, block: Block) -> Examples:
+        tokens: list[int] = []
+        offsets, lines, groups, weights, skipped = [0], [], [0], [], 0
+        for line, row in block.rows():
+            if "bad" in row:
+                raise ValueError(f"{block.name}:{line}: {row['bad']}")
+            skipped += not row["sizes"]
+            for size in row["sizes"]:
+                tokens += range(row["first"], row["first"] + size)
+                weights += [row.get("weight", 1.0)] * size
+                offsets.append(len(tokens))
+                lines.append(line)
+            if row["sizes"]:
+                groups.append(len(offsets) - 1)
+        ids = np.array(tokens, np.int32)
+        columns = {"supervised": ids % 3 != 0}
+        if any(weight != 1 for weight in weights):
+            columns["loss_weights"] = np.array(weights, np.float32)
+        return Examples(
+            ids,
+            np.array(offsets),
+            np.array([(0, line) for line in lines], np.int32).reshape(-1, 2),
+            (block.name,),
+            columns,
+            {},
+            None if len(groups) == len(offsets) else np.array(groups),
+            Report(rows=len(groups) - 1 + skipped, skipped=skipped),
+        )
+
+
+def write_rows(path: Path, count: int, seed: int = 0, *, groups: bool = False) -> File:
+    """Rows of uneven sizes; some weigh less, some have nothing."""
+    draw = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        sizes = draw.integers(2, 30, size=draw.integers(1, 4) if groups else 1).tolist()
+        row = {"first": int(draw.integers(1, 10**6)), "sizes": sizes}
+        if draw.random() < 0.1:
+            row["weight"] = 0.5
+        if draw.random() < 0.1:
+            row["sizes"] = []
+        rows.append(json.dumps(row))
+    path.write_text("\n".join(rows) + "\n")
+    return File(str(path), Format())

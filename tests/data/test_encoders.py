@@ -1,0 +1,298 @@
+"""Rows to examples: which tokens are learned, with what weight, and what is reported."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.small import write_tokenizer
+from tigon.data import (
+    ChatEncoder,
+    Encoder,
+    Entry,
+    Example,
+    Examples,
+    Format,
+    TextEncoder,
+    find_sources,
+    join,
+    lines,
+    read,
+)
+from tigon.tokenizer import Tokenizer
+
+HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+SO, BYE = {"role": "user", "content": "so"}, {"role": "assistant", "content": "bye"}
+CHAT = [HI, HO, SO, BYE]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture
+def encode(tmp_path: Path) -> Callable[..., Examples]:
+    def run(encoder: Encoder, *rows: Any, **entry: Any) -> Examples:
+        path = tmp_path / "a.jsonl"
+        path.write_text(
+            "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        )
+        return read(find_sources(Entry(str(path), **entry)), pickle.loads(pickle.dumps(encoder)))
+
+    return run
+
+
+def said(tokenizer: Tokenizer, examples: Examples) -> list[tuple[str, float]]:
+    """Each run of tokens that are learned alike, and its weight."""
+    ones = np.ones(len(examples.tokens), dtype=np.float32)
+    weights = np.where(examples.supervised, examples.per_token.get("loss_weights", ones), 0)
+    edges = np.flatnonzero(np.diff(weights)) + 1
+    runs = zip(np.split(examples.tokens, edges), np.split(weights, edges), strict=True)
+    return [(tokenizer.decode(ids), float(weight[0])) for ids, weight in runs if weight[0]]
+
+
+def test_text_ends_with_eos_and_knows_its_line(tokenizer: Tokenizer, encode: Any) -> None:
+    rows = {"text": "the model"}, "", {"text": "whoever<|endoftext|>", "id": 7, "weight": 0.5}
+    examples = encode(TextEncoder(tokenizer), *rows)
+    eos = tokenizer.eos_token_id
+    first, second = tokenizer.encode("the model"), tokenizer.encode("whoever")
+    assert examples.tokens.tolist() == [*first, eos, *second, eos]
+    assert examples.offsets.tolist() == [0, len(first) + 1, len(first) + len(second) + 2]
+    assert said(tokenizer, examples) == [
+        ("the model<|endoftext|>", 1),
+        ("whoever<|endoftext|>", 0.5),
+    ]
+    places = [examples.where(p).rpartition("/")[2] for p in (0, len(first), len(first) + 1)]
+    assert places == ["a.jsonl:1", "a.jsonl:1", "a.jsonl:3"]
+    assert examples.report.ignored_keys == ("id",) and examples.report.rows == 2
+
+
+@pytest.mark.parametrize(
+    ("train_on", "messages", "expected"),
+    [
+        ("assistant", CHAT, [("ho<|im_end|>\n", 1), ("bye<|im_end|>\n", 1)]),
+        ("last", CHAT, [("bye<|im_end|>\n", 1)]),
+        ("assistant", [HI, HO | {"weight": 0}, SO, BYE], [("bye<|im_end|>\n", 1)]),
+        ("assistant", [HI, HO, SO, BYE | {"train": False}], [("ho<|im_end|>\n", 1)]),
+        (
+            "assistant",
+            [HI, HO | {"weight": 0.5}, SO, BYE | {"weight": 2}],
+            [("ho<|im_end|>\n", 0.5), ("bye<|im_end|>\n", 2)],
+        ),
+        (
+            "last",
+            [HI, HO | {"train": True}, SO, BYE],
+            [("ho<|im_end|>\n", 1), ("bye<|im_end|>\n", 1)],
+        ),
+        (
+            "assistant",
+            [HI, HO, SO | {"weight": 0.25}, BYE],
+            [
+                ("ho<|im_end|>\n", 1),
+                ("<|im_start|>user\nso<|im_end|>\n", 0.25),
+                ("bye<|im_end|>\n", 1),
+            ],
+        ),
+        (
+            "all",
+            [HI, HO | {"weight": 0}, SO],
+            [
+                ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", 1),
+                ("<|im_start|>user\nso<|im_end|>\n", 1),
+            ],
+        ),
+    ],
+)
+def test_what_is_learned_and_with_what_weight(
+    tokenizer: Tokenizer, encode: Any, train_on: Any, messages: Any, expected: Any
+) -> None:
+    encoder = ChatEncoder(tokenizer, train_on=train_on)
+    examples = encode(encoder, {"messages": messages})
+    assert said(tokenizer, examples) == expected
+    assert set(examples.per_token) == {
+        "supervised",
+        *(["loss_weights"] if {w for _, w in expected} - {1} else []),
+    }
+    plain = [{k: v for k, v in m.items() if k not in ("weight", "train")} for m in messages]
+    assert tokenizer.decode(examples.tokens) == tokenizer.apply_chat_template(plain, tokenize=False)
+    halved = encode(encoder, {"messages": messages, "weight": 0.5})
+    assert said(tokenizer, halved) == [(text, weight / 2) for text, weight in expected]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_prompts_are_learned_only_with_train_on_all(
+    tokenizer: Tokenizer, encode: Any, train_on: Any
+) -> None:
+    encoder = ChatEncoder(tokenizer, train_on=train_on)
+    examples = encode(encoder, {"prompt": CHAT[:3], "completion": [BYE]})
+    found = said(tokenizer, examples)
+    assert found == [("bye<|im_end|>\n", 1)] if train_on == "assistant" else len(found) == 1
+    examples = encode(encoder, {"prompt": "the model ", "completion": "says"})
+    start = "" if train_on == "assistant" else "the model"
+    assert said(tokenizer, examples) == [(f"{start} says<|endoftext|>", 1)]
+
+
+def test_columns_that_some_blocks_lack_are_filled(
+    tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"messages": CHAT, **more} for more in ({}, {"weight": 0.5}, {}, {"weight": 1})]
+    whole = encode(ChatEncoder(tokenizer), *rows)
+    assert [weight for _, weight in said(tokenizer, whole)] == [1, 1, 0.5, 0.5, 1, 1, 1, 1]
+    monkeypatch.setattr(lines, "SIZE", 1)  # a block for each row
+    blocks = encode(ChatEncoder(tokenizer), *rows)
+    assert whole.fingerprint() == blocks.fingerprint() and whole.report == blocks.report
+    np.testing.assert_array_equal(whole.origin, blocks.origin)
+    np.testing.assert_array_equal(whole.offsets, blocks.offsets)
+    assert blocks.per_token["loss_weights"].dtype == np.float32
+
+
+def test_keys_that_nothing_reads_are_named(tokenizer: Tokenizer, encode: Any) -> None:
+    messages = [HI | {"id": 1, "weight": 0}, HO | {"wieght": 0}]
+    row = {"messages": messages, "source": "x", "weight": None}
+    assert encode(ChatEncoder(tokenizer), row).report.ignored_keys == (
+        "messages.id",
+        "messages.wieght",
+        "source",
+    )
+    turns = [{"from": "human", "value": "hi", "role": 1}, {"from": "gpt", "value": "ho"}]
+    row = {"chat": turns}
+    examples = encode(ChatEncoder(tokenizer), row, columns={"messages": "chat"})
+    assert examples.report.ignored_keys == ("chat.role",)
+
+
+BAD = (
+    ({"messages": [HI]}, "no turn of the role 'assistant'"),
+    ('{"messages": ', "not valid JSON"),
+    ({"messages": CHAT, "weight": -1}, "'weight' must be a finite number"),
+    ({"prompt": "x"}, "needs a list of messages 'messages'"),
+    ({"messages": [{"content": "x"}]}, "role"),
+    ({"messages": []}, "messages"),
+    ({"messages": [HI, {"role": "assistant", "content": "a\ud800b"}]}, r"lone surrogate '\\ud800'"),
+    ({"messages": CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs"),
+)
+
+
+@pytest.mark.parametrize(("row", "message"), BAD)
+def test_a_bad_row_is_named_with_its_place(
+    tokenizer: Tokenizer, encode: Any, row: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}"):
+        encode(ChatEncoder(tokenizer), {"messages": CHAT}, row)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: "):
+        encode(ChatEncoder(tokenizer), row, {"messages": CHAT})
+
+
+def test_bad_rows_are_skipped_and_counted(tokenizer: Tokenizer, encode: Any) -> None:
+    rows = [row for row, _ in BAD]
+    encoder = ChatEncoder(tokenizer, skip_bad_rows=True)
+    examples = encode(encoder, *rows, {"messages": CHAT}, {"messages": CHAT, "weight": 0})
+    good = encode(encoder, {"messages": CHAT})
+    assert examples.tokens.tolist() == good.tokens.tolist()
+    report = examples.report
+    assert (report.rows, report.skipped, report.unlearned) == (10, 8, 1)
+    assert len(report.errors) == 5 and "a.jsonl:2: not valid JSON" in report.errors[1]
+    assert "8 of 10 rows skipped as bad:\n  " in report.lines()[0]
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: no turn|a\.jsonl:1: messages have no turn"):
+        encode(encoder, *rows)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_surrogate_in_a_text(tokenizer: Tokenizer, encode: Any, place: int) -> None:
+    rows = [{"text": "good"}] * 4
+    rows[place] = {"text": "not \udc00"}
+    with pytest.raises(ValueError, match=rf"a\.jsonl:{place + 1}: has the lone surrogate .*'not '"):
+        encode(TextEncoder(tokenizer), *rows)
+    examples = encode(TextEncoder(tokenizer, skip_bad_rows=True), *rows)
+    assert len(examples) == 3 and examples.report.skipped == 1
+
+
+def test_sources_without_anything_to_learn(
+    tokenizer: Tokenizer, encode: Any, tmp_path: Path
+) -> None:
+    for encoder in (ChatEncoder(tokenizer), TextEncoder(tokenizer)):
+        with pytest.raises(ValueError, match=r"a\.jsonl has no rows"):
+            encode(encoder, "", " ")
+    row = {"messages": [HI, HO | {"weight": 0}]}
+    with pytest.raises(ValueError, match=r"nothing to learn: the weights are 0 in 2 of 2 rows"):
+        encode(ChatEncoder(tokenizer), row, row)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: needs the keys of one of .* text: \"text\""):
+        encode(TextEncoder(tokenizer), {"messages": CHAT})
+
+
+def test_a_digest_for_everything_that_changes_examples(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    other = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    assert ChatEncoder(tokenizer).digest() == ChatEncoder(other).digest()
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    other.use_chat_template(tmp_path / "t.jinja")
+    digests = {
+        ChatEncoder(tokenizer).digest(),
+        ChatEncoder(other).digest(),
+        ChatEncoder(tokenizer, train_on="last").digest(),
+        TextEncoder(tokenizer).digest(),
+    }
+    assert len(digests) == 4
+    before = ChatEncoder(other)
+    other.use_eos(2)  # as training does
+    assert before.digest() in digests and ChatEncoder(other).digest() not in digests
+
+
+class Pairs(Encoder):
+    """Two examples a row."""
+
+    per_token = {"supervised": bool, "logprobs": np.float32}
+    per_example = {"reward": np.float32}
+
+    def row(self, row: dict[str, Any], form: Format) -> list[Example]:
+        columns = {"supervised": [False, True], "logprobs": [-1.5, -row["x"]]}
+        return [
+            Example([1, 2], columns, {"reward": 0.5}),
+            Example([3, 4], columns, {"reward": row["x"]}),
+        ]
+
+
+def test_named_columns_and_groups(encode: Any) -> None:
+    examples = encode(Pairs(), {"x": 0}, {"x": 1})
+    assert len(examples) == 4 and examples.groups.tolist() == [0, 2, 4]
+    assert examples.supervised.tolist() == [False, True] * 4
+    assert examples.per_token["logprobs"].tolist() == [-1.5, 0, -1.5, 0, -1.5, -1, -1.5, -1]
+    assert examples.per_example["reward"].tolist() == [0.5, 0, 0.5, 1]
+    assert examples.where(5).endswith("a.jsonl:2")
+    both = join([examples, examples])
+    assert both.groups is not None and both.groups.tolist() == [0, 2, 4, 6, 8]
+    assert both.offsets.tolist() == list(range(0, 18, 2)) and both.files == examples.files
+
+
+class Given(Encoder):
+    """Examples as a row says."""
+
+    per_token = {"supervised": bool, "x": np.float32}
+
+    def row(self, row: dict[str, Any], form: Format) -> list[Example]:
+        return [Example(row["ids"], row["columns"])]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ([{"supervised": [True], "x": [0, 0]}], r":1: supervised has 1 values for 2 tokens"),
+        ([{"supervised": [True]}], r":1: has the columns supervised, and not supervised, x"),
+        ([{"supervised": [1, 1], "x": [0, 0], "y": [0, 0]}], r"columns supervised, x, y, and not"),
+        (
+            [
+                {"supervised": [1, 1], "x": [[1.0, 2.0]] * 2},
+                {"supervised": [1, 1], "x": [[1.0]] * 2},
+            ],
+            r":2: a value of x has shape \(1,\), not \(2,\) as before",
+        ),
+    ],
+)
+def test_columns_that_do_not_fit_are_named(encode: Any, columns: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode(Given(), *({"ids": [1, 2], "columns": column} for column in columns))

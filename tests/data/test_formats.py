@@ -1,0 +1,164 @@
+"""Rows in the forms that people have them, to conversations and texts."""
+
+from typing import Any
+
+import pytest
+
+from tigon.data import Format
+from tigon.data.formats import CHATS, TEXTS, Chat, Text, as_chat, as_text
+
+HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SYSTEM = {"role": "system", "content": "be"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def chat(row: dict[str, Any], **columns: str) -> Chat | Text:
+    return as_chat(row, Format(None, columns).told(row, CHATS))
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "messages"),
+    [
+        ({"messages": HI}, "messages", HI),
+        ({"conversations": HI}, "messages", HI),
+        ({"messages": HI, "system": "be"}, "messages", [SYSTEM, *HI]),
+        ({"messages": HI, "prompt": "hi", "text": "hi ho"}, "messages", HI),
+        ({"messages": HI, "prompt": "hi", "completion": None}, "messages", HI),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+            "sharegpt",
+            HI,
+        ),
+        (
+            {
+                "system": "be",
+                "conversations": [
+                    {"from": "user", "value": "hi"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+                    {"from": "observation", "value": "4"},
+                    {"from": "gpt", "value": "ho", "extra": 1},
+                ],
+            },
+            "sharegpt",
+            [
+                SYSTEM,
+                HI[0],
+                {"role": "assistant", "tool_calls": [CALL]},
+                {"role": "tool", "content": "4"},
+                {**HI[1], "extra": 1},
+            ],
+        ),
+        ({"prompt": HI[:1], "completion": HI[1:]}, "prompt_completion", HI),
+        ({"instruction": "hi", "output": "ho", "text": "x"}, "instruction", HI),
+        ({"instruction": "hi", "input": "", "output": "ho"}, "instruction", HI),
+        (
+            {"instruction": "hi", "input": "you", "output": "ho", "system": "be"},
+            "instruction",
+            [SYSTEM, {"role": "user", "content": "hi\n\nyou"}, HI[1]],
+        ),
+    ],
+)
+def test_the_format_is_told_from_the_keys(
+    row: dict[str, Any], kind: str, messages: list[Any]
+) -> None:
+    form = Format().told(row, CHATS)
+    assert form.kind == kind
+    found = as_chat(row, form)
+    assert isinstance(found, Chat) and found.messages == messages
+    assert found.weights == [None] * len(messages) and found.weight == 1 and found.tools is None
+    assert found.prompt == (1 if kind == "prompt_completion" else 0)
+    assert Format(kind, {}).told(row, CHATS) == form
+
+
+def test_other_names_for_keys() -> None:
+    row = {"dialog": HI, "fns": [TOOL], "w": 0.5, "messages": 3}
+    found = chat(row, messages="dialog", tools="fns", weight="w")
+    assert isinstance(found, Chat)
+    assert (found.messages, found.tools, found.weight) == (HI, [TOOL], 0.5)
+    form = Format(None, {"messages": "dialog"}).told(row, CHATS)
+    assert form.read_keys() >= {"dialog", "tools"} and "messages" not in form.read_keys()
+    # Names that are given decide, where keys would fit several formats
+    row = {"messages": HI, "prompt": "a", "completion": "b", "q": "c"}
+    assert chat(row, completion="completion") == Text("b", "a")
+    assert chat({"q": "hi", "a": "ho"}, prompt="q", completion="a") == Text("ho", "hi")
+
+
+def test_prompts_and_texts() -> None:
+    assert chat({"prompt": "a", "completion": "b", "weight": 2}) == Text("b", "a", 2.0)
+    row = {"text": "a", "messages": HI}
+    assert as_text(row, Format().told(row, TEXTS)) == Text("a")
+
+
+@pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
+def test_tools_as_a_list_or_its_json(tools: Any) -> None:
+    tools = tools if isinstance(tools, list) else tools + '"parameters": {}}}]'
+    found = chat({"messages": HI, "tools": tools, "chat_template_kwargs": {"think": False}})
+    assert isinstance(found, Chat) and found.tools == [TOOL]
+    assert found.variables == {"think": False}
+
+
+def test_weights_of_messages_and_rows() -> None:
+    messages = [
+        {**HI[0], "train": True},
+        {**HI[1], "weight": 0},
+        {**HI[0], "weight": None},
+        {**HI[1], "train": False},
+        {**HI[1], "weight": 0.5},
+    ]
+    found = chat({"messages": messages, "weight": 3})
+    assert isinstance(found, Chat)
+    assert found.weights == [1, 0, None, 0, 0.5] and found.weight == 3
+    assert found.messages == [HI[0], HI[1], {**HI[0]}, HI[1], HI[1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "x"}, r"keys of one of the formats messages: .*its keys are 'question'; col"),
+        ({}, "its keys are none"),
+        ({"messages": HI, "instruction": "a", "output": "b"}, "format=messages or format=instruct"),
+        ({"messages": "hi"}, "'messages' must be a list of messages, not str"),
+        ({"prompt": "a", "completion": HI}, "'prompt' must be a list of messages, not str"),
+        ({"prompt": HI, "completion": []}, "'completion' has no message"),
+        ({"instruction": 1, "output": "b"}, "'instruction' must be a text, not int"),
+        ({"messages": HI, "tools": "[}"}, "'tools' is text, but not valid JSON"),
+        ({"messages": HI, "tools": "{}"}, "'tools' must be a list, or its JSON as text, not dict"),
+        ({"messages": [SYSTEM], "system": "be"}, "both a key 'system' and a message"),
+        (
+            {"messages": HI, "weight": "1"},
+            "'weight' must be a finite number of at least 0, not '1'",
+        ),
+        ({"messages": HI, "weight": -1}, "'weight' must be a finite.*not -1"),
+        ({"messages": HI, "weight": float("nan")}, "'weight' must be a finite.*not nan"),
+        ({"messages": HI, "weight": True}, "'weight' must be a finite.*not True"),
+        ({"messages": [{**HI[0], "weight": float("inf")}]}, r"messages\[0\]\['weight'\].*not inf"),
+        ({"messages": [{**HI[0], "train": 1}]}, r"messages\[0\]\['train'\] must be true or false"),
+        ({"messages": [{**HI[0], "train": True, "weight": 1}]}, "both 'weight' and 'train'"),
+        (
+            {"conversations": [{"from": "elf", "value": ""}]},
+            r"messages\[0\]\['from'\]='elf' is not",
+        ),
+        ({"conversations": [{"from": "gpt"}]}, r"messages\[0\] needs the keys 'from' and 'value'"),
+        ({"messages": HI, "chat_template_kwargs": {"messages": 1}}, "'chat_template_kwargs' must"),
+    ],
+)
+def test_rows_that_fit_no_format(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        chat(row)
+
+
+def test_later_rows_must_have_the_format_of_the_first() -> None:
+    form = Format().told({"messages": HI}, CHATS)
+    with pytest.raises(ValueError, match=r"needs a list of messages 'messages', as .* first row"):
+        as_chat({"prompt": "a", "completion": "b"}, form)
+    form = Format().told({"conversations": [{"from": "human", "value": "x"}]}, CHATS)
+    with pytest.raises(ValueError, match="needs the keys 'from' and 'value'"):
+        as_chat({"conversations": HI}, form)
+
+
+def test_settings_that_name_nothing() -> None:
+    with pytest.raises(ValueError, match="format='alpaca' is not one of messages, sharegpt"):
+        Format("alpaca")
+    with pytest.raises(ValueError, match="columns: 'mesages' is no key that is read"):
+        Format(None, {"mesages": "x"})

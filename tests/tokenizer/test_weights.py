@@ -1,0 +1,126 @@
+"""Messages of different weights: where each one is in the text."""
+
+import pickle
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
+from tigon.tokenizer import Span, Tokenizer
+
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "the fox"},
+    {"role": "user", "content": "And"},
+    {"role": "assistant", "content": "Bye"},
+]
+# Two blocks where a turn thinks, one where it does not
+TWO_BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.thinking %}"
+    "({% generation %}{{ m.thinking }}{% endgeneration %})"
+    "{% endif %}>{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+THINKING = [CHAT[0], CHAT[1] | {"thinking": "dog"}, *CHAT[2:]]
+
+
+def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, float]]:
+    ids, weights = tokenizer.encode_weighted_chat(chat, **options)
+    runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
+    return [(tokenizer.decode([i for i, _ in run]), weight) for weight, run in runs if weight]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "options", "expected"),
+    [
+        (GENERATION, CHAT, {"train_on": "last"}, [("Bye<|im_end|>", 1)]),
+        (
+            GENERATION,
+            CHAT,
+            {"weights": [None, 0.5, None, 2]},
+            [("the fox<|im_end|>", 0.5), ("Bye<|im_end|>", 2)],
+        ),
+        (TWO_BLOCKS, THINKING, {}, [("dog", 1), ("the fox</s>", 1), ("Bye</s>", 1)]),
+        (TWO_BLOCKS, THINKING, {"train_on": "last"}, [("Bye</s>", 1)]),
+        (
+            TWO_BLOCKS,
+            THINKING,
+            {"weights": [None, 0.5, None, None]},
+            [("dog", 0.5), ("the fox</s>", 0.5), ("Bye</s>", 1)],
+        ),
+        # Of a template that rewrites earlier turns, the last one is still clear
+        (QWEN3, CHAT, {"train_on": "last"}, [("<think>\n\n</think>\n\nBye<|im_end|>\n", 1)]),
+        (QWEN3, CHAT, {"weights": [0, 0, 0, 1]}, [("<think>\n\n</think>\n\nBye<|im_end|>\n", 1)]),
+        (LLAMA3, CHAT, {"train_on": "last"}, [("Bye<|eot_id|>", 1)]),
+        (
+            CHATML,
+            CHAT,
+            {"weights": [None, 0, 3, None]},
+            [("<|im_start|>user\nAnd<|im_end|>\n", 3), ("Bye<|im_end|>\n", 1)],
+        ),
+    ],
+)
+def test_weights_reach_their_messages(
+    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    assert learned(tokenizer, chat, chat_template=template, **options) == expected
+
+
+def test_all_but_one_message(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    options: dict[str, Any] = {"chat_template": CHATML, "train_on": "all"}
+    whole = tokenizer.apply_chat_template(CHAT, chat_template=CHATML, tokenize=False)
+    assert learned(tokenizer, CHAT, **options) == [(whole, 1)]
+    assert learned(tokenizer, CHAT[:1], **options)[0][1] == 1  # no assistant is needed
+    before, after = whole.split("the fox<|im_end|>\n")
+    found = learned(tokenizer, CHAT, weights=[None, 0, None, None], **options)
+    assert found == [(before, 1), (after, 1)]
+
+
+def test_weights_of_zero_are_no_error_but_an_unclear_place_is(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    assert learned(tokenizer, CHAT, weights=[0] * 4, chat_template=CHATML) == []
+    with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
+        learned(tokenizer, CHAT, weights=[None, 0, 1, 0], chat_template=QWEN3)
+    once = (
+        "{% for m in messages %}{% if loop.last %}{% generation %}x{% endgeneration %}{% endif %}"
+    )
+    with pytest.raises(ValueError, match="2 turns of the assistant, and which"):
+        refusing = "{% if messages|length < 4 %}{{ raise_exception('no') }}{% endif %}"
+        learned(tokenizer, CHAT, train_on="last", chat_template=refusing + once + "{% endfor %}")
+
+
+def test_the_text_of_a_span(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)  # adds <s> before, and </s> behind
+    ids, weights = tokenizer.encode_weighted("the fox", [Span(3, 7, 0.5)])
+    assert ids == tokenizer.encode("the fox") and ids[0] == 1 and ids[-1] == 2
+    assert tokenizer.decode([i for i, w in zip(ids, weights, strict=True) if w]) == " fox"
+    assert set(weights) == {0, 0.5} and tokenizer.encode_weighted("", [Span(0, 0, 1)])[1] == [0, 0]
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_copy_in_another_process_encodes_the_same(byte_level: Path, split: bool) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    tokenizer.backend.encode_special_tokens = split
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("a</s>b") == tokenizer.encode("a</s>b")
+    assert copy.digest() == tokenizer.digest()
+    tokenizer.backend.encode_special_tokens = not split
+    assert copy.digest() != tokenizer.digest()
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff"])
+def test_a_lone_surrogate_is_named(byte_level: Path, text: str) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    for call in (
+        lambda: tokenizer.encode(text),
+        lambda: tokenizer.encode_batch(["good", text]),
+        lambda: tokenizer.encode_chat(
+            [CHAT[0], {"role": "assistant", "content": text}], chat_template=CHATML
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"has the lone surrogate '\\ud"):
+            call()

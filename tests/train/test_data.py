@@ -1,0 +1,73 @@
+"""The data of a run from its settings: mixtures, streams, `tigon data pack`."""
+
+import pytest
+
+from tests.small import write_chats
+from tests.train.test_two_ranks import torchrun
+from tigon.cli import main as tigon
+from tigon.train import main
+
+KEYS = ("loss", "grad_norm", "tokens", "supervised_tokens")
+
+
+@pytest.fixture(scope="module")
+def other(workspace):
+    return write_chats(workspace.root / "other.jsonl", 19, seed=7)
+
+
+def assert_same(workspace, run: str, whole: str) -> None:
+    for key in KEYS:
+        expected = workspace.metrics(whole, key)
+        got = workspace.metrics(run, key)
+        assert got == expected[len(expected) - len(got) :], (run, key)
+
+
+def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, capsys):
+    """With weights: the first epoch."""
+    mixture = f"[{{path: {workspace.data}, weight: 3}}, {{path: {other}, weight: 1}}]"
+    same = {"data": mixture, "shuffle_window": 16, "batch_size": 2, "steps": 8}
+    main(workspace.settings("cached", **same))
+    printed = capsys.readouterr().out
+    assert f"75.0% of {workspace.data}: an epoch takes its 43 examples 1.08 times" in printed
+    assert f"25.0% of {other}: an epoch takes its 19 examples 0.82 times" in printed
+    main(workspace.settings("streamed", **same, streaming="true", save_every=3))
+    assert_same(workspace, "streamed", "cached")
+    source = workspace.root / "streamed/checkpoints/step-00000006"
+    resumed = {**same, "streaming": "true", "resume": source, "workers": 0}
+    main(workspace.settings("streamed-on", **resumed))
+    assert_same(workspace, "streamed-on", "cached")
+    assert workspace.metrics("streamed-on", "step") == [7, 8]
+    torchrun(workspace.settings("streamed-two", **resumed))
+    for key in KEYS:
+        expected = workspace.metrics("cached", key)[-2:]
+        assert workspace.metrics("streamed-two", key) == pytest.approx(expected, rel=1e-5), key
+    with pytest.raises(SystemExit, match="with another order of the data: shuffle_window 16 -> 8"):
+        main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
+
+
+def test_bad_mixtures(workspace):
+    for weight in (0, -1):
+        entry = f"[{{path: {workspace.data}, weight: {weight}}}]"
+        with pytest.raises(SystemExit, match=f"weight={weight} of .* must be above 0"):
+            main(workspace.settings("x", data=entry))
+    entry = f"[{{path: {workspace.held_out}, weight: 1}}]"
+    with pytest.raises(SystemExit, match="eval_data has weights"):
+        main(workspace.settings("x", eval_data=entry))
+
+
+def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path))
+    settings = [f"model={workspace.model}", "seq_len=128", "device=cpu"]
+    assert tigon(["data", "pack", str(other), *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "data: 19 examples, " in printed and "of them padding" in printed
+    assert "0 cut to seq_len 128, 0 left out" in printed and str(tmp_path / "data") in printed
+    made = sorted(path for path in (tmp_path / "data").iterdir() if path.is_dir())
+    assert len(made) == 1
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: [{other}]\nmodel: {workspace.model}\nrun_dir: {tmp_path}/run\n")
+    assert tigon(["data", "pack", str(config), "seq_len=64"]) == 0
+    assert sorted(p for p in (tmp_path / "data").iterdir() if p.is_dir()) == made
+    assert not (tmp_path / "run").exists()
+    assert tigon(["data", "pack", str(config), str(other)]) == 1
+    assert "give one config file, or data files" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Micro-batches made ahead by a thread: the loader's own, its errors, and its end."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.data.test_loader import assert_equal, loader
+from tigon.train import main
+from tigon.train.feed import Feed
+from tigon.train.record import read_metrics
+
+CPU = torch.device("cpu")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "feed"]
+
+
+def test_it_gives_what_the_loader_gives_for_any_step():
+    data = loader()
+    with Feed(loader(), CPU) as feed:
+        for step in (0, 1, 2, 7, 8, 3, 4):  # a run may pass over rows, or go back
+            for a, b in zip(feed(step), data.micro_batches(step), strict=True):
+                assert_equal(a, b)
+        assert len(threads()) == 1
+    assert not threads()
+
+
+def test_the_next_step_is_made_during_this_one_and_waiting_is_measured(monkeypatch):
+    data = loader()
+    make = data.micro_batches
+
+    def slow(step):
+        time.sleep(0.3)
+        return make(step)
+
+    monkeypatch.setattr(data, "micro_batches", slow)
+    with Feed(data, CPU) as feed:
+        feed(0)
+        assert feed.seconds > 0.25
+        time.sleep(0.8)  # a step that takes longer than making the next
+        feed(1)
+        assert feed.seconds < 0.15
+
+
+def test_an_error_of_the_thread_is_raised_by_the_step(monkeypatch):
+    data = loader()
+    make = data.micro_batches
+
+    def bad(step):
+        if step == 2:
+            raise ValueError("a.jsonl:7: no sense")
+        return make(step)
+
+    monkeypatch.setattr(data, "micro_batches", bad)
+    with pytest.raises(ValueError, match=r"a\.jsonl:7: no sense"), Feed(data, CPU) as feed:
+        for step in range(2):
+            feed(step)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"a\.jsonl:7: no sense"):
+                feed(2)
+        feed(2)
+    assert not threads()
+
+
+def test_a_run_logs_how_long_it_waits(workspace):
+
+    main(workspace.settings("fed", steps=3))
+    rows = read_metrics(workspace.root / "fed/metrics.jsonl")
+    for row in rows[:3]:
+        assert 0 <= row["data_seconds"] <= row["step_seconds"]
+        assert row["data_share"] == pytest.approx(row["data_seconds"] / row["step_seconds"])
+    assert not threads()

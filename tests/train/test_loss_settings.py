@@ -1,0 +1,177 @@
+"""The settings of the loss against its definition in plain torch, in training and evaluation."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from tests.train.weights import token_weights, write_weighted
+from tigon.train import load, main, prepare, start, train
+from tigon.train.objectives import OBJECTIVES
+
+NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
+
+
+def chats_of(workspace, path) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each line: ids, and of each target its mask and weight."""
+    tokenizer, found = tigon.Tokenizer.from_pretrained(workspace.model), []
+    for line, text in enumerate(path.read_text().splitlines(), 1):
+        ids, mask = tokenizer.encode_chat(json.loads(text)["messages"])
+        weights = torch.from_numpy(token_weights(line, mask))
+        found.append((torch.tensor(ids), torch.tensor(mask)[1:], weights[1:]))
+    return found
+
+
+def expected(
+    model,
+    chats,
+    *,
+    loss_reduction: str = "token",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logits_to_keep: int = 0,
+    weighted: bool = True,
+) -> dict[str, float]:
+    """Loss, accuracy and entropy of chats one by one, without padding, in float64."""
+    sums, counts, right, entropy = [], [], 0, 0.0
+    for ids, mask, weights in chats:
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1].double()
+        if logits_to_keep:  # of the last k positions, the last one predicts nothing
+            mask = mask & (torch.arange(len(mask)) >= len(ids) - logits_to_keep)
+        logp = logits.log_softmax(-1)
+        nll = -logp[torch.arange(len(logp)), ids[1:]]
+        losses = (1 - label_smoothing) * nll - label_smoothing * logp.mean(-1)
+        losses = losses + z_loss * logits.logsumexp(-1) ** 2
+        if weighted:
+            losses, mask = losses * weights, mask & (weights > 0)
+        sums.append(losses[mask].sum().item())
+        counts.append(int(mask.sum()))
+        right += int((logits.argmax(-1) == ids[1:])[mask].sum())
+        entropy -= (logp.exp() * logp).sum(-1)[mask].sum().item()
+    if loss_reduction == "token":
+        loss = sum(sums) / sum(counts)
+    else:
+        means = [x / n for x, n in zip(sums, counts, strict=True) if n]
+        loss = sum(means) / len(means)
+    total = sum(counts)
+    return {"loss": loss, "accuracy": right / total, "entropy": entropy / total}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "as in training": ({"label_smoothing": 0.1, "z_loss": 1e-3}, {}),
+    "apart": (
+        {"label_smoothing": 0.1, "z_loss": 1e-3, "logits_bytes": 16 * 321 * 5},
+        {"label_smoothing": 0.0, "z_loss": 0.0, "logits_bytes": 16 * 321 * 3},
+    ),
+    "kept": ({"logits_to_keep": 5, "label_smoothing": 0.1}, {"z_loss": 0.01}),
+    "kept in training": ({"logits_to_keep": 5}, {"logits_to_keep": 0}),
+}
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+@pytest.mark.parametrize(("training", "evaluation"), CASES.values(), ids=CASES)
+def test_values(workspace, reduction, training, evaluation):
+    data, held_out = map(write_weighted, (workspace.data, workspace.held_out))
+    name = f"loss-{reduction}-{len(training)}-{len(evaluation)}-{'z_loss' in evaluation}"
+    changes = {"data": data, "steps": 1, "batch_size": 64, "micro_batch_size": 4}
+    changes |= {"loss_reduction": reduction, "eval_every": 1, "eval_data": held_out}
+    changes |= training | {f"eval_{key}": value for key, value in evaluation.items()}
+    main(workspace.settings(name, **changes, packing="logits_to_keep" not in training))
+    model = tigon.from_pretrained(workspace.model)
+    for prefix, data, settings in (
+        ("", workspace.data, training),
+        ("eval_", workspace.held_out, training | evaluation),
+    ):
+        settings = {k: v for k, v in settings.items() if k != "logits_bytes"}
+        wanted = expected(model, chats_of(workspace, data), loss_reduction=reduction, **settings)
+        for key in ("loss", "accuracy"):
+            found = workspace.metrics(name, prefix + key)[0]
+            assert found == pytest.approx(wanted[key], rel=1e-5), prefix + key
+
+
+def test_metrics_in_training_and_evaluation_apart(workspace):
+    changes = {"steps": 1, "batch_size": 64, "eval_every": 1, "eval_data": workspace.held_out}
+    main(workspace.settings("apart", **changes, metrics="[nll, accuracy]", eval_metrics="entropy"))
+    rows = (workspace.root / "apart/metrics.jsonl").read_text().splitlines()
+    evaluated, stepped = json.loads(rows[0]), json.loads(rows[1])
+    assert stepped["nll"] == pytest.approx(stepped["loss"], rel=1e-6)
+    assert "entropy" not in stepped and "eval_nll" not in evaluated
+    model = tigon.from_pretrained(workspace.model)
+    held_out = chats_of(workspace, workspace.held_out)
+    wanted = expected(model, held_out, weighted=False)
+    for key, value in wanted.items():
+        assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5), key
+
+
+def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
+    changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
+    model = tigon.from_pretrained(workspace.model)
+    losses = {}
+    for name, more in (("hand", {}), ("both", {"logits_to_keep": 7, "metrics": "z"})):
+        with start("cpu") as world:
+            run = prepare(load(None, workspace.settings(name, **changes, **more)), world)
+            run.model.defaults.logits_to_keep = 5
+            run.model.defaults.metrics = ("nll",)
+            train(run)
+        losses[name] = workspace.metrics(name, "loss")[0]
+    chats = chats_of(workspace, workspace.data)
+    for name, keep, metric in (("hand", 5, "nll"), ("both", 7, "z")):
+        wanted = expected(model, chats, logits_to_keep=keep, weighted=False)["loss"]
+        assert losses[name] == pytest.approx(wanted, rel=1e-5)
+        assert workspace.metrics(name, metric) and workspace.metrics(name, f"eval_{metric}")
+    assert not workspace.metrics("both", "nll")
+
+
+def test_accuracy_costs_no_bit_of_loss_and_gradients(workspace):
+    model, ids = tigon.from_pretrained(workspace.model), torch.randint(0, 321, (2, 40))
+    grads = []
+    for metrics in ((), ("predicted_tokens",)):
+        loss = model(ids, labels=ids, metrics=metrics).loss
+        grads.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("label_smoothing=1", r"label_smoothing=1 is not in \[0, 1\)"),
+        ("label_smoothing=-0.1", "label_smoothing=-0.1 must be at least 0"),
+        ("eval_label_smoothing=1.5", r"eval_label_smoothing=1.5 is not in \[0, 1\)"),
+        ("z_loss=.inf", "z_loss=inf is not finite"),
+        ("z_loss=.nan", "z_loss=nan must be at least 0"),
+        ("logits_bytes=0", "logits_bytes=0 must be at least 1"),
+        ("logits_to_keep=-1", "logits_to_keep=-1 must be at least 0"),
+        ("logits_to_keep=4", "logits_to_keep=4 with packing=true.*give packing=false"),
+        ("eval_logits_to_keep=4", "eval_logits_to_keep=4 with packing=true"),
+        ("logits_to_keep=1 packing=false", "logits_to_keep=1 leaves nothing to learn"),
+        ("metrics=[nll,entrpy]", "metrics=entrpy is not one of accuracy, entropy, max_logit"),
+        ("eval_metrics=predicted_tokens", "predicted_tokens has no mean"),
+        ("return_logits=true", "return_logits=true without hooks"),
+        ("eval_return_logits=true", "eval_return_logits=true without hooks"),
+        ("predictions=true", "predictions=true without eval_data"),
+        ("loss_reduction=sum", "loss_reduction='sum' is not one of token, sequence"),
+    ],
+)
+def test_wrong_settings_are_named_before_the_model_is_read(settings, message):
+    with start("cpu") as world, pytest.raises(ValueError, match=message):
+        prepare(load(None, [*NEEDED, *settings.split()]), world)
+
+
+def test_a_task_that_predicts_no_tokens_refuses_them(monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "other", OBJECTIVES["sft"].__mro__[2])
+    config = load(None, [*NEEDED, "task=other", "eval_z_loss=0.1"])
+    with start("cpu") as world, pytest.raises(ValueError, match=r"eval_z_loss=0.1: task=other has"):
+        prepare(config, world)
+
+
+def test_packing_and_defaults_set_by_hand(workspace):
+    with start("cpu") as world:
+        run = prepare(load(None, workspace.settings("by-hand", steps=1)), world)
+        run.model.defaults.logits_to_keep = 4
+        with pytest.raises(ValueError, match=r"model.defaults.logits_to_keep=4 with packing=true"):
+            train(run)

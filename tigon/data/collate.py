@@ -1,0 +1,115 @@
+"""Rows to tensors.
+
+# B lines, T tokens of a line, n sequences
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.data.examples import FILLS
+from tigon.data.mixture import Corpus
+
+Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows as tensors: what the model reads, where the sequences are, and their columns.
+
+    Padding, behind the sequences of a line, has token 0 and columns of 0.
+    """
+
+    input_ids: Tensor  # int64 [B, T]
+    position_ids: Tensor  # int64 [B, T]; they restart with each sequence, and with the padding
+    attention_mask: Tensor | None  # bool [B, T], False on padding; None: there is none
+    cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
+    longest: int  # tokens of the longest of these; attention kernels need it on the host
+    spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
+    per_token: Mapping[str, Tensor]  # [B, T, ...] each
+    per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
+    origins: tuple[str, ...]  # n times "file:line"
+
+    def to(self, device: torch.device) -> Self:
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """In memory from which a GPU copies while the CPU goes on."""
+        return self._mapped(Tensor.pin_memory)
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Self:
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: changed(column) for name, column in value.items()}
+            return change(value) if isinstance(value, Tensor) else value
+
+        return replace(self, **{f.name: changed(getattr(self, f.name)) for f in fields(self)})
+
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model."""
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": self.attention_mask,
+            "cu_seq_lens": self.cu_seq_lens,
+            "max_length_q": self.longest,
+        }
+
+
+def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -> MicroBatch:
+    """One line of tensors for the spans of each; without lines, a line of padding.
+
+    They are `length` tokens long, or as long as the longest needs, and have the columns of a
+    corpus.
+    """
+    lines = lines or [(columns, np.zeros((0, 2), dtype=np.int64))]
+    sizes = np.concatenate([np.diff(spans)[:, 0] for _, spans in lines])
+    line = np.repeat(np.arange(len(lines)), [len(spans) for _, spans in lines])
+    used = np.bincount(line, weights=sizes, minlength=len(lines)).astype(np.int64)
+    length = max(1, int(used.max())) if length is None else length
+    shape, begins = (len(lines), length), np.arange(len(lines)) * length
+    stops = np.cumsum(sizes) + (begins - np.cumsum(used) + used)[line]
+    cu = np.unique(np.concatenate([begins, stops - sizes, begins + used, [len(lines) * length]]))
+    lengths = np.diff(cu)
+    positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
+    real = np.arange(length) < used[:, None]
+    slices = [some for corpus, spans in lines for some in corpus.slices(spans)]
+
+    def place(pieces: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
+        placed = np.zeros((*shape, *like.shape[1:]), like.dtype)
+        if pieces:  # sequences follow each other in both: the k-th real token is the k-th of these
+            placed[real] = np.concatenate(pieces)
+        return placed
+
+    per_token = {}
+    for name, like in columns.columns["per_token"].items():
+        pieces = [
+            e.per_token[name][a:b]
+            if name in e.per_token
+            else np.full((b - a, *like.shape[1:]), FILLS[name])
+            for e, a, b in slices
+        ]
+        per_token[name] = place(pieces, like)
+    per_example = {}
+    for name, like in columns.columns["per_example"].items():
+        values = [
+            e.per_example[name][e.index(np.asarray(a))] if name in e.per_example else FILLS[name]
+            for e, a, _ in slices
+        ]
+        per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
+    tokens = place([e.tokens[a:b] for e, a, b in slices], np.zeros(0, np.int64))
+    return MicroBatch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(positions.reshape(shape)),
+        None if real.all() else torch.from_numpy(real),
+        torch.from_numpy(cu.astype(np.int32)),
+        int(lengths.max()),
+        torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
+        {name: torch.from_numpy(column) for name, column in per_token.items()},
+        {name: torch.from_numpy(column) for name, column in per_example.items()},
+        tuple(examples.where(start) for examples, start, _ in slices),
+    )

@@ -1,0 +1,193 @@
+"""Texts and conversations to examples."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from tigon.data.blocks import Source
+from tigon.data.examples import WEIGHTED, Encoder, Example
+from tigon.data.formats import CHATS, TEXTS, Format, Row, Text, as_chat, as_text
+from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn
+
+VERSION = 1  # of what these make of a row; another one makes caches anew
+TRIED = 100  # rows that may be bad before a source is refused, where bad rows are skipped
+
+MESSAGE_KEYS = {"role", "content", "weight", "train"}
+
+
+class FormatEncoder(Encoder):
+    """Rows in one of the formats of `formats.py`."""
+
+    per_token = WEIGHTED
+    formats: Sequence[str] = ()
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
+        # A copy: the end of a turn may become the tokenizer's eos when training begins
+        self.tokenizer, self.eos = copy(tokenizer), tokenizer.eos_token_id
+        self.skip_bad_rows = skip_bad_rows
+
+    def open(self, source: Source) -> Source:
+        """The source with the format of its rows, told from the first one."""
+        first = None
+        for tried, (line, row) in enumerate(source.rows()):
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                form = source.format.told(row, self.formats)
+                self.begin(row, form)
+                return source.as_format(form)
+            except ValueError as error:
+                first = first or ValueError(f"{source.name}:{line}: {error}")
+                if not self.skip_bad_rows or tried == TRIED:
+                    raise first from error
+        raise first or ValueError(f"{source.name} has no rows")
+
+    def begin(self, row: Row, form: Format) -> None:
+        """Look at a source's first row."""
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """With eos at the end."""
+        if self.eos is None:
+            raise ValueError("the tokenizer has no eos token to end a text with")
+        return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        return row.keys() - form.read_keys()
+
+    def options(self) -> dict[str, Any]:
+        """What changes the examples besides the tokenizer."""
+        return {}
+
+    def digest(self) -> str:
+        parts = type(self).__name__, VERSION, tokenizers.__version__, self.eos, self.options()
+        return hashlib.sha256(f"{self.tokenizer.digest()} {parts}".encode()).hexdigest()
+
+
+class TextEncoder(FormatEncoder):
+    """Documents for pretraining: every token is learned, and each document ends with eos."""
+
+    formats = TEXTS
+
+    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+        try:
+            texts = [as_text(row, form) for row in rows]
+            encoded = self.tokenizer.encode_batch([text.completion for text in texts])
+        except ValueError:  # a bad row: find out which
+            yield from super().batch(rows, form)
+            return
+        for ids, text in zip(encoded, texts, strict=True):
+            yield self._example(ids, text.weight)
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        text = as_text(row, form)
+        return self._example(self.tokenizer.encode(text.completion), text.weight)
+
+    def _example(self, ids: list[int], weight: float) -> Sequence[Example]:
+        ids = self.ended(ids)
+        return weighted(ids, np.full(len(ids), weight))
+
+
+def read_texts(source: Source) -> Iterator[str]:
+    """The texts of a source, as they are; ValueError for a row without."""
+    form = None
+    for line, row in source.rows():
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            form = form or source.format.told(row, TEXTS)
+            yield as_text(row, form).completion
+        except ValueError as error:
+            raise ValueError(f"{source.name}:{line}: {error}") from error
+
+
+class ChatEncoder(FormatEncoder):
+    """Conversations, and prompts with completions, for fine-tuning.
+
+    `train_on` says what is learned: the assistant's turns or completions, a conversation's last
+    such turn, or everything. With `must_end`, the first row's last turn has to end in a token that
+    is learned and generation can stop at; `ends` collects these tokens.
+    """
+
+    formats = CHATS
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_on: TrainOn = "assistant",
+        must_end: bool = True,
+        skip_bad_rows: bool = False,
+    ):
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.train_on, self.must_end = train_on, must_end
+        self.ends: set[int] = set()
+        template = tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        self.read_in_messages = MESSAGE_KEYS | set(re.findall(r"\w+", " ".join(texts)))
+        if self.read_in_messages & set(REASONING):
+            self.read_in_messages |= set(REASONING)
+
+    def begin(self, row: Row, form: Format) -> None:
+        chat = as_chat(row, form)
+        if isinstance(chat, Text):
+            self.ends.update(self.ended([]))
+        elif self.must_end:
+            given: dict[str, Any] = {"tools": chat.tools, **chat.variables}
+            self.ends.add(self.tokenizer.end_of_turn(chat.messages, **given))
+
+    def options(self) -> dict[str, Any]:
+        return {"train_on": self.train_on}
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
+        found = super().ignored(row, form)
+        known = self.read_in_messages
+        if form.kind == "sharegpt":
+            known = known - {"role", "content"} | {"from", "value"}
+        for ours in ("messages", "prompt", "completion"):
+            messages = form.get(row, ours)
+            for message in messages if isinstance(messages, list) else ():
+                if isinstance(message, dict) and not message.keys() <= known:
+                    found |= {f"{form.key(ours)}.{key}" for key in message.keys() - known}
+        return found
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        chat = as_chat(row, form)
+        if isinstance(chat, Text):
+            return self._completion(chat)
+        weights = list(chat.weights)
+        if self.train_on != "all":
+            weights[: chat.prompt] = [0.0 if w is None else w for w in weights[: chat.prompt]]
+        ids, counted = self.tokenizer.encode_weighted_chat(
+            chat.messages,
+            tools=chat.tools,
+            train_on=self.train_on,
+            weights=weights,
+            **chat.variables,
+        )
+        return weighted(ids, np.array(counted) * chat.weight)
+
+    def _completion(self, text: Text) -> Sequence[Example]:
+        """As one text without a chat template, and eos at its end, which is learned."""
+        start = 0 if self.train_on == "all" else len(text.prompt)
+        full = text.prompt + text.completion
+        ids, counted = self.tokenizer.encode_weighted(full, [Span(start, len(full), 1.0)])
+        ids = self.ended(ids)
+        counted = [*counted[: len(ids) - 1], 1.0]
+        return weighted(ids, np.array(counted) * text.weight)
+
+
+def weighted(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
+    """One example, or none if all weights are 0. Tokens of weight 0 are not supervised."""
+    supervised = weights > 0
+    if not supervised.any():
+        return []
+    columns = {"supervised": supervised}
+    if (weights[supervised] != 1).any():
+        columns["loss_weights"] = weights
+    return [Example(ids, columns)]

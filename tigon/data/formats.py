@@ -1,0 +1,293 @@
+"""Rows of data sets in the forms that people have them, as conversations and as texts.
+
+A source's format is told once, from the keys of its first row; then every row must have it.
+"""
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+
+CHATS = ("messages", "sharegpt", "prompt_completion", "instruction")
+TEXTS = ("text",)
+# What a row of each format must have, and what else is read of it
+REQUIRED = {
+    "messages": ("messages",),
+    "sharegpt": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "text": ("text",),
+}
+OPTIONAL = {
+    "messages": ("tools", "system", "weight", "chat_template_kwargs"),
+    "sharegpt": ("tools", "system", "weight", "chat_template_kwargs"),
+    "prompt_completion": ("tools", "weight", "chat_template_kwargs"),
+    "instruction": ("input", "system", "weight", "chat_template_kwargs"),
+    "text": ("weight",),
+}
+KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
+OTHER_NAMES = {"messages": "conversations"}  # under which a key is found without `columns`
+EXPLAINED = {
+    "messages": '"messages": [{"role": ..., "content": ...}, ...]',
+    "sharegpt": '"conversations": [{"from": "human", "value": ...}, ...]',
+    "prompt_completion": '"prompt" and "completion", both texts or both lists of messages',
+    "instruction": '"instruction" and "output", with or without "input"',
+    "text": '"text"',
+}
+ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "function_call": "function_call",  # the assistant calls tools
+}
+
+RESERVED = {  # no variables of a chat template
+    *("messages", "tools", "documents", "train_on", "weights", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "tokenize"),
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the rows of one source are read."""
+
+    kind: str | None = None  # one of REQUIRED; None: not told yet
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in REQUIRED:
+            raise ValueError(f"format={self.kind!r} is not one of {', '.join(REQUIRED)}")
+        for ours, theirs in self.columns.items():
+            if ours not in KEYS:
+                raise ValueError(
+                    f"columns: {ours!r} is no key that is read; they are {', '.join(KEYS)}"
+                )
+            if not isinstance(theirs, str):
+                raise ValueError(f"columns: {ours}={theirs!r} must be the name of a key")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {sorted(self.columns.items())}"
+
+    def key(self, ours: str) -> str:
+        """The name that the rows have for a key."""
+        return self.columns.get(ours, ours)
+
+    def get(self, row: Row, ours: str) -> Any:
+        return row.get(self.key(ours))
+
+    def told(self, row: Row, accepted: Sequence[str]) -> "Format":
+        """The format of the row, one of `accepted`; ValueError if none or several fit."""
+        columns = dict(self.columns)
+        for ours, other in OTHER_NAMES.items():
+            if row.get(ours) is None and row.get(other) is not None:
+                columns.setdefault(ours, other)
+        form = replace(self, columns=columns)
+        if self.kind is not None:
+            fits = [self.kind] if form._fits(row, self.kind) else []
+            accepted = [kind for kind in accepted if kind == self.kind]
+        else:
+            fits = [kind for kind in accepted if form._fits(row, kind)]
+            mapped = [kind for kind in fits if self.columns.keys() & set(REQUIRED[kind])]
+            fits = mapped or fits
+        if len(fits) == 1 and fits[0] in accepted:
+            return replace(form, kind=fits[0])
+        expected = "; ".join(f"{kind}: {EXPLAINED[kind]}" for kind in accepted)
+        if fits:
+            raise ValueError(
+                f"its keys {_names(row)} fit several formats: say which with "
+                f"format={' or format='.join(fits)}"
+            )
+        raise ValueError(
+            f"needs the keys of one of the formats {expected}; its keys are {_names(row)}; "
+            "columns= gives keys of other names, as in columns={messages: dialog}"
+        )
+
+    def _fits(self, row: Row, kind: str) -> bool:
+        if any(self.get(row, ours) is None for ours in REQUIRED[kind]):
+            return False
+        if kind in ("messages", "sharegpt"):
+            messages = self.get(row, "messages")
+            first = messages[0] if isinstance(messages, list) and messages else None
+            return (isinstance(first, dict) and "from" in first) == (kind == "sharegpt")
+        return True
+
+    def read_keys(self) -> set[str]:
+        """The keys of a row that are read."""
+        assert self.kind is not None
+        return {self.key(ours) for ours in (*REQUIRED[self.kind], *OPTIONAL[self.kind])}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and how much of it counts."""
+
+    messages: Messages  # without "weight" and "train"
+    weights: list[float | None]  # of each message; None: as train_on says
+    prompt: int = 0  # messages at the start that are a prompt, and not learned
+    weight: float = 1.0  # of all of it
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that is learned after text that is not."""
+
+    completion: str
+    prompt: str = ""
+    weight: float = 1.0
+
+
+def as_text(row: Row, form: Format) -> Text:
+    """A row of the format text; ValueError if it is none."""
+    return Text(_text(row, form, "text"), weight=_row_weight(row, form))
+
+
+def as_chat(row: Row, form: Format) -> Chat | Text:
+    """A row of one of the formats CHATS; a Text if prompt and completion are texts."""
+    assert form.kind is not None
+    weight = _row_weight(row, form)
+    asked: Messages = []
+    if form.kind == "prompt_completion":
+        prompt, completion = form.get(row, "prompt"), form.get(row, "completion")
+        if not isinstance(prompt, list) and not isinstance(completion, list):
+            return Text(_text(row, form, "completion"), _text(row, form, "prompt"), weight)
+        asked, said = _list(row, form, "prompt"), _list(row, form, "completion")
+        if not said:
+            raise ValueError(f"{form.key('completion')!r} has no message")
+        messages = [*asked, *said]
+    elif form.kind == "instruction":
+        messages = _instruction(row, form)
+    else:
+        messages = _list(row, form, "messages")
+        if form.kind == "sharegpt":
+            messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
+    messages = _with_system(messages, row, form)
+    weights = [_message_weight(i, message) for i, message in enumerate(messages)]
+    messages = [
+        {k: v for k, v in message.items() if k not in ("weight", "train")}
+        if isinstance(message, dict)
+        else message
+        for message in messages
+    ]
+    variables = form.get(row, "chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or RESERVED & variables.keys():
+        raise ValueError(
+            f"{form.key('chat_template_kwargs')!r} must be an object of the chat template's own "
+            f"variables, not {variables!r:.100}"
+        )
+    return Chat(messages, weights, len(asked), weight, _tools(row, form), variables)
+
+
+def _instruction(row: Row, form: Format) -> Messages:
+    asked, given = _text(row, form, "instruction"), form.get(row, "input")
+    if given is not None:
+        given = _text(row, form, "input")
+    user = f"{asked}\n\n{given}" if given else asked
+    answer = _text(row, form, "output")
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+
+
+def _with_system(messages: Messages, row: Row, form: Format) -> Messages:
+    if "system" not in OPTIONAL[form.kind or ""] or not form.get(row, "system"):
+        return messages
+    system = _text(row, form, "system")
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+        raise ValueError(f"has both a key {form.key('system')!r} and a message of the system")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _from_sharegpt(i: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or "from" not in message or "value" not in message:
+        raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
+    speaker, value = message["from"], message["value"]
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {', '.join(ROLES)}")
+    rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
+    if speaker != "function_call":
+        return {"role": ROLES[speaker], "content": value, **rest}
+    calls = _json(value, f"messages[{i}]['value'] of a function_call")
+    calls = calls if isinstance(calls, list) else [calls]
+    tool_calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": "assistant", "tool_calls": tool_calls, **rest}
+
+
+def _message_weight(i: int, message: Any) -> float | None:
+    """None: the message says nothing of it."""
+    if not isinstance(message, dict):
+        return None
+    weight, train = message.get("weight"), message.get("train")
+    if train is not None:
+        if not isinstance(train, bool):
+            raise ValueError(f"messages[{i}]['train'] must be true or false, not {train!r:.100}")
+        if weight is not None:
+            raise ValueError(f"messages[{i}] has both 'weight' and 'train': give one of them")
+        return float(train)
+    return None if weight is None else _weight(weight, f"messages[{i}]['weight']")
+
+
+def _row_weight(row: Row, form: Format) -> float:
+    weight = form.get(row, "weight")
+    return 1.0 if weight is None else _weight(weight, repr(form.key("weight")))
+
+
+def _weight(value: Any, name: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, not {value!r:.100}")
+    return float(value)
+
+
+def _tools(row: Row, form: Format) -> list[Any] | None:
+    tools, name = form.get(row, "tools"), form.key("tools")
+    if isinstance(tools, str):
+        tools = _json(tools, repr(name)) if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{name!r} must be a list, or its JSON as text, not {_kind(tools)}")
+    return tools
+
+
+def _json(text: Any, name: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
+
+
+def _text(row: Row, form: Format, ours: str) -> str:
+    value = form.get(row, ours)
+    if not isinstance(value, str):
+        raise ValueError(_missing(row, form, ours, "a text"))
+    return value
+
+
+def _list(row: Row, form: Format, ours: str) -> list[Any]:
+    value = form.get(row, ours)
+    if not isinstance(value, list):
+        raise ValueError(_missing(row, form, ours, "a list of messages"))
+    return list(value)
+
+
+def _missing(row: Row, form: Format, ours: str, needed: str) -> str:
+    name = form.key(ours)
+    if name not in row:
+        return (
+            f"needs {needed} {name!r}, as its source's first row has (format {form.kind}); "
+            f"its keys are {_names(row)}"
+        )
+    return f"{name!r} must be {needed}, not {_kind(row[name])}"
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _names(row: Collection[str]) -> str:
+    return ", ".join(map(repr, row)) or "none"

@@ -1,0 +1,236 @@
+"""Files of JSON and of text, compressed or not."""
+
+import gzip
+import io
+import json
+import re
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tigon.data.blocks import SIZE, Block, Rows, RowsBlock, Source, hash_files
+from tigon.data.formats import Row
+
+LARGEST = 2**27  # characters of one document; tokenising it takes fifty times as many bytes
+COMPRESSED = (".gz", ".zst")
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
+
+
+@dataclass(frozen=True)
+class JsonBlock(Block):
+    first: int  # line
+    raw: bytes  # whole lines
+
+    def rows(self) -> Rows:
+        # Not splitlines(), which for bytes also divides at a lone \r
+        for line, raw in enumerate(self.raw.split(b"\n"), self.first):
+            if raw.strip():
+                yield line, _parse(raw)
+
+
+@dataclass(frozen=True)
+class JsonFile(Source):
+    """One JSON object a line; a .json file may also be one list of objects."""
+
+    def blocks(self) -> Iterator[Block]:
+        with open_file(self.name) as file:
+            start = file.read(SIZE)
+            raw, line = start.removeprefix(BOM_UTF8), 1
+            if _suffix(self.name) == ".json" and raw.lstrip()[:1] == b"[":
+                yield from self._items(raw + file.read())
+                return
+            while raw:
+                raw += file.readline()
+                yield JsonBlock(self.name, self.format, line, raw)
+                line += raw.count(b"\n")
+                raw = file.read(SIZE)
+
+    def _items(self, raw: bytes) -> Iterator[Block]:
+        rows: list[tuple[int, Row | ValueError]] = []
+        begun = 0
+        for line, at, row in _list_items(raw, self.name):
+            rows.append((line, row))
+            if at - begun > SIZE:
+                yield RowsBlock(self.name, self.format, tuple(rows))
+                rows, begun = [], at
+        yield RowsBlock(self.name, self.format, tuple(rows))
+
+    def digest(self) -> str:
+        return hash_files([Path(self.name)], "json", str(self.format))
+
+
+@dataclass(frozen=True)
+class TextFile(Source):
+    r"""Documents as rows {"text": ...}: the whole file, or what `separator` divides it into.
+
+    Blank ends of divided documents are trimmed, and empty ones are left out. \r\n counts as \n,
+    and a byte order mark is no text. In the separator \n, \r and \t are escapes, since neither a
+    shell nor single quotes in YAML make line ends of them.
+    """
+
+    separator: str = ""
+
+    def blocks(self) -> Iterator[Block]:
+        documents: list[tuple[int, Row]] = []
+        size = 0
+        for line, text in self._documents():
+            documents.append((line, {"text": text}))
+            size += len(text)
+            if size > SIZE:
+                yield RowsBlock(self.name, self.format, tuple(documents))
+                documents, size = [], 0
+        if documents:
+            yield RowsBlock(self.name, self.format, tuple(documents))
+
+    def _documents(self) -> Iterator[tuple[int, str]]:
+        separator = _unescaped(self.separator)
+        line, rest = 1, ""
+        for piece in self._pieces():
+            *documents, rest = (rest + piece).split(separator) if separator else [rest + piece]
+            for document in documents:
+                yield from _document(line, document, trim=True)
+                line += (document + separator).count("\n")
+            if len(rest) > LARGEST:
+                raise ValueError(
+                    f"{self.name}:{line}: a document of more than {LARGEST:,} characters; "
+                    "separator= says what divides the file into documents, such as '\\n\\n'"
+                )
+        yield from _document(line, rest, trim=bool(separator))
+
+    def _pieces(self) -> Iterator[str]:
+        with open_file(self.name) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            try:
+                while piece := text.read(SIZE):
+                    if piece.endswith("\r"):
+                        piece += text.read(1)
+                    yield piece.replace("\r\n", "\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name} is not UTF-8 text: {error}") from None
+
+    def digest(self) -> str:
+        return hash_files([Path(self.name)], "text", _unescaped(self.separator), str(self.format))
+
+
+@contextmanager
+def open_file(name: str) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed; ValueError if they cannot be."""
+    try:
+        with _open(name) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{name} cannot be decompressed: {error}") from None
+
+
+@contextmanager
+def _open(name: str) -> Iterator[IO[bytes]]:
+    if name.endswith(".gz"):
+        with gzip.open(name) as unzipped:
+            yield unzipped  # type: ignore[misc]
+    elif name.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise ImportError(f"{name}: .zst needs pip install 'tigon[data]'") from None
+        try:
+            with open(name, "rb") as file:
+                frames = _Frames(file, zstandard.ZstdDecompressor().decompressobj)
+                with io.BufferedReader(frames, 2**20) as unzipped:
+                    yield unzipped
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{name} cannot be decompressed: {error}") from None
+    else:
+        with open(name, "rb") as file:
+            yield file
+
+
+class _Frames(io.RawIOBase):
+    """All frames of a .zst file. zstandard's own reader ends without a word where a frame does, or
+    where the file is cut off."""
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
+        self.file, self.begin = file, begin
+        self.frame: Any = None  # the one that has begun
+        self.compressed, self.text = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.text:
+            self.compressed = self.compressed or self.file.read(2**17)
+            if not self.compressed:
+                if self.frame is not None:
+                    raise EOFError("its end is missing")
+                return 0
+            self.frame = self.frame or self.begin()
+            self.text, self.compressed = memoryview(self.frame.decompress(self.compressed)), b""
+            if self.frame.eof:
+                self.compressed, self.frame = self.frame.unused_data, None
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
+
+
+def _suffix(name: str) -> str:
+    path = Path(name)
+    return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def _parse(raw: bytes) -> Row | ValueError:
+    try:
+        return _checked(json.loads(raw))
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        return ValueError(f"not valid JSON: {error}")
+    except RecursionError:
+        return ValueError("not valid JSON: nested too deeply")
+
+
+def _checked(row: Any) -> Row | ValueError:
+    if isinstance(row, dict):
+        return row
+    return ValueError(f"needs a JSON object, not {type(row).__name__}")
+
+
+def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, int, Row | ValueError]]:
+    """Line, character and row of each item of a JSON list."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from None
+    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+
+    def skip(at: int) -> int:
+        return blank.match(text, at).end()  # type: ignore[union-attr]
+
+    at = skip(skip(0) + 1)
+    counted, line = 0, 1
+    while not text.startswith("]", at):
+        line += text.count("\n", counted, at)
+        counted = at
+        try:
+            row, end = decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None
+        yield line, at, _checked(row)
+        at = skip(end)
+        if text.startswith(",", at):
+            at = skip(at + 1)
+        elif not text.startswith("]", at):
+            raise ValueError(f"{name}:{line}: not valid JSON: no ',' or ']' behind this item")
+
+
+def _document(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, str]]:
+    body = text.strip() if trim else text
+    if body.strip():
+        yield line + text[: text.index(body)].count("\n"), body
+
+
+def _unescaped(separator: str) -> str:
+    for written, meant in _ESCAPES.items():
+        separator = separator.replace(written, meant)
+    return separator.replace("\r\n", "\n")

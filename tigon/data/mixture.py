@@ -1,0 +1,273 @@
+"""Examples of many sources as one corpus, the order in which they are taken, and windows of it.
+
+# E examples, G groups of examples, S spans
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from tigon.data.examples import FILLS, Examples
+from tigon.data.store import Memory, Part, release
+
+OPEN = 64  # parts whose files are open
+PARTS = 10**6  # into which the weights of a mixture are resolved
+
+
+class Corpus:
+    """Parts end to end: tokens, examples and groups are numbered through all of them."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        always: Mapping[str, DTypeLike] | None = None,
+        most: int = OPEN,
+    ):
+        """A column that only some parts have is the value in FILLS elsewhere. Those columns that
+        are in `always` are there even if no part has them. `most`: parts that are open at a time.
+        """
+        self.parts, self.most = tuple(parts), most
+        self.first_token = _starts([part.tokens for part in parts])
+        self.first_group = _starts([part.groups for part in parts])
+        self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
+        for kind, known in self.columns.items():
+            for part in parts:
+                known |= part.columns[kind]
+            for name in known:
+                if name not in FILLS and any(name not in p.columns[kind] for p in parts):
+                    raise ValueError(f"only some of the data has the column {name}")
+        for name, dtype in (always or {}).items():
+            if name in FILLS:
+                self.columns["per_token"].setdefault(name, np.empty(0, dtype))
+        self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
+        self._opened: dict[int, tuple[Examples, np.ndarray]] = {}
+        self._lock = Lock()  # a thread reads ahead
+
+    def open(self, part: int) -> tuple[Examples, np.ndarray]:
+        """The examples of a part, and how many targets each has."""
+        with self._lock:
+            if part not in self._opened:
+                if len(self._opened) >= self.most:
+                    self._opened.pop(next(iter(self._opened)))
+                self._opened[part] = self.parts[part].open()
+            return self._opened[part]
+
+    def release(self) -> None:
+        """Give back the memory that holds what was read of files."""
+        with self._lock:
+            for opened in self._opened.values():
+                release(*opened)
+
+    def where(self, position: int) -> str:
+        """The "file:line" of the example that holds a token."""
+        examples, start, _ = next(self.slices(np.array([[position, position]])))
+        return examples.where(start)
+
+    def slices(self, spans: np.ndarray) -> Iterator[tuple[Examples, int, int]]:
+        """Whose each span [S, 2] of tokens is, and where in it."""
+        parts = np.searchsorted(self.first_token, spans[:, 0], side="right") - 1
+        local = spans - self.first_token[parts][:, None]
+        for part, (start, stop) in zip(parts.tolist(), local.tolist(), strict=True):
+            yield self.open(part)[0], start, stop
+
+    def targets(self, spans: np.ndarray) -> np.ndarray:
+        """int64 [S], the supervised tokens of each span but for its first."""
+
+        def count(examples: Examples, start: int, stop: int) -> int:
+            if "supervised" not in examples.per_token:
+                return max(0, stop - start - 1)
+            return int(np.count_nonzero(examples.per_token["supervised"][start + 1 : stop]))
+
+        return np.array([count(*some) for some in self.slices(spans)], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Groups of a corpus, in the order in which they are taken; rows are packed of these."""
+
+    corpus: Corpus
+    starts: np.ndarray  # int64 [E], of each example in the tokens of the corpus
+    stops: np.ndarray  # int64 [E]
+    targets: np.ndarray  # int64 [E], predicted tokens
+    groups: np.ndarray  # int64 [G + 1], offsets into the examples
+    epoch: int = 0
+    index: int = 0  # within its epoch
+    last: bool = True  # of its epoch
+
+    @classmethod
+    def of(cls, corpus: Corpus, groups: np.ndarray, **place: int) -> "Window":
+        """The groups of these numbers."""
+        parts = np.searchsorted(corpus.first_group, groups, side="right") - 1
+        values = np.zeros((3, 0), dtype=np.int64)  # starts, stops, targets
+        sizes = np.zeros(len(groups), dtype=np.int64)
+        taken = []
+        for part in np.unique(parts):
+            examples, targets = corpus.open(int(part))
+            places = np.flatnonzero(parts == part)
+            local = groups[places] - corpus.first_group[part]
+            first, sizes[places] = local, 1
+            if examples.groups is not None:
+                first = examples.groups[local]
+                sizes[places] = examples.groups[local + 1] - first
+            chosen = ranges(first, sizes[places])
+            bounds = examples.offsets[chosen], examples.offsets[chosen + 1]
+            base = corpus.first_token[part]
+            values = np.stack([bounds[0] + base, bounds[1] + base, targets[chosen]])
+            taken.append((places, values.astype(np.int64)))
+        offsets = _starts(sizes)
+        whole = np.zeros((3, int(offsets[-1])), dtype=np.int64)
+        for places, values in taken:
+            whole[:, ranges(offsets[places], sizes[places])] = values
+        return cls(corpus, *whole, offsets, **place)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which group comes at each place of an endless order, by the groups that every entry has.
+
+    With weights, entry i has its share w_i / sum(w) of every stretch of the order, and begins again
+    when it ends. Without, the entries follow each other. An epoch is as many groups as all have.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    pattern: "Pattern | None" = field(init=False)
+
+    def __post_init__(self) -> None:
+        pattern = None if self.weights is None else Pattern(self.weights)
+        object.__setattr__(self, "pattern", pattern)
+
+    @property
+    def epoch(self) -> int:
+        return sum(self.sizes)
+
+    def __call__(self, start: int, stop: int) -> np.ndarray:
+        """int64, the groups at the places from `start` to `stop`, numbered through all entries."""
+        places = np.arange(start, stop)
+        if self.pattern is None:
+            return places % self.epoch
+        entry, index = self.pattern(places)
+        return _starts(self.sizes)[entry] + index % np.array(self.sizes)[entry]
+
+    def passes(self) -> list[float]:
+        """How often an epoch takes each entry."""
+        if self.pattern is None:
+            return [1.0] * len(self.sizes)
+        total = sum(self.pattern.shares)
+        draws = [self.epoch * share / total for share in self.pattern.shares]
+        return [drawn / size for drawn, size in zip(draws, self.sizes, strict=True)]
+
+
+class Pattern:
+    """Which entry has each place: the j-th of entry i comes at (j + 1/2) / w_i, merged.
+
+    With whole numbers for weights, as shares of a million, that repeats after their sum.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        shares = [max(1, round(PARTS * weight / sum(weights))) for weight in weights]
+        self.shares = [share // gcd(*shares) for share in shares]
+        entries = np.repeat(np.arange(len(self.shares)), self.shares)
+        index = ranges(np.zeros(len(self.shares), dtype=np.int64), np.array(self.shares))
+        # (2 j + 1) / (2 w_i), exactly the same float wherever two are equal
+        keys = (2 * index + 1) / np.array(self.shares)[entries]
+        order = np.argsort(keys, kind="stable")  # of equal ones, the first entry
+        self.entries, self.index = entries[order], index[order]
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The entry that has each place, and which of its groups, counted without an end."""
+        times, place = np.divmod(places, len(self.entries))
+        entry = self.entries[place]
+        return entry, times * np.array(self.shares)[entry] + self.index[place]
+
+    def drawn(self, places: int) -> np.ndarray:
+        """How many groups of each entry come before a place."""
+        times, place = divmod(places, len(self.entries))
+        some = np.bincount(self.entries[:place], minlength=len(self.shares))
+        return times * np.array(self.shares) + some
+
+
+class Mixture:
+    """The windows of a corpus that is there as a whole, in memory or in the cache."""
+
+    def __init__(
+        self,
+        entries: Sequence[Sequence[Part]],
+        *,
+        size: int,
+        weights: Sequence[float] | None = None,
+    ):
+        """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
+        self.corpus = Corpus([part for parts in entries for part in parts])
+        sizes = tuple(sum(part.groups for part in parts) for parts in entries)
+        self.order = Order(sizes, None if weights is None else tuple(weights))
+        self.size = size
+        self.per_epoch = -(-self.order.epoch // size)
+
+    @classmethod
+    def of(cls, examples: Examples, size: int = 2**16) -> "Mixture":
+        """Of examples in memory."""
+        return cls([[Memory.of(examples)]], size=size)
+
+    def window(self, number: int) -> Window:
+        """Window `number`, counted through all epochs."""
+        epoch, index = divmod(number, self.per_epoch)
+        start = index * self.size
+        stop = min(start + self.size, self.order.epoch)
+        groups = self.order(epoch * self.order.epoch + start, epoch * self.order.epoch + stop)
+        last = index == self.per_epoch - 1
+        return Window.of(self.corpus, groups, epoch=epoch, index=index, last=last)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the windows of every epoch hold the same."""
+        return self.order.pattern is None
+
+    def keep(self, number: int) -> None:
+        """Windows before this one are not needed: nothing of them is kept anyway."""
+
+    def state(self, number: int) -> dict[str, Any]:
+        """Nothing: any window can be had at any time."""
+        return {}
+
+    def check_vocabulary(self, size: int) -> None:
+        """ValueError if a token is not one of so many."""
+        check_vocabulary(self.corpus.parts, size)
+
+    def close(self) -> None:
+        """Nothing is running."""
+
+    def identity(self) -> str:
+        """Changes with the order of groups, and with any of them."""
+        parts = [part.identity() for part in self.corpus.parts]
+        order = self.order.sizes, self.order.weights
+        return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
+
+
+def check_vocabulary(parts: Sequence[Part], size: int) -> None:
+    highest = max(part.highest for part in parts)
+    if highest >= size:
+        raise ValueError(
+            f"the tokenizer gives token {highest}, but the model's vocabulary has {size}: "
+            "they do not belong together"
+        )
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64, the numbers starts[i] .. starts[i] + sizes[i] - 1, for every i."""
+    ends = np.cumsum(sizes)
+    return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + sizes, sizes)
+
+
+def _starts(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

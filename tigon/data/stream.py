@@ -1,0 +1,350 @@
+"""Windows of a corpus that is never there as a whole, tokenised shortly before they are needed.
+
+On every host, one process tokenises ahead, into a directory a window; each rank says which windows
+it still needs, and what no rank needs is deleted.
+"""
+
+import atexit
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tigon.data.blocks import Block, Source
+from tigon.data.cache import cache_root, lock, write
+from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
+from tigon.data.store import Store, Stored, disk_errors
+from tigon.data.workers import Pool, cpus
+
+AHEAD = 2  # windows that are made before they are needed
+WAIT = 0.02  # seconds between two looks
+
+WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
+
+State = dict[str, Any]
+
+
+class Stream:
+    """The windows of endless entries.
+
+    With weights they are those of a Mixture's first epoch, which here never ends; without, those of
+    all its epochs.
+    """
+
+    repeats = False
+    per_epoch = None
+
+    def __init__(
+        self,
+        entries: Sequence[Sequence[Source]],
+        encoder: Encoder,
+        *,
+        size: int,
+        weights: Sequence[float] | None = None,
+        workers: int | None = None,
+        directory: Path | None = None,
+        local_rank: int = 0,
+        local_ranks: int = 1,
+        cursor: Mapping[str, Any] | None = None,
+    ):
+        """`entries`: the sources of each; `size`: groups of examples in a window. `directory` is
+        one that all ranks of a host share; the first of them tokenises. `cursor`: `state` of the
+        first window, to go on from there.
+        """
+        self.encoder, self.size, self.weights = encoder, size, weights
+        self.directory = stream_directory() if directory is None else directory
+        self.local_rank = local_rank
+        self.vocabulary: int | None = None  # tokens that the model knows
+        self.names = [source.name for sources in entries for source in sources]
+        if weights is None:  # they follow each other
+            entries = [[source for sources in entries for source in sources]]
+        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
+        start |= {name: cursor[name] for name in start} if cursor else {}
+        self._states: dict[int, State] = {}
+        self._say(0, 0)
+        self._producer: _Producer | None = None
+        if local_rank == 0:
+            workers = max(1, cpus() // (4 * local_ranks)) if workers is None else workers
+            self._producer = _Producer(self, entries, start, workers, local_ranks)
+            self._producer.start()
+
+    def window(self, number: int) -> Window:
+        """Window `number`, counted from the first; waits until it is made."""
+        self._say(min(number, self._needed), number)
+        path = self.directory / f"{number:08d}"
+        while (read := self._read(path)) is None:
+            if (self.directory / FAILED).exists():
+                raise ValueError((self.directory / FAILED).read_text())
+            if self._producer is not None:
+                if not self._producer.is_alive():
+                    raise RuntimeError("the stream has ended") from self._producer.error
+            else:
+                with lock(self.directory / LOCK, wait=False) as free:
+                    if free:
+                        raise RuntimeError("the process that tokenises the stream has ended")
+            time.sleep(WAIT)
+        facts, parts = read
+        if self.vocabulary is not None:
+            check_vocabulary(parts, self.vocabulary)
+        corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
+        for part in range(len(parts)):
+            corpus.open(part)  # the files may be deleted before they are read
+        groups = np.arange(corpus.first_group[-1])
+        state = self._states[number] = facts["state"]
+        if self.weights is not None:
+            pattern, start = Pattern(self.weights), state["window"] * self.size
+            entry, index = pattern(np.arange(start, start + self.size))
+            groups = corpus.first_group[entry] + index - pattern.drawn(start)[entry]
+        window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
+        return replace(window, last=facts["last"])
+
+    def keep(self, number: int) -> None:
+        """Windows before this one are not needed on this rank. Earlier ones may be, later."""
+        if number != self._needed:
+            self._say(number, self._wanted)
+
+    def _say(self, needed: int, wanted: int) -> None:
+        """Tell the producer which windows this rank needs, and which one it reads last."""
+        self._needed, self._wanted = needed, wanted
+        write(self.directory / f"rank-{self.local_rank}", f"{needed} {wanted}")
+
+    def state(self, number: int) -> State:
+        """What a stream that begins with this window needs."""
+        return self._states[number]
+
+    def check_vocabulary(self, size: int) -> None:
+        """Windows that hold a token beyond so many will be errors."""
+        self.vocabulary = size
+
+    def identity(self) -> str:
+        """Changes with the names of the sources, and with what is made of them."""
+        facts = self.names, self.weights, self.encoder.digest()
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        """End the tokenising and delete what it has left."""
+        if self._producer is not None:
+            self._producer.stop()
+
+    def _read(self, path: Path) -> tuple[dict[str, Any], list[Stored]] | None:
+        try:
+            facts = json.loads((path / WINDOW).read_text())
+        except OSError:
+            return None
+        parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
+        found = [part for part in parts if part is not None]
+        return (facts, found) if len(found) == len(parts) else None  # it is being deleted
+
+
+class _Producer(threading.Thread):
+    """Makes the windows that the ranks of this host need soon."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        entries: Sequence[Sequence[Source]],
+        start: State,
+        workers: int,
+        ranks: int,
+    ) -> None:
+        super().__init__(daemon=True, name="tigon stream")
+        self.directory, self.encoder, self.size = stream.directory, stream.encoder, stream.size
+        self.pattern = None if stream.weights is None else Pattern(stream.weights)
+        self.entries = [[self.encoder.open(s) for s in sources] for sources in entries]
+        self.workers, self.ranks = workers, ranks
+        self.states = {0: start}
+        self.stopped = threading.Event()
+        self.error: BaseException | None = None
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        self.stopped.set()
+        if self.is_alive():
+            self.join()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if (held := _held.pop(self.directory, None)) is not None:
+            held.close()
+
+    def run(self) -> None:
+        try:
+            with Pool(self.encoder, self.workers) as pool, disk_errors(self.directory):
+                self._produce(pool)
+        except BaseException as error:  # of any kind: the ranks are waiting
+            self.error = error
+            if not self.stopped.is_set():
+                with suppress(OSError):
+                    write(self.directory / FAILED, str(error) or repr(error))
+                self._unlock()
+
+    def _produce(self, pool: Pool) -> None:
+        made: set[int] = set()
+        number, readers = -1, self._readers(pool, self.states[0])
+        while not self.stopped.is_set():
+            need, wanted = self._needs()
+            for old in [n for n in made if n < need]:
+                made.remove(old)
+                (self.directory / f"{old:08d}" / WINDOW).unlink()
+                shutil.rmtree(self.directory / f"{old:08d}")
+            missing = (n for n in range(need, wanted + AHEAD + 1) if n not in made)
+            if (after := next(missing, None)) is None:
+                self.stopped.wait(WAIT)
+                continue
+            if after != number + 1:  # training has gone back
+                readers = self._readers(pool, self.states[after])
+            number = after
+            self.states[number + 1] = self._make(number, readers)
+            made.add(number)
+
+    def _readers(self, pool: Pool, state: State) -> list["_Reader"]:
+        places = zip(self.entries, state["places"], strict=True)
+        return [_Reader(sources, pool, place) for sources, place in places]
+
+    def _needs(self) -> tuple[int, int]:
+        """The first window that any rank needs, and the last that any reads."""
+        said = [(0, 0)] * self.ranks
+        for rank in range(self.ranks):
+            path = self.directory / f"rank-{rank}"
+            if path.exists():
+                needed, wanted = map(int, path.read_text().split())
+                said[rank] = needed, wanted
+        return min(needed for needed, _ in said), max(wanted for _, wanted in said)
+
+    def _make(self, number: int, readers: Sequence["_Reader"]) -> State:
+        """Write a window; the state of the next one."""
+        state, path = self.states[number], self.directory / f"{number:08d}"
+        start, counts = state["window"] * self.size, [self.size]
+        if self.pattern is not None:
+            drawn = self.pattern.drawn(start + self.size) - self.pattern.drawn(start)
+            counts = drawn.tolist()
+        last = False
+        for i, (reader, count) in enumerate(zip(readers, counts, strict=True)):
+            store = Store(path / str(i))
+            while (count := count - reader.take(count, store)) or self.pattern is None:
+                if self.pattern is None:
+                    last = reader.ended()
+                    break
+                reader.restart()
+            store.finish(str(number), durable=False)
+        after = {"epoch": state["epoch"] + last, "window": 0 if last else state["window"] + 1}
+        if last:
+            readers[0].restart()
+        after["places"] = [reader.place for reader in readers]
+        facts = {"state": state, "last": last, "parts": len(readers)}
+        write(path / WINDOW, json.dumps(facts))
+        return after
+
+
+class _Reader:
+    """The groups of an entry's sources, from a place on.
+
+    A place is how often all have been read, a source, a block of it, and a group of that.
+    """
+
+    def __init__(self, sources: Sequence[Source], pool: Pool, place: Sequence[int]):
+        self.sources, self.pool = sources, pool
+        self.times, self.source, self.block, self.group = place
+        self.fresh = not any(place[1:])  # whether this pass has seen all groups so far
+        self.examples: Examples | None = None
+        self._begin()
+
+    @property
+    def place(self) -> list[int]:
+        return [self.times, self.source, self.block, self.group]
+
+    def take(self, count: int, store: Store) -> int:
+        """Append up to so many groups, as many as this pass still has."""
+        taken = 0
+        while taken < count and not self.ended():
+            assert self.examples is not None
+            some = min(count - taken, count_groups(self.examples) - self.group)
+            part = slice_groups(self.examples, self.group, self.group + some)
+            store.append(replace(part, report=Report()) if self.group else part)
+            taken, self.group = taken + some, self.group + some
+        return taken
+
+    def ended(self) -> bool:
+        """Whether the pass is over; otherwise, there is another group."""
+        while self.examples is None or self.group >= count_groups(self.examples):
+            at_place = self.examples is None
+            self.examples = next(self.encoded, None)
+            if self.examples is None:
+                if self.fresh:
+                    raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
+                return True
+            self.source, self.block = self.numbers.popleft()
+            self.group = self.group if at_place else 0
+            self.fresh = self.fresh and not len(self.examples)
+        return False
+
+    def restart(self) -> None:
+        self.times, self.source, self.block, self.group = self.times + 1, 0, 0, 0
+        self.fresh, self.examples = True, None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.numbers: deque[tuple[int, int]] = deque()  # of the blocks that are being encoded
+
+        def blocks(source: int, first: int) -> Iterator[Block]:
+            for i in range(source, len(self.sources)):
+                for j, block in enumerate(self.sources[i].blocks()):
+                    if i > source or j >= first:
+                        self.numbers.append((i, j))
+                        yield block
+
+        self.encoded = self.pool.encode(blocks(self.source, self.block))
+
+
+_held: dict[Path, IO[str]] = {}  # locks of this process' streams
+
+
+def stream_directory() -> Path:
+    """A new directory for the windows of a stream; those of killed processes are deleted."""
+    root = cache_root() / "streams"
+    with disk_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        with lock(root / ".lock"):
+            for other in root.iterdir():
+                if other.is_dir():
+                    with lock(other / LOCK, wait=False) as free:
+                        if free:
+                            shutil.rmtree(other, ignore_errors=True)
+            path = Path(tempfile.mkdtemp(dir=root))
+            file = _held[path] = (path / LOCK).open("a")
+            fcntl.flock(file, fcntl.LOCK_EX)
+    return path
+
+
+def count_groups(examples: Examples) -> int:
+    return len(examples) if examples.groups is None else len(examples.groups) - 1
+
+
+def slice_groups(examples: Examples, start: int, stop: int) -> Examples:
+    """The groups from `start` to `stop`."""
+    groups = examples.groups
+    first, last = (start, stop) if groups is None else (int(groups[start]), int(groups[stop]))
+    a, b = int(examples.offsets[first]), int(examples.offsets[last])
+    return replace(
+        examples,
+        tokens=examples.tokens[a:b],
+        offsets=examples.offsets[first : last + 1] - a,
+        origin=examples.origin[first:last],
+        per_token={name: values[a:b] for name, values in examples.per_token.items()},
+        per_example={name: values[first:last] for name, values in examples.per_example.items()},
+        groups=None if groups is None else groups[start : stop + 1] - first,
+    )

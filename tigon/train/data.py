@@ -1,0 +1,152 @@
+"""The data of a run: from its settings to a loader, through the cache or as a stream."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tigon.data import (
+    Entry,
+    Loader,
+    Mixture,
+    Report,
+    Source,
+    Stream,
+    find_sources,
+    stream_directory,
+    tokenised,
+)
+from tigon.data.mixture import Order
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.objectives import Objective
+
+Cursor = Mapping[str, Any]
+
+
+def build_loader(
+    objective: Objective,
+    items: Sequence[str | Entry],
+    tokenizer: Tokenizer,
+    *,
+    held_out: bool = False,
+    cursor: Cursor | None = None,
+) -> Loader:
+    """Training rows in a shuffled order; held-out ones in their own.
+
+    `cursor`: where a stream goes on, as a checkpoint has it.
+    """
+    config, world = objective.config, objective.world
+    name = "eval_data" if held_out else "data"
+    entries = as_entries(config, items)
+    weights = mixture_weights(name, entries)
+    if held_out and weights:
+        raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
+    encoder = objective.encoder(tokenizer)
+    streaming = config.streaming and not held_out
+    sources = [
+        find_sources(entry, separator=config.separator, streaming=streaming) for entry in entries
+    ]
+    windows: Stream | Mixture
+    if streaming:
+        windows = Stream(
+            sources,
+            encoder,
+            size=config.shuffle_window,
+            weights=weights,
+            workers=config.workers,
+            directory=shared_directory(),
+            local_rank=local_rank(),
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            cursor=cursor or None,
+        )
+    else:
+        flat = [source for some in sources for source in some]
+        parts = iter(tokenised(flat, encoder, workers=config.workers))
+        grouped = [list(islice(parts, len(some))) for some in sources]
+        windows = Mixture(grouped, size=config.shuffle_window, weights=weights)
+    loader = Loader(
+        windows,
+        objective.rows,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        seed=None if held_out else config.seed,
+        rank=world.rank,
+        world=world.size,
+        cursor=cursor if streaming and cursor else None,
+    )
+    if isinstance(windows, Mixture):
+        for line in describe(config, loader, windows, entries):
+            world.say(f"{name}: {line}")
+    else:
+        world.say(f"{name}: streamed from {count(sources)} in windows of {windows.size:,} examples")
+    return loader
+
+
+def as_entries(config: Config, items: Sequence[str | Entry]) -> list[Entry]:
+    """The entries of `data`, with the settings of all where they have none of their own."""
+    entries = [Entry(item) if isinstance(item, str) else item for item in items]
+    return [
+        replace(e, format=e.format or config.format, columns=e.columns or config.columns or {})
+        for e in entries
+    ]
+
+
+def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:
+    """None if no entry has a weight; otherwise one that has none weighs 1."""
+    for entry in entries:
+        if entry.weight is not None and not 0 < entry.weight < float("inf"):
+            raise ValueError(f"{name}: weight={entry.weight} of {entry.path} must be above 0")
+    if all(entry.weight is None for entry in entries):
+        return None
+    return [1.0 if entry.weight is None else entry.weight for entry in entries]
+
+
+def describe(
+    config: Config, loader: Loader, windows: Mixture, entries: Sequence[Entry]
+) -> list[str]:
+    """What the data holds, in lines for a person."""
+    report, order = loader.report(), windows.order
+    waste = f", {report.waste:.1%} of them padding" if report.space else ""
+    lines = [
+        f"{report.examples:,} examples, {report.tokens:,} tokens, {report.rows:,} rows{waste}; "
+        f"{report.truncated:,} cut to seq_len {config.seq_len}, {report.dropped:,} left out"
+    ]
+    if order.weights is not None:
+        lines += shares(order, entries)
+    rows = sum((part.report for part in windows.corpus.parts), Report())
+    return lines + rows.lines()
+
+
+def shares(order: Order, entries: Sequence[Entry]) -> list[str]:
+    assert order.weights is not None
+    total = sum(order.weights)
+    each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)
+    return [
+        f"{weight / total:.1%} of {entry.path}: an epoch takes its {size:,} examples "
+        f"{passes:.2f} times"
+        for entry, weight, size, passes in each
+    ]
+
+
+def count(sources: Sequence[Sequence[Source]]) -> str:
+    number = sum(map(len, sources))
+    return "1 source" if number == 1 else f"{number:,} sources"
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def shared_directory() -> Path:
+    """A new directory of the first rank of each host, which the host's other ranks are told."""
+    mine = str(stream_directory()) if local_rank() == 0 else ""
+    host = os.environ.get("GROUP_RANK") or socket.gethostname()
+    answers: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (host, mine))
+    return Path(next(path for other, path in answers if other == host and path))

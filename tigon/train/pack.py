@@ -1,0 +1,36 @@
+"""`tigon data pack`: the cache of tokenised data, made before a run needs it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tigon.data import cache_root
+from tigon.train.build import load_tokenizer
+from tigon.train.config import load
+from tigon.train.data import build_loader
+from tigon.train.objectives import find_objective
+from tigon.train.parallel import start
+
+CONFIGS = (".yaml", ".yml")
+
+
+def pack(arguments: Sequence[str]) -> None:
+    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+    settings = [argument for argument in arguments if "=" in argument]
+    paths = [argument for argument in arguments if "=" not in argument]
+    files = [path for path in paths if not path.endswith(CONFIGS)]
+    configs = [path for path in paths if path.endswith(CONFIGS)]
+    if len(configs) > 1 or (configs and files):
+        raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
+    if files:
+        settings.append(f"data={files}")
+    # A run would write there; this one does not
+    config = load(configs[0] if configs else None, ["run_dir=unused", *settings])
+    if config.streaming:
+        raise ValueError("streaming=true has no cache to make: leave it out")
+    with start("cpu") as world:
+        objective = find_objective(config.task)(config, world)
+        tokenizer = load_tokenizer(config)
+        build_loader(objective, config.data, tokenizer)
+        if config.eval_data:
+            build_loader(objective, config.eval_data, tokenizer, held_out=True)
+    print(f"the cache is in {Path(cache_root(), 'data')}")

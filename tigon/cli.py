@@ -141,14 +141,16 @@ def _parser() -> argparse.ArgumentParser:
     p.set_defaults(run="export")
 
     p = commands.add_parser("info", help="describe a model, or this machine")
-    p.add_argument("model", nargs="?", help="a directory or a hub repository")
+    p.add_argument("model", nargs="?", help="as for generate")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     p.set_defaults(run="info")
     return parser
 
 
 def _model_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
-    parser.add_argument("model", help="a directory or a hub repository")
+    parser.add_argument(
+        "model", help="a directory, a run or one of its checkpoints, or a hub repository"
+    )
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"
     )

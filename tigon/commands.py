@@ -4,6 +4,7 @@ import json
 import platform
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
-from tigon.train.export import find_checkpoint, load_checkpoint
+from tigon.train.export import as_directory, described_checkpoint, find_checkpoint, load_checkpoint
 from tigon.weights import Repository
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -114,26 +115,18 @@ def eval_perplexity(args: Namespace) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
-    result = parity(
-        args.model, revision=args.revision, new_tokens=args.new_tokens, device=_device(args.device)
-    )
+    checkpoint, device = find_checkpoint(args.model), _device(args.device)
+    with as_directory(checkpoint) if checkpoint else nullcontext(args.model) as model:
+        result = parity(model, revision=args.revision, new_tokens=args.new_tokens, device=device)
     print(report(result))
     return 1 if result.failures else 0
 
 
 def export(args: Namespace) -> int:
-    checkpoint = find_checkpoint(args.model)
-    if checkpoint is None:
-        model, tokenizer = _load(args)
-        dtype = model.dtype
-    else:
-        model, tokenizer = load_checkpoint(checkpoint)
-        own = (model.config.dtype or "float32").removeprefix("torch.")
-        dtype = getattr(torch, own if args.dtype == "auto" else args.dtype)
-    model.save_pretrained(
-        args.directory, tokenizer=tokenizer, dtype=dtype, max_shard_size=args.max_shard_size
-    )
-    print(f"{checkpoint or args.model} -> {args.directory}, {_name(dtype)}")
+    model, tokenizer = _load(args)
+    model.save_pretrained(args.directory, tokenizer=tokenizer, max_shard_size=args.max_shard_size)
+    source = find_checkpoint(args.model) or args.model
+    print(f"{source} -> {args.directory}, {_name(model.dtype)}")
     return 0
 
 
@@ -177,6 +170,11 @@ def info(args: Namespace) -> int:
 
 def _described(args: Namespace) -> tuple[CausalLM, str]:
     """The model without weights, and its files; those of a hub repository are not fetched."""
+    if of_run := find_checkpoint(args.model):
+        sizes = [path.stat().st_size for path in of_run.iterdir() if path.is_file()]
+        return described_checkpoint(of_run), (
+            f"checkpoint {of_run.name}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+        )
     repository = Repository(args.model, revision=args.revision)
     if repository.directory is not None:
         model, checkpoint = build(repository, MODELS)
@@ -192,6 +190,9 @@ def _described(args: Namespace) -> tuple[CausalLM, str]:
 
 def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
     device = _device(args.device)
+    if checkpoint := find_checkpoint(args.model):
+        dtype = _dtype(args)
+        return load_checkpoint(checkpoint, dtype=None if dtype == "auto" else dtype, device=device)
     tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
     model = from_pretrained(args.model, revision=args.revision, dtype=_dtype(args), device=device)
     return model, tokenizer

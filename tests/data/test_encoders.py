@@ -137,6 +137,16 @@ def test_prompts_are_learned_only_with_train_on_all(
     assert said(tokenizer, examples) == [(f"{start} says<|endoftext|>", 1)]
 
 
+def test_a_chat_without_an_answer_is_learned_only_with_train_on_all(
+    tokenizer: Tokenizer, encode: Any
+) -> None:
+    row = {"messages": [HI]}
+    examples = encode(ChatEncoder(tokenizer, train_on="all"), row, {"messages": CHAT})
+    assert said(tokenizer, examples)[0][0].startswith("<|im_start|>user\nhi<|im_end|>\n")
+    with pytest.raises(ValueError, match="no turn of the role 'assistant'"):
+        encode(ChatEncoder(tokenizer, train_on="last"), row)
+
+
 def test_columns_that_some_blocks_lack_are_filled(
     tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +185,14 @@ BAD = (
     ({"messages": [HI, {"role": "assistant", "content": "a\ud800b"}]}, r"lone surrogate '\\ud800'"),
     ({"messages": CHAT, "chat_template_kwargs": 1}, "chat_template_kwargs"),
 )
+
+
+def test_prompts_are_all_texts_or_all_messages(tokenizer: Tokenizer, encode: Any) -> None:
+    rows = {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be texts"):
+        encode(ChatEncoder(tokenizer), *rows)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: prompt and completion must be lists of mes"):
+        encode(ChatEncoder(tokenizer), *rows[::-1])
 
 
 @pytest.mark.parametrize(("row", "message"), BAD)
@@ -238,9 +256,29 @@ def test_a_digest_for_everything_that_changes_examples(
         TextEncoder(tokenizer).digest(),
     }
     assert len(digests) == 4
-    before = ChatEncoder(other)
-    other.use_eos(2)  # as training does
-    assert before.digest() in digests and ChatEncoder(other).digest() not in digests
+
+
+def test_another_eos_changes_only_digests_of_texts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """As when a run goes on, whose tokenizer got the end of a turn as eos."""
+    other = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    before = TextEncoder(other)
+    other.use_eos(2)
+    other.save_pretrained(tmp_path / "tokenizer")
+    other = Tokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert other.eos_token_id == 2
+    assert ChatEncoder(other).digest() == ChatEncoder(tokenizer).digest()
+    assert before.digest() == TextEncoder(tokenizer).digest() != TextEncoder(other).digest()
+    digests = set()
+    for name, row in (("chat", {"messages": CHAT}), ("text", {"prompt": "a", "completion": "b"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        (source,) = find_sources(f"{tmp_path}/{name}.jsonl")
+        digests |= {ChatEncoder(t).open(source).digest() for t in (other, tokenizer)}
+    assert len(digests) == 3
+    special = write_tokenizer(tmp_path / "special")
+    (special / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[1].content }}")
+    reads = [Tokenizer.from_pretrained(special) for _ in range(2)]
+    reads[1].use_eos(2)
+    assert len({t.digest() for t in reads}) == 2
 
 
 class Pairs(Encoder):

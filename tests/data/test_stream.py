@@ -112,7 +112,7 @@ def test_worker_processes_change_nothing(entries, root):
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
-def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights):
+def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
     memory = Loader(in_memory(entries, weights), ROWS, **SHAPE)
     last = common(memory, weights)
     first = Loader(streamed(entries, weights), ROWS, **SHAPE)
@@ -123,8 +123,7 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights):
     first.close()
     for step in range(1, last, 3):
         cursor = cursors[step]
-        directory = stream_directory()
-        shared = {"directory": directory, "local_ranks": 2, "cursor": cursor}
+        shared = {"name": "shared", "local_ranks": 2, "cursor": cursor}
         ranks = [
             Loader(
                 streamed(entries, weights, local_rank=rank, **shared),
@@ -144,7 +143,7 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights):
                 assert_equal(a, b)
         for rank in ranks:
             rank.close()
-        assert not directory.exists()
+        assert not (root / "streams/shared").exists()
 
 
 def test_a_stream_keeps_few_windows_and_can_go_back(entries):
@@ -164,7 +163,7 @@ def test_a_stream_keeps_few_windows_and_can_go_back(entries):
 def test_errors_of_a_stream_reach_every_rank(entries, tmp_path):
     bad = Path(entries[1][0].name)
     bad.write_text(bad.read_text() + '{"bad": "no sense"}\n')
-    shared = {"directory": stream_directory(), "local_ranks": 2}
+    shared = {"name": "shared", "local_ranks": 2}
     ranks = [Loader(streamed(entries, local_rank=r, **shared), ROWS, **SHAPE) for r in range(2)]
     for rank in ranks:
         with pytest.raises(ValueError, match=r"b\.jsonl:31: no sense"):

@@ -8,7 +8,8 @@ from tests.train.conftest import workspace
 from tests.train.test_two_ranks import torchrun
 from tigon.kernels import _grouped_gemm
 from tigon.kernels.attention import AttentionMask
-from tigon.train import load, main, prepare, start
+from tigon.train import checkpoint, load, main, prepare, start
+from tigon.train.checkpoint.tensors import optimizer_states, weights
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -80,3 +81,37 @@ def test_padding_behind_packed_rows_costs_no_wait_and_no_dense_mask(
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
     assert balance[0] == pytest.approx(balance[1], rel=2e-2)
+
+
+def test_a_copy_in_host_memory_has_the_bits_of_its_moment(workspace, tmp_path):
+    """Saved in the background while training changes weights and states, then read again."""
+    with start("cuda") as world:
+        settings = workspace.settings("gpu-copy", steps=4, device="cuda", dtype="bfloat16")
+        run = prepare(load(None, settings), world)
+        with run.saver as saver:
+            for step in (1, 2):  # the second copy goes into the first one's memory
+                for p in run.model.parameters():
+                    p.grad = torch.randn_like(p)
+                run.optimizer.step()
+                expected = tensors(run)
+                target = saver.save(step, run.model, run.optimizer, run.tokenizer, {"config": {}})
+                with torch.no_grad():
+                    for p in run.model.parameters():
+                        p.add_(1.0)
+        assert all(b.is_pinned() for buffers in saver._stager.buffers.values() for b in buffers)
+        checkpoint.verify(target)
+        checkpoint.load(target, run.model, run.optimizer)
+        found = tensors(run)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], t) for name, t in expected.items())
+        checkpoint.check_finite(run.model, run.optimizer)
+        for value in (float("nan"), float("inf")):
+            state = run.optimizer.state[run.model.lm_head.weight]["exp_avg_sq"].to_local()
+            state[-1, -1] = value
+            with pytest.raises(FloatingPointError, match=r"exp_avg_sq of model\.embed_tokens"):
+                checkpoint.check_finite(run.model, run.optimizer)
+
+
+def tensors(run) -> dict[str, torch.Tensor]:
+    state = weights(run.model) | optimizer_states(run.model, run.optimizer)
+    return {name: torch.cat([c.rows for c in rows.chunks]).clone() for name, rows in state.items()}

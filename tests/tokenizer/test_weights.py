@@ -9,6 +9,7 @@ import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
 from tigon.tokenizer import Span, Tokenizer
+from tigon.tokenizer.mask import token_weights
 
 CHAT = [
     {"role": "user", "content": "Hi"},
@@ -124,3 +125,12 @@ def test_a_lone_surrogate_is_named(byte_level: Path, text: str) -> None:
     ):
         with pytest.raises(ValueError, match=r"has the lone surrogate '\\ud"):
             call()
+
+
+def test_a_token_of_two_spans_has_the_larger_weight() -> None:
+    offsets = [(0, 2), (2, 5), (5, 5), (5, 6)]
+    for spans in ([Span(0, 3, 0.5), Span(3, 6, 0)], [Span(3, 6, 0.5), Span(0, 3, 0)]):
+        found = token_weights(offsets, spans)
+        assert found[1] == 0.5 and found[0] == spans[0].weight * (spans[0].start == 0)
+    assert token_weights(offsets, [Span(0, 3, 1), Span(3, 6, 2)]) == [1, 2, 2, 2]
+    assert token_weights(offsets, [Span(1, 1, 1)]) == [0, 0, 0, 0]

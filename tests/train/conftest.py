@@ -1,9 +1,13 @@
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.small import write_chats, write_model
+from tests.train.checkpoints import State
+from tigon.train import main
+from tigon.train.parallel import World, start
 from tigon.train.record import read_metrics
 
 
@@ -36,3 +40,21 @@ class Workspace:
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(tmp_path_factory.mktemp("train"))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with start("cpu") as world:
+        yield world
+
+
+@pytest.fixture
+def state(workspace: Workspace, world: World) -> State:
+    return State(workspace.model, world)
+
+
+@pytest.fixture(scope="session")
+def finished(workspace: Workspace) -> Path:
+    """A run of three steps, each of which is saved."""
+    main(workspace.settings("finished", steps=3, save_every=1, keep_last=0))
+    return workspace.root / "finished"

@@ -236,3 +236,14 @@ def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
     lines = [line.split(" ", 3) for line in capfd.readouterr().out.splitlines()]
     printed = [line for line in lines if line[:2] == ["1", "True"]]
     assert len(printed) == 4 and all(0 < float(line[2]) < 1 for line in printed)
+
+
+def test_an_error_in_an_evaluation_leaves_no_part_of_a_file(workspace):
+    changes = {"steps": 1, "eval_every": 1, "eval_data": workspace.held_out, "hook_every": 0}
+    changes |= {"predictions": "true", "hooks": f"{HERE}:broken"}
+    with start("cpu") as world:
+        run = prepare(load(None, workspace.settings("torn", **changes)), world)
+        with pytest.raises(RuntimeError, match=r"hook .*broken: KeyError"):
+            train(run)
+    left = [path.name for path in (workspace.root / "torn").iterdir()]
+    assert left and not [name for name in left if "predictions" in name]

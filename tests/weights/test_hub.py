@@ -220,3 +220,15 @@ def test_offline_mode_in_a_fresh_process(hub: HubServer, tmp_path: Path) -> None
     assert output[0] == "{} None"
     assert output[1].startswith("extra.json of lab/tiny (revision main) is not in the cache")
     assert hub.heads.total() + hub.gets.total() == requests
+
+
+def test_a_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/sft/hf", "runs/sft/", "other/sft/hf"):
+        with pytest.raises(FileNotFoundError, match=f"'{name}' is neither an existing directory"):
+            Repository(name)
+    with pytest.raises(FileNotFoundError, match="no directory runs/sft, though runs is one here"):
+        Repository("runs/sft")
+    assert Repository("runs/sft", revision="main").directory is None
+    assert Repository("organisation/sft").directory is None

@@ -167,7 +167,7 @@ def test_new_directory_syncs_before_it_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    fsync, rename = writer._fsync, os.rename
+    fsync, rename = writer.fsync, os.rename
 
     def noted_fsync(path: Path) -> None:
         events.append(path.name)
@@ -177,7 +177,7 @@ def test_new_directory_syncs_before_it_renames(
         events.append("rename")
         rename(old, new)
 
-    monkeypatch.setattr(writer, "_fsync", noted_fsync)
+    monkeypatch.setattr(writer, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     with new_directory(tmp_path / "out") as directory:
         (directory / "x").write_text("x")

@@ -10,7 +10,7 @@ from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import Rows, split, whole
 from tigon.data.sources import Entry, find_sources
-from tigon.data.stream import Stream, stream_directory
+from tigon.data.stream import Stream
 
 __all__ = [
     "Block",
@@ -36,7 +36,6 @@ __all__ = [
     "read",
     "read_texts",
     "split",
-    "stream_directory",
     "tokenised",
     "whole",
 ]

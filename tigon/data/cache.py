@@ -17,8 +17,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tigon.data.blocks import Block, Source
+from tigon.data.disk import disk_errors, sync
 from tigon.data.examples import Encoder, Examples
-from tigon.data.store import Store, Stored, disk_errors, sync
+from tigon.data.store import Store, Stored
 from tigon.data.workers import Pool
 
 PARTIAL = ".partial"

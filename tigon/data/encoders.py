@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,16 +40,16 @@ class FormatEncoder(Encoder):
                 if isinstance(row, ValueError):
                     raise row
                 form = source.format.told(row, self.formats)
-                self.begin(row, form)
-                return source.as_format(form)
+                return source.as_format(self.begin(row, form))
             except ValueError as error:
                 first = first or ValueError(f"{source.name}:{line}: {error}")
                 if not self.skip_bad_rows or tried == TRIED:
                     raise first from error
         raise first or ValueError(f"{source.name} has no rows")
 
-    def begin(self, row: Row, form: Format) -> None:
-        """Look at a source's first row."""
+    def begin(self, row: Row, form: Format) -> Format:
+        """The format of a source with this first row."""
+        return form
 
     def ended(self, ids: list[int]) -> list[int]:
         """With eos at the end."""
@@ -64,7 +65,7 @@ class FormatEncoder(Encoder):
         return {}
 
     def digest(self) -> str:
-        parts = type(self).__name__, VERSION, tokenizers.__version__, self.eos, self.options()
+        parts = type(self).__name__, VERSION, tokenizers.__version__, self.options()
         return hashlib.sha256(f"{self.tokenizer.digest()} {parts}".encode()).hexdigest()
 
 
@@ -72,6 +73,9 @@ class TextEncoder(FormatEncoder):
     """Documents for pretraining: every token is learned, and each document ends with eos."""
 
     formats = TEXTS
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos}
 
     def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
         try:
@@ -132,13 +136,16 @@ class ChatEncoder(FormatEncoder):
         if self.read_in_messages & set(REASONING):
             self.read_in_messages |= set(REASONING)
 
-    def begin(self, row: Row, form: Format) -> None:
+    def begin(self, row: Row, form: Format) -> Format:
         chat = as_chat(row, form)
         if isinstance(chat, Text):
             self.ends.update(self.ended([]))
-        elif self.must_end:
+            return replace(form, eos=self.eos)
+        speaks = any(isinstance(m, dict) and m.get("role") == "assistant" for m in chat.messages)
+        if self.must_end and (speaks or self.train_on != "all"):
             given: dict[str, Any] = {"tools": chat.tools, **chat.variables}
             self.ends.add(self.tokenizer.end_of_turn(chat.messages, **given))
+        return form
 
     def options(self) -> dict[str, Any]:
         return {"train_on": self.train_on}
@@ -158,6 +165,9 @@ class ChatEncoder(FormatEncoder):
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         chat = as_chat(row, form)
+        if isinstance(chat, Text) != (form.eos is not None):
+            first = "lists of messages" if form.eos is None else "texts"
+            raise ValueError(f"prompt and completion must be {first}, as in its source's first row")
         if isinstance(chat, Text):
             return self._completion(chat)
         weights = list(chat.weights)

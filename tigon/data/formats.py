@@ -58,6 +58,7 @@ class Format:
 
     kind: str | None = None  # one of REQUIRED; None: not told yet
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
+    eos: int | None = None  # the token that ends prompts and completions which are texts
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in REQUIRED:
@@ -71,7 +72,7 @@ class Format:
                 raise ValueError(f"columns: {ours}={theirs!r} must be the name of a key")
 
     def __str__(self) -> str:
-        return f"{self.kind} {sorted(self.columns.items())}"
+        return f"{self.kind} {sorted(self.columns.items())} {self.eos}"
 
     def key(self, ours: str) -> str:
         """The name that the rows have for a key."""

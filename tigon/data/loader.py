@@ -45,6 +45,9 @@ class Packed(NamedTuple):
     order: np.ndarray  # int64 [R], shuffled
 
 
+Pieces = list[tuple[Packed, np.ndarray]]  # windows, and rows of each, in order
+
+
 class Place(NamedTuple):
     """Where the rows of a window are in their epoch."""
 
@@ -127,6 +130,8 @@ class Loader:
         self._places: list[Place] = []
         self._packed: dict[int, Packed] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
+        # Of recent steps: asked for in training, while a thread may be waiting for a window
+        self._facts: dict[int, tuple[tuple[int, int], int]] = {}  # counts, epoch
         self._lock = RLock()  # a thread reads ahead
         self._report = Report()
 
@@ -149,8 +154,11 @@ class Loader:
         """Epochs done after so many steps; of a stream, whole ones."""
         if self.steps_per_epoch is not None:
             return steps / self.steps_per_epoch
+        step = max(0, steps - 1)
+        if (known := self._facts.get(step)) is not None:
+            return known[1]
         with self._lock:
-            return self._of(self._find(max(0, steps - 1))[0])[0].epoch
+            return self._of(self._find(step)[0])[0].epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's part of the global batch.
@@ -167,19 +175,19 @@ class Loader:
             count = -(-len(dealt) // (size * self.world))
             starts = (np.arange(count) * self.world + self.rank) * size
             batches = [self._collate(dealt[start : start + size], columns) for start in starts]
+            self._facts[step] = self._count(pieces), pieces[0][0].window.epoch
+            if len(self._facts) > RECENT:
+                del self._facts[next(iter(self._facts))]
             for corpus in {id(p.window.corpus): p.window.corpus for p, _ in pieces}.values():
                 corpus.release()
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
         """Tokens and predicted tokens of the global batch."""
-        tokens = targets = 0
+        if (known := self._facts.get(step)) is not None:
+            return known[0]
         with self._lock:
-            for packed, rows in self._pieces(step):
-                tokens += int(packed.tokens[rows].sum())
-                spans = np.concatenate([packed.rows[row] for row in rows])
-                targets += int(packed.window.corpus.targets(spans).sum())
-        return tokens, targets
+            return self._count(self._pieces(step))
 
     @cached_property
     def targets(self) -> int:
@@ -220,7 +228,15 @@ class Loader:
         with self._lock:
             return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
 
-    def _pieces(self, step: int) -> list[tuple[Packed, np.ndarray]]:
+    def _count(self, pieces: Pieces) -> tuple[int, int]:
+        tokens = targets = 0
+        for packed, rows in pieces:
+            tokens += int(packed.tokens[rows].sum())
+            spans = np.concatenate([packed.rows[row] for row in rows])
+            targets += int(packed.window.corpus.targets(spans).sum())
+        return tokens, targets
+
+    def _pieces(self, step: int) -> Pieces:
         epoch, first, stop = self._find(step)
         found, numbers = [], set()
         for place in self._of(epoch):

@@ -3,14 +3,13 @@
 # N tokens, E examples, G groups of examples
 """
 
-import errno
 import json
 import mmap
 import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from tigon.data.disk import sync
 from tigon.data.examples import FILLS, Examples, Report
 
 VERSION = 1  # of the files; others are made anew
@@ -313,39 +313,6 @@ class _Array:
         header = np.lib.format.header_data_from_array_1_0(np.empty((0, *self.shape), self.dtype))
         header["shape"] = (self.length, *self.shape)
         np.lib.format.write_array_header_1_0(self.file, header)
-
-
-@contextmanager
-def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
-    """A full disk, or a directory that cannot be written, as one line that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
-            raise
-        raise cache_error(path, error, size) from None
-
-
-def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
-    other = "set TIGON_CACHE to a directory elsewhere"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return OSError(f"cannot write the data cache {path} ({error.strerror}): {other}")
-    have = next(p for p in (path, *path.parents) if p.exists())
-    needed = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"
-    free = shutil.disk_usage(have).free / 2**30
-    return OSError(
-        f"disk full: {path} holds the data cache{needed}, and {free:.2f} GiB are free; "
-        f"make room, or {other}"
-    )
-
-
-def sync(directory: Path) -> None:
-    """Names in a directory, to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _ranges(stop: int) -> Iterator[np.ndarray]:

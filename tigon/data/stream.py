@@ -12,8 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +20,18 @@ from typing import IO, Any
 
 import numpy as np
 
-from tigon.data.blocks import Block, Source
+from tigon.data.blocks import Source
 from tigon.data.cache import cache_root, lock, write
-from tigon.data.examples import Encoder, Examples, Report
+from tigon.data.disk import disk_errors
+from tigon.data.examples import Encoder
 from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
-from tigon.data.store import Store, Stored, disk_errors
+from tigon.data.reader import Reader
+from tigon.data.store import Store, Stored
 from tigon.data.workers import Pool, cpus
 
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks
+START = 120.0  # seconds in which all ranks of a host begin
 
 WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
 
@@ -54,17 +56,17 @@ class Stream:
         size: int,
         weights: Sequence[float] | None = None,
         workers: int | None = None,
-        directory: Path | None = None,
+        name: str = "",
         local_rank: int = 0,
         local_ranks: int = 1,
         cursor: Mapping[str, Any] | None = None,
     ):
-        """`entries`: the sources of each; `size`: groups of examples in a window. `directory` is
-        one that all ranks of a host share; the first of them tokenises. `cursor`: `state` of the
+        """`entries`: the sources of each; `size`: groups of examples in a window. The ranks of
+        a host know each other by `name`; the first of them tokenises. `cursor`: `state` of the
         first window, to go on from there.
         """
         self.encoder, self.size, self.weights = encoder, size, weights
-        self.directory = stream_directory() if directory is None else directory
+        self.directory = root() / name if local_rank else stream_directory(name)
         self.local_rank = local_rank
         self.vocabulary: int | None = None  # tokens that the model knows
         self.names = [source.name for sources in entries for source in sources]
@@ -73,7 +75,7 @@ class Stream:
         start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
         start |= {name: cursor[name] for name in start} if cursor else {}
         self._states: dict[int, State] = {}
-        self._say(0, 0)
+        self._needed, self._wanted, self._begun = 0, 0, local_rank == 0
         self._producer: _Producer | None = None
         if local_rank == 0:
             workers = max(1, cpus() // (4 * local_ranks)) if workers is None else workers
@@ -82,6 +84,7 @@ class Stream:
 
     def window(self, number: int) -> Window:
         """Window `number`, counted from the first; waits until it is made."""
+        self._begin()
         self._say(min(number, self._needed), number)
         path = self.directory / f"{number:08d}"
         while (read := self._read(path)) is None:
@@ -112,8 +115,20 @@ class Stream:
 
     def keep(self, number: int) -> None:
         """Windows before this one are not needed on this rank. Earlier ones may be, later."""
-        if number != self._needed:
+        if number != self._needed and self._begun:
             self._say(number, self._wanted)
+
+    def _begin(self) -> None:
+        """Wait until the first rank of the host has begun."""
+        until = time.monotonic() + START
+        while not self._begun:
+            if (self.directory / LOCK).exists():
+                with lock(self.directory / LOCK, wait=False) as free:
+                    # One that has failed already holds it no more
+                    self._begun = not free or (self.directory / FAILED).exists()
+            if not self._begun and time.monotonic() > until:
+                raise RuntimeError(f"no process of this host tokenises: {self.directory} is absent")
+            time.sleep(WAIT)
 
     def _say(self, needed: int, wanted: int) -> None:
         """Tell the producer which windows this rank needs, and which one it reads last."""
@@ -211,9 +226,9 @@ class _Producer(threading.Thread):
             self.states[number + 1] = self._make(number, readers)
             made.add(number)
 
-    def _readers(self, pool: Pool, state: State) -> list["_Reader"]:
+    def _readers(self, pool: Pool, state: State) -> list[Reader]:
         places = zip(self.entries, state["places"], strict=True)
-        return [_Reader(sources, pool, place) for sources, place in places]
+        return [Reader(sources, pool, place) for sources, place in places]
 
     def _needs(self) -> tuple[int, int]:
         """The first window that any rank needs, and the last that any reads."""
@@ -225,7 +240,7 @@ class _Producer(threading.Thread):
                 said[rank] = needed, wanted
         return min(needed for needed, _ in said), max(wanted for _, wanted in said)
 
-    def _make(self, number: int, readers: Sequence["_Reader"]) -> State:
+    def _make(self, number: int, readers: Sequence[Reader]) -> State:
         """Write a window; the state of the next one."""
         state, path = self.states[number], self.directory / f"{number:08d}"
         start, counts = state["window"] * self.size, [self.size]
@@ -250,101 +265,24 @@ class _Producer(threading.Thread):
         return after
 
 
-class _Reader:
-    """The groups of an entry's sources, from a place on.
-
-    A place is how often all have been read, a source, a block of it, and a group of that.
-    """
-
-    def __init__(self, sources: Sequence[Source], pool: Pool, place: Sequence[int]):
-        self.sources, self.pool = sources, pool
-        self.times, self.source, self.block, self.group = place
-        self.fresh = not any(place[1:])  # whether this pass has seen all groups so far
-        self.examples: Examples | None = None
-        self._begin()
-
-    @property
-    def place(self) -> list[int]:
-        return [self.times, self.source, self.block, self.group]
-
-    def take(self, count: int, store: Store) -> int:
-        """Append up to so many groups, as many as this pass still has."""
-        taken = 0
-        while taken < count and not self.ended():
-            assert self.examples is not None
-            some = min(count - taken, count_groups(self.examples) - self.group)
-            part = slice_groups(self.examples, self.group, self.group + some)
-            store.append(replace(part, report=Report()) if self.group else part)
-            taken, self.group = taken + some, self.group + some
-        return taken
-
-    def ended(self) -> bool:
-        """Whether the pass is over; otherwise, there is another group."""
-        while self.examples is None or self.group >= count_groups(self.examples):
-            at_place = self.examples is None
-            self.examples = next(self.encoded, None)
-            if self.examples is None:
-                if self.fresh:
-                    raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
-                return True
-            self.source, self.block = self.numbers.popleft()
-            self.group = self.group if at_place else 0
-            self.fresh = self.fresh and not len(self.examples)
-        return False
-
-    def restart(self) -> None:
-        self.times, self.source, self.block, self.group = self.times + 1, 0, 0, 0
-        self.fresh, self.examples = True, None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.numbers: deque[tuple[int, int]] = deque()  # of the blocks that are being encoded
-
-        def blocks(source: int, first: int) -> Iterator[Block]:
-            for i in range(source, len(self.sources)):
-                for j, block in enumerate(self.sources[i].blocks()):
-                    if i > source or j >= first:
-                        self.numbers.append((i, j))
-                        yield block
-
-        self.encoded = self.pool.encode(blocks(self.source, self.block))
-
-
 _held: dict[Path, IO[str]] = {}  # locks of this process' streams
 
 
-def stream_directory() -> Path:
+def root() -> Path:
+    return cache_root() / "streams"
+
+
+def stream_directory(name: str = "") -> Path:
     """A new directory for the windows of a stream; those of killed processes are deleted."""
-    root = cache_root() / "streams"
-    with disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
-        with lock(root / ".lock"):
-            for other in root.iterdir():
-                if other.is_dir():
-                    with lock(other / LOCK, wait=False) as free:
-                        if free:
-                            shutil.rmtree(other, ignore_errors=True)
-            path = Path(tempfile.mkdtemp(dir=root))
+    with disk_errors(root()):
+        root().mkdir(parents=True, exist_ok=True)
+        with lock(root() / ".lock"):
+            for other in filter(Path.is_dir, root().iterdir()):
+                with lock(other / LOCK, wait=False) as free:
+                    if free:
+                        shutil.rmtree(other, ignore_errors=True)
+            path = root() / name if name else Path(tempfile.mkdtemp(dir=root()))
+            path.mkdir(exist_ok=not name)
             file = _held[path] = (path / LOCK).open("a")
             fcntl.flock(file, fcntl.LOCK_EX)
     return path
-
-
-def count_groups(examples: Examples) -> int:
-    return len(examples) if examples.groups is None else len(examples.groups) - 1
-
-
-def slice_groups(examples: Examples, start: int, stop: int) -> Examples:
-    """The groups from `start` to `stop`."""
-    groups = examples.groups
-    first, last = (start, stop) if groups is None else (int(groups[start]), int(groups[stop]))
-    a, b = int(examples.offsets[first]), int(examples.offsets[last])
-    return replace(
-        examples,
-        tokens=examples.tokens[a:b],
-        offsets=examples.offsets[first : last + 1] - a,
-        origin=examples.origin[first:last],
-        per_token={name: values[a:b] for name, values in examples.per_token.items()},
-        per_example={name: values[first:last] for name, values in examples.per_example.items()},
-        groups=None if groups is None else groups[start : stop + 1] - first,
-    )

@@ -8,6 +8,7 @@ from tigon.models._batch import Batch
 from tigon.models._load import LoadOptions, build, load_weights, materialize
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._save import write_description
 from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
@@ -45,6 +46,7 @@ __all__ = [
     "from_pretrained",
     "load_weights",
     "materialize",
+    "write_description",
 ]
 if not TYPE_CHECKING:  # type checkers read the import of families instead
     __all__ += [family.__name__ for family in MODELS.values()]

@@ -52,13 +52,20 @@ def save_pretrained(
         write_checkpoint(root, tensors, max_shard_size=max_shard_size)
         if root is not None:
             config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
-            _write_json(root / "config.json", config.to_dict())
-            generation = model.generation_config or _tokens(config)
-            if hasattr(generation, "to_diff_dict"):  # transformers' object
-                generation = generation.to_diff_dict()
-            _write_json(root / "generation_config.json", generation)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(root)
+            write_description(root, config, model.generation_config, tokenizer)
+
+
+def write_description(
+    root: Path, config: Config, generation: Any, tokenizer: SavesItself | None
+) -> None:
+    """All files of a checkpoint but its weights."""
+    _write_json(root / "config.json", config.to_dict())
+    generation = generation or _tokens(config)
+    if hasattr(generation, "to_diff_dict"):  # transformers' object
+        generation = generation.to_diff_dict()
+    _write_json(root / "generation_config.json", generation)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(root)
 
 
 @contextmanager

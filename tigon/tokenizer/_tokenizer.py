@@ -13,7 +13,7 @@ import tokenizers
 import torch
 
 from tigon.tokenizer import chat
-from tigon.tokenizer.mask import Span, TrainOn, token_weights, weighted_spans
+from tigon.tokenizer.mask import Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
 from tigon.tokenizer.stream import DecodeStream
 from tigon.weights.hub import Repository
@@ -142,7 +142,7 @@ class Tokenizer:
             )
         except TypeError:
             for text in texts:
-                _check_unicode(text)
+                chat.check_unicode(text)
             raise
         return [encoding.ids for encoding in encodings]
 
@@ -263,7 +263,8 @@ class Tokenizer:
 
     def digest(self) -> str:
         """Changes with whatever changes the tokens of a text or of a conversation."""
-        parts = self.special_tokens, self.chat_template, self.backend.encode_special_tokens
+        read = sorted(item for item in self.special_tokens.items() if self.template_reads(item[0]))
+        parts = read, self.chat_template, self.backend.encode_special_tokens
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
     def end_of_turn(
@@ -284,13 +285,7 @@ class Tokenizer:
         if said[-1] not in added and said[-1] != self.eos_token_id:
             end = self.decode(said[-24:])
             after = self.decode(ids[max(i for i, w in enumerate(weights) if w) + 1 :])
-            where = f", and what follows, {after!r:.40}, is not learned" if after.strip() else ""
-            raise ValueError(
-                f"the chat template ends what the assistant says in ...{end!r}, which is not a "
-                f"special token{where}: the model would never learn to stop. End these turns in "
-                "one token, such as {{ eos_token }}, inside {% generation %} if there is one "
-                "(chat_template= takes the new template, in training its file)"
-            )
+            raise never_ends(end, after)
         return said[-1]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
@@ -324,7 +319,7 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
-            _check_unicode(text)
+            chat.check_unicode(text)
             raise
 
     def _id(self, token: str | None) -> int | None:
@@ -351,15 +346,3 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
-
-
-def _check_unicode(text: Any) -> None:
-    """ValueError for half of a surrogate pair, which JSON can write but no text can have."""
-    try:
-        if isinstance(text, str):
-            text.encode()
-    except UnicodeEncodeError as error:
-        near = text[max(0, error.start - 20) : error.start]
-        raise ValueError(
-            f"has the lone surrogate {text[error.start]!a} behind {near!r}, which is not Unicode"
-        ) from None

@@ -133,6 +133,18 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"messages[{i}]['content'] must be text, got {content!r:.100}")
 
 
+def check_unicode(text: Any) -> None:
+    """ValueError for half of a surrogate pair, which JSON can write but no text can have."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.start]
+        raise ValueError(
+            f"has the lone surrogate {text[error.start]!a} behind {near!r}, which is not Unicode"
+        ) from None
+
+
 def _message(message: Message) -> dict[str, Any]:
     # Templates handle absent keys, but most print None
     plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})

@@ -71,6 +71,17 @@ def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list
     return weights
 
 
+def never_ends(end: str, after: str) -> ValueError:
+    """The error for a turn that ends in the text `end`, with `after` behind it."""
+    where = f", and what follows, {after!r:.40}, is not learned" if after.strip() else ""
+    return ValueError(
+        f"the chat template ends what the assistant says in ...{end!r}, which is not a special "
+        f"token{where}: the model would never learn to stop. End these turns in one token, such as "
+        "{{ eos_token }}, inside {% generation %} if there is one (chat_template= takes the new "
+        "template, in training its file)"
+    )
+
+
 def _rest(spans: Sequence[Span], length: int) -> list[Span]:
     """The text between the spans, which counts fully."""
     rest, at = [], 0

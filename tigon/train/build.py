@@ -1,11 +1,16 @@
 """Everything that a run needs, from its settings."""
 
+import atexit
 import json
 import math
 import os
 import random
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -18,7 +23,8 @@ from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.feed import Feed
-from tigon.train.model import build_model, check_context, compute_dtype, stop_at
+from tigon.train.matching import check_context, stop_at
+from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import adamw
 from tigon.train.parallel import InputError, World
@@ -37,7 +43,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     start: int  # steps that are done
     steps: int
-    state: State = field(default_factory=State)
+    state: State
+    saver: checkpoint.Saver
 
     @cached_property
     def feed(self) -> Feed:
@@ -55,11 +62,15 @@ def prepare(config: Config, world: World) -> Run:
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
+    held = world.closing.enter_context(ExitStack())
+    cursor = None
     with world.together():
-        source = resume.find(config)
+        source = resume.find(config, world)
+        if source is not None:
+            held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
+            cursor = checkpoint.facts(source).get("cursor")
     with world.together():
-        tokenizer = load_tokenizer(config)
-        cursor = None if source is None else checkpoint.facts(source).get("cursor")
+        tokenizer = load_tokenizer(config, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.eval_data:
@@ -73,7 +84,7 @@ def prepare(config: Config, world: World) -> Run:
             start, state = checkpoint.step_of(source), State.of(checkpoint.facts(source))
     with world.together():
         seed_everything(config, world)
-        model = build_model(config, world, load=source is None)
+        model = build_model(config, world, source)
         check_context(model, config)
         stop_at(model, tokenizer, objective.ends)
         for loader in filter(None, (data, eval_data)):
@@ -81,6 +92,7 @@ def prepare(config: Config, world: World) -> Run:
         optimizer = adamw(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer)
+        held.close()
         world.say(f"resumed from {source}")
     epochs = 1.0 if config.epochs is None else config.epochs
     steps = config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
@@ -90,9 +102,16 @@ def prepare(config: Config, world: World) -> Run:
         f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
         f"steps: {start} to {steps}, {data.steps_per_epoch or 'unknown'} an epoch"
     )
-    return Run(
-        config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state
+    saver = checkpoint.Saver(
+        Path(config.run_dir),
+        world,
+        keep=checkpoint.Keep(config.keep_last, config.keep_best, config.keep_hours),
+        background=config.async_save,
     )
+    return Run(
+        config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
+        saver,
+    )  # fmt: skip
 
 
 def check_machine(config: Config, world: World) -> None:
@@ -124,7 +143,17 @@ def seed_everything(config: Config, world: World) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
+def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
+    """The settings', or the one in the checkpoint `source` while the settings are the same."""
+    if source is not None and not checkpoint.is_legacy(source):
+        was = checkpoint.facts(source)["config"]
+        named = ("model", "revision", "tokenizer", "chat_template")
+        if all(was[name] == getattr(config, name) for name in named):
+            # A copy: the checkpoint may go while the run saves the tokenizer's files again
+            copy = tempfile.mkdtemp(prefix="tigon-tokenizer-")
+            atexit.register(shutil.rmtree, copy, ignore_errors=True)
+            Tokenizer.from_pretrained(source).save_pretrained(copy)
+            return Tokenizer.from_pretrained(copy)
     tokenizer = Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )

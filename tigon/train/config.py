@@ -45,6 +45,9 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
+        for name in ("keep_best", "hf_best"):
+            if getattr(self, name) and not self.eval_data:
+                raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:

@@ -1,26 +1,13 @@
 """The data of a run: from its settings to a loader, through the cache or as a stream."""
 
+import hashlib
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from tigon.data import (
-    Entry,
-    Loader,
-    Mixture,
-    Report,
-    Source,
-    Stream,
-    find_sources,
-    stream_directory,
-    tokenised,
-)
+from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenised
 from tigon.data.mixture import Order
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -60,8 +47,8 @@ def build_loader(
             size=config.shuffle_window,
             weights=weights,
             workers=config.workers,
-            directory=shared_directory(),
-            local_rank=local_rank(),
+            name=stream_name(config),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
             cursor=cursor or None,
         )
@@ -139,14 +126,9 @@ def count(sources: Sequence[Sequence[Source]]) -> str:
     return "1 source" if number == 1 else f"{number:,} sources"
 
 
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def shared_directory() -> Path:
-    """A new directory of the first rank of each host, which the host's other ranks are told."""
-    mine = str(stream_directory()) if local_rank() == 0 else ""
-    host = os.environ.get("GROUP_RANK") or socket.gethostname()
-    answers: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(answers, (host, mine))
-    return Path(next(path for other, path in answers if other == host and path))
+def stream_name(config: Config) -> str:
+    """The same on the ranks of a host, without asking them; no other process has it."""
+    parent = os.getpid() if "LOCAL_RANK" not in os.environ else os.getppid()
+    shared = [os.environ.get(n) for n in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
+    run = hashlib.sha256(repr((config.run_dir, shared)).encode()).hexdigest()[:12]
+    return f"{parent}-{run}"

@@ -133,6 +133,7 @@ def rows(run: Run, step: int) -> str:
 
 
 def stop(run: Run, trouble: Trouble, why: str) -> FloatingPointError:
+    run.saver.wait()
     saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"))
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
     if trouble.broken:
@@ -150,6 +151,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
         raise stop(run, trouble, f"max_rollbacks={config.max_rollbacks} are used up")
+    run.saver.wait()
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     # All ranks take what the first one sees
     chosen = run.world.board.gather("" if latest is None else str(latest))[0]

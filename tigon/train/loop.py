@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tigon.train import checkpoint, guard, resume
+from tigon.train import guard, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate
-from tigon.train.export import export
+from tigon.train.export import export, export_best, export_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
 from tigon.train.record import Record, exported, note_export, unfinished, was_evaluated
@@ -27,11 +27,12 @@ def train(run: Run) -> int:
         return 0
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
-    with world.signals:
+    with world.signals, run.saver, run.feed:
         if not over and config.eval_every and run.start % config.eval_every == 0:
             evaluate_once(run, run.start, record)
-        with world.signals.deferred(), run.feed:
+        with world.signals.deferred():
             step = run.start if over else steps(run, record)
+            run.saver.wait()
         if signal := world.most(world.signals.received):
             record.close()
             world.say(f"stopped by a signal after step {step}: resume=auto goes on from there")
@@ -51,12 +52,13 @@ def steps(run: Run, record: Record) -> int:
         values = backward(run, step + state.offset, stop=lambda: world.signals.received > 0)
         stop = values.pop("stop") > 0
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
+        exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
         trouble = guard.judge(run, step, values)
         if trouble is None:
             update(run, step)
         run.optimizer.zero_grad()
-        if evaluates or saves or stop or done == run.steps:
+        if evaluates or saves or exports or stop or done == run.steps:
             trouble = guard.check_weights(run, done) or trouble
         if trouble is not None and trouble.policy == "rollback":
             step = guard.rollback(run, step, trouble)
@@ -70,6 +72,8 @@ def steps(run: Run, record: Record) -> int:
         ends = step == run.steps or state.is_out_of(config.patience)
         if saves or stop or ends:
             save(run, step, record, facts)
+        if exports and not stop:
+            export_step(run, step)
         if stop or ends:
             break
     return step
@@ -116,19 +120,13 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         return
     if loss is not None:
         run.state.note_evaluation(step, loss)
+        export_best(run, step)
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     record.sync()
-    checkpoint.save(
-        Path(run.config.run_dir, "checkpoints"),
-        step,
-        run.model,
-        run.optimizer,
-        run.world,
-        facts | run.state.facts() | {"cursor": run.data.state(step + run.state.offset)},
-        keep_last=run.config.keep_last,
-    )
+    more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
+    run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more)
 
 
 def finish(run: Run, step: int, record: Record) -> None:

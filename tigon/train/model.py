@@ -1,7 +1,6 @@
 """The model of a run: built from a checkpoint or a config.json, sharded, on its device."""
 
 import json
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,27 @@ import torch
 
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
-from tigon.tokenizer import Tokenizer
+from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
 from tigon.weights import Repository
 
 
-def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
+def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """In param_dtype; sharded when there are ranks to share it, or dtype is another.
 
-    Each rank reads only the rows that it keeps. `load=False` allocates a checkpoint's weights
-    without reading them.
+    Each rank reads only the rows that it keeps. Of a run's checkpoint `source` the model is only
+    allocated, for `checkpoint.load`.
     """
     dtype = getattr(torch, config.param_dtype)
     compute = compute_dtype(config, world.device)
     sharded = world.size > 1 or compute != dtype
-    if config.init:
+    if source is not None and not checkpoint.is_legacy(source):
+        model = described(source, dtype)
+        if sharded:
+            shard(model, world, compute)
+        materialize(model, world.device)
+    elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
         model = _from_config(Path(config.init), dtype)
         if sharded:
@@ -37,7 +41,7 @@ def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
         if sharded:
             shard(model, world, compute)
         materialize(model, world.device)
-        if load:
+        if source is None:
             load_weights(model, weights)
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
@@ -46,41 +50,15 @@ def build_model(config: Config, world: World, *, load: bool = True) -> CausalLM:
     return model.train()
 
 
-def check_context(model: CausalLM, config: Config) -> None:
-    """ValueError for rows that are longer than what the model can read."""
-    context = model.config.max_position_embeddings
-    if config.seq_len > context:
-        raise ValueError(
-            f"seq_len={config.seq_len} is more than the model's context of {context} tokens "
-            f"(max_position_embeddings): set seq_len={context} or less"
-        )
-
-
-def stop_at(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
-    """Generation by the trained model stops at these tokens, with which it learns to end a turn.
-
-    They join what config.json and generation_config.json say. The one that a model did not stop at
-    before becomes the tokenizer's eos, which other programs read.
-    """
-    generation = dict(model.generation_config)
-    said = generation.get("eos_token_id", model.config.eos_token_id)
-    new = sorted(set(ends) - set(_tokens(said)))
-    if not new:
-        return
-    model.config = replace(model.config, eos_token_id=_joined(model.config.eos_token_id, new))
-    if generation:
-        model.generation_config = generation | {"eos_token_id": _joined(said, new)}
-    if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
-        tokenizer.use_eos(new[0])
-
-
-def _tokens(ids: int | list[int] | None) -> list[int]:
-    return [ids] if isinstance(ids, int) else list(ids or ())
-
-
-def _joined(ids: int | list[int] | None, new: list[int]) -> int | list[int]:
-    all_ids = list(dict.fromkeys([*_tokens(ids), *new]))
-    return all_ids if len(all_ids) > 1 else all_ids[0]
+def described(source: Path, dtype: torch.dtype) -> CausalLM:
+    """The model that a run's checkpoint describes, on the meta device."""
+    values = json.loads((source / "config.json").read_text())
+    model = _from_values(values, source, dtype, "meta")
+    stacked = bool(checkpoint.facts(source).get("stacked_experts"))
+    origin = replace(model.config.source, stacked_experts=stacked)
+    model.config = replace(model.config, source=origin)
+    model.generation_config = json.loads((source / "generation_config.json").read_text())
+    return model
 
 
 def has_experts(model: CausalLM) -> bool:
@@ -107,8 +85,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 def _from_config(path: Path, dtype: torch.dtype) -> CausalLM:
     if not path.is_file():
         raise FileNotFoundError(f"init={path} is not a config.json file")
-    values = json.loads(path.read_text())
+    return _from_values(json.loads(path.read_text()), path, dtype, "cpu")
+
+
+def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
     kind = values.get("model_type")
     if kind not in MODELS:
-        raise ValueError(f"{path}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    return MODELS[kind].from_config(values, dtype=dtype)
+        raise ValueError(f"{origin}: model_type {kind!r} is not one of {', '.join(MODELS)}")
+    return MODELS[kind].from_config(values, dtype=dtype, device=device)

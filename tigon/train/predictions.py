@@ -40,6 +40,7 @@ class Predictions:
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         self.file.close()
         if kind is not None:
+            self.parts[self.world.rank].unlink()
             return
         self.world.barrier()
         if self.world.main:

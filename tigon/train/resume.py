@@ -8,22 +8,27 @@ from typing import Any
 from tigon.data import Loader
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.train.parallel import World
 
 
-def find(config: Config) -> Path | None:
-    """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory."""
+def find(config: Config, world: World) -> Path | None:
+    """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory.
+
+    Every rank calls this: together they check that the files are as they were written.
+    """
     run = Path(config.run_dir)
     newest = checkpoint.latest(run / "checkpoints")
     if not config.resume:
         return None
     if config.resume in (True, "auto"):
-        return newest
+        return checkpoint.newest_whole(run / "checkpoints", world.say)
     chosen = Path(str(config.resume))
     checkpoint.step_of(chosen)
     if newest is not None and newest.resolve() != chosen.resolve():
         raise FileExistsError(
             f"{run} already has {newest.name}: to go on from {chosen}, choose another run_dir"
         )
+    checkpoint.verify(chosen)
     return chosen
 
 

@@ -187,6 +187,21 @@ class RunSettings:
     deterministic: bool = option(
         False, "operations that give the same bits in every run on the same machine, or an error"
     )
+    keep_best: int = option(
+        0, "checkpoints with the lowest eval loss to keep besides keep_last", least=0
+    )
+    keep_hours: float = option(
+        0.0, "keep one checkpoint every so many hours for ever; 0: none", least=0
+    )
+    async_save: bool = option(
+        True, "write checkpoints while training goes on, from a copy in host memory"
+    )
+    hf_every: int = option(
+        0, "steps between exports to run_dir/hf-step-N, which all stay; 0: none", least=0
+    )
+    hf_best: bool = option(
+        False, "export to run_dir/hf-best whenever an evaluation is the best so far"
+    )
 
 
 SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

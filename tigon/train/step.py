@@ -19,7 +19,7 @@ def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, floa
     batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
-    watch = Watch(run, step + 1, training=True)
+    watch = Watch(run, step + 1 - run.state.offset, training=True)
     parts = []
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)

@@ -2,11 +2,11 @@
 
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.entries import entries
-from tigon.weights.header import TensorInfo
+from tigon.weights.header import TensorInfo, write_header
 from tigon.weights.hub import Repository
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import load_into
-from tigon.weights.writer import Entry, new_directory, write_checkpoint
+from tigon.weights.loading import load_into, own_rows, own_slices
+from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -16,8 +16,13 @@ __all__ = [
     "Repository",
     "Rows",
     "TensorInfo",
+    "as_bytes",
     "entries",
+    "fsync",
     "load_into",
     "new_directory",
+    "own_rows",
+    "own_slices",
     "write_checkpoint",
+    "write_header",
 ]

@@ -65,6 +65,16 @@ class Repository:
             self.directory = path / subfolder
         elif self.name.startswith((".", "~", os.sep)) or not isinstance(path_or_repo, str):
             raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
+        elif self.name.count("/") > 1:
+            raise FileNotFoundError(
+                f"{self.name!r} is neither an existing directory nor the name of a hub repository "
+                "(organisation/name)"
+            )
+        elif revision is None and path.parent != Path() and path.parent.is_dir():
+            raise FileNotFoundError(
+                f"no directory {self.name}, though {path.parent} is one here; "
+                "if the hub repository is meant, name its revision too, such as main"
+            )
 
     def file(self, name: str) -> Path:
         """The local path of the file, downloaded if it has to be."""

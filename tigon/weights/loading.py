@@ -3,7 +3,7 @@
 import math
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,7 +39,7 @@ def load_into(
     misfits: list[str] = []
     reads: list[_Read] = []
     for parameter_name, parameter in parameters.items():
-        local, first = _own_rows(parameter_name, parameter)
+        local, first = own_rows(parameter_name, parameter)
         parts = layout[parameter_name]
         if not fills(parts, parameter):
             misfits.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
@@ -74,7 +74,7 @@ class _Read:
     out: Tensor
 
 
-def _own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
+def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
     """The parameter's memory on this rank, and which row of the whole its first one is."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
@@ -90,20 +90,31 @@ def _own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
     return parameter.to_local(), offset[0] if offset else 0
 
 
+def own_slices(
+    part: Part, shape: Sequence[int], local: Tensor, first: int
+) -> Iterator[tuple[int, Tensor]]:
+    """What this rank has of a part: rows of `local`, and which row of the part's tensor is first.
+
+    `shape` is the whole parameter's; `local` and `first` are what `own_rows` gives for it.
+    """
+    if not local.numel():
+        return
+    rows = local.view(-1, *part.shape[1:])
+    first *= math.prod(shape[1 : len(shape) - len(part.shape) + 1])
+    for source, target, count in part.slices:
+        begin, end = max(target, first), min(target + count, first + len(rows))
+        if begin < end:
+            yield source + begin - target, rows[begin - first : end - first]
+
+
 def _reads(
     info: TensorInfo, part: Part, parameter: Tensor, local: Tensor, first: int
 ) -> Iterator[_Read]:
     """The part's rows that this rank owns, in pieces of at most CHUNK bytes."""
-    if not local.numel():
-        return
-    rows = local.view(-1, *part.shape[1:])
-    first *= math.prod(parameter.shape[1 : parameter.dim() - len(part.shape) + 1])
-    step = max(1, CHUNK // (info.nbytes // (part.shape[0] if part.shape else 1)))
-    for source, target, count in part.slices:
-        begin, end = max(target, first), min(target + count, first + len(rows))
-        for row in range(begin, end, step):
-            out = rows[row - first : min(row + step, end) - first]
-            yield _Read(info, source + row - target, out)
+    step = max(1, CHUNK // max(1, info.nbytes // (part.shape[0] if part.shape else 1)))
+    for row, rows in own_slices(part, parameter.shape, local, first):
+        for i in range(0, len(rows), step):
+            yield _Read(info, row + i, rows[i : i + step])
 
 
 def _list(what: str, names: list[str]) -> str:

@@ -77,13 +77,13 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         yield temporary
         for item in [*temporary.rglob("*"), temporary]:
-            _fsync(item)
+            fsync(item)
         _check_free(target)
         os.rename(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync(target.parent)
+    fsync(target.parent)
 
 
 def _check_free(target: Path) -> None:
@@ -141,7 +141,7 @@ def _write_shard(
         file.write(write_header([entry[:3] for entry in entries], metadata))
         for entry in entries:
             file.write(_bytes_of(next(tensors), entry))
-    _fsync(path)
+    fsync(path)
 
 
 def _bytes_of(tensor: Tensor, entry: Entry) -> memoryview:
@@ -151,6 +151,11 @@ def _bytes_of(tensor: Tensor, entry: Entry) -> memoryview:
             f"tensor {name!r} was announced as {dtype} {list(shape)} "
             f"and came as {tensor.dtype} {list(tensor.shape)}"
         )
+    return as_bytes(tensor)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Row-major, little-endian, on the host."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -167,10 +172,11 @@ def _write_index(path: Path, shards: dict[str, list[Entry]], created: list[Path]
     with open(path, "x") as file:
         created.append(path)
         file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _fsync(path)
+    fsync(path)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,0 +1,151 @@
+"""Tokenising a corpus into the cache, beside `datasets.map`, and the memory of two ranks.
+
+The text is generated: JSON lines of documents of about 2,000 characters. Both sides read the same
+file with the same tokenizer and as many worker processes, in processes of their own, interleaved.
+`datasets` first makes an Arrow file of the JSON; its time is given with and without that. Then two
+ranks want the same cache, one of them makes it, and both read an epoch's batches: their peak
+memory, less what they had after importing.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import harness
+from bench.cpu import processor, smollm2
+from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
+
+SIDE = Path(__file__).with_name("data_side.py")
+CASES = ("speed", "memory")
+LIMIT = 1.5  # GiB of a rank
+
+
+def write_corpus(path: Path, size: int) -> None:
+    """At least `size` bytes of documents of words, frequent ones and rare ones as in language."""
+    draw = np.random.default_rng(0)
+    letters = np.array(list("etaoinshrdlucmfwypvbgkjqxz"))
+    lengths = draw.integers(1, 11, size=30_000)
+    words = np.array(["".join(draw.choice(letters, size=n)) for n in lengths], dtype=object)
+    ranks = np.minimum(draw.zipf(1.2, size=2_000_000) - 1, len(words) - 1)
+    with path.open("w") as file:
+        written = 0
+        while written < size:
+            count = int(draw.integers(50, 700))
+            start = int(draw.integers(0, len(ranks) - count))
+            text = " ".join(words[ranks[start : start + count]])
+            written += file.write(json.dumps({"text": text}) + "\n")
+
+
+def side(what: str, *arguments: object, cache: Path) -> subprocess.Popen:
+    command = [sys.executable, str(SIDE), what, *map(str, arguments)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "TIGON_CACHE": str(cache / "tigon"),
+        "HF_HOME": str(cache / "hf"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def results(processes: list[subprocess.Popen]) -> list[Record]:
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise RuntimeError("a process has failed: see above")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def rounds(
+    corpus: Path, tokenizer: Path, workers: int, repeats: int, root: Path
+) -> Iterator[Record]:
+    for i in range(repeats):
+        for what in ("tigon", "datasets"):
+            cache = root / f"{what}-{i}"
+            (found,) = results([side(what, corpus, tokenizer, workers, cache=cache)])
+            shutil.rmtree(cache, ignore_errors=True)
+            yield {"side": what} | found
+
+
+def speed(job: Job, corpus: Path, root: Path) -> None:
+    options, mib = job.options, corpus.stat().st_size / 2**20
+    repeats = 1 if job.quick else options.repeats
+    for found in rounds(corpus, options.tokenizer, options.workers, repeats, root):
+        job.append("rounds", found | {"mib_per_s": mib / found["seconds"]})
+    sides = {
+        what: [r for r in job.record["rounds"] if r["side"] == what]
+        for what in ("tigon", "datasets")
+    }
+    pairs = list(zip(sides["tigon"], sides["datasets"], strict=True))
+    assert all(a["tokens"] == b["tokens"] for a, b in pairs)
+    job.add(
+        ratio=median(b["seconds"] / a["seconds"] for a, b in pairs),
+        ratio_to_map_alone=median(b["map_seconds"] / a["seconds"] for a, b in pairs),
+    )
+
+
+def memory(job: Job, corpus: Path, root: Path) -> None:
+    arguments = corpus, job.options.tokenizer, job.options.workers
+    both = [side("rank", *arguments, rank, cache=root / "ranks") for rank in range(2)]
+    job.add(ranks=results(both))
+    shutil.rmtree(root / "ranks", ignore_errors=True)
+
+
+def show(record: Record) -> str:
+    """The record as Markdown."""
+    libraries = {name: record[name] for name in ("tokenizers", "datasets")}
+    lines = [
+        f"{heading(record | {'machine': record['cpu']}, libraries)}. "
+        f"{record['gib']:.2f} GiB of text, {record['workers']} workers:"
+    ]
+    if "rounds" in record:
+        rows = [
+            [r["side"], figure(r["seconds"]), figure(r.get("map_seconds")), figure(r["mib_per_s"])]
+            for r in record["rounds"]
+        ]
+        lines.append(markdown(["", "s", "of it map, s", "MiB/s"], rows))
+        aim = "times the speed of datasets"
+        lines.append(verdict(f"{aim}, with reading JSON", record["ratio"], 1.0))
+        lines.append(verdict(f"{aim}.map alone", record["ratio_to_map_alone"], 1.0))
+    if "ranks" in record:
+        worst = max(rank["peak_gib"] - rank["start_gib"] for rank in record["ranks"])
+        lines.append(verdict("GiB of a rank beyond its start", worst, LIMIT, most=True))
+    return "\n\n".join(lines)
+
+
+def run(job: Job) -> str:
+    options = job.options
+    options.tokenizer = options.tokenizer or smollm2()
+    size = 2**24 if job.quick else int(options.gib * 2**30)
+    job.record |= {"cpu": processor(), "workers": options.workers}
+    job.record |= {name: installed(name) for name in ("tokenizers", "datasets")}
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+        root = Path(directory)
+        corpus = root / "corpus.jsonl"
+        write_corpus(corpus, size)
+        job.add(gib=corpus.stat().st_size / 2**30)
+        for case in job.only:
+            {"speed": speed, "memory": memory}[case](job, corpus, root)
+    return show(job.record)
+
+
+OPTIONS = (
+    ("--gib", {"type": float, "default": 0.25, "help": "of text; default: 0.25"}),
+    ("--workers", {"type": int, "default": os.cpu_count(), "help": "default: one a CPU"}),
+    ("--repeats", {"type": int, "default": 3}),
+    ("--tokenizer", {"type": Path, "help": "directory; default: SmolLM2-135M-Instruct's"}),
+    ("--directory", {"type": Path, "help": "for the text and the caches; default: the system's"}),
+)
+BENCH = Bench("data", __doc__, run, show, CASES, options=OPTIONS, needs_gpu=False)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -1,0 +1,77 @@
+"""One side of bench/data.py, in a process of its own: prints its figures as JSON.
+
+python bench/data_side.py tigon|datasets CORPUS TOKENIZER WORKERS
+python bench/data_side.py rank CORPUS TOKENIZER WORKERS RANK
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from tigon.data import Loader, Mixture, TextEncoder, find_sources, split, tokenised
+from tigon.tokenizer import Tokenizer
+
+
+def peak() -> float:
+    """GiB that were resident in this process at the most, pages of files among them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def tigon(corpus: str, tokenizer: str, workers: int) -> dict[str, Any]:
+    encoder = TextEncoder(Tokenizer.from_pretrained(tokenizer))
+    began = time.perf_counter()
+    (part,) = tokenised(find_sources(corpus), encoder, workers=workers)
+    return {"seconds": time.perf_counter() - began, "tokens": part.tokens, "peak_gib": peak()}
+
+
+def mapped(tokenizer: Tokenizer, rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    eos = [tokenizer.eos_token_id or 0]
+    return {"input_ids": [[*ids, *eos] for ids in tokenizer.encode_batch(rows["text"])]}
+
+
+def datasets(corpus: str, tokenizer: str, workers: int) -> dict[str, Any]:
+    import datasets
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process, as on the other side
+    function = partial(mapped, Tokenizer.from_pretrained(tokenizer))
+    began = time.perf_counter()
+    data = datasets.load_dataset("json", data_files=corpus, split="train")
+    loaded = time.perf_counter()
+    options = {"batched": True, "num_proc": workers, "remove_columns": ["text"]}
+    data = data.map(function, **options)
+    ended = time.perf_counter()
+    tokens = sum(len(ids) for batch in data.iter(1000) for ids in batch["input_ids"])
+    times = {"seconds": ended - began, "map_seconds": ended - loaded}
+    return times | {"tokens": tokens, "peak_gib": peak()}
+
+
+def rank(corpus: str, tokenizer: str, workers: int, number: int) -> dict[str, Any]:
+    """As a rank of two that trains on the corpus, without a model."""
+    encoder = TextEncoder(Tokenizer.from_pretrained(tokenizer))
+    start = peak()
+    parts = tokenised(find_sources(corpus), encoder, workers=workers)
+    made = peak()
+    rows = partial(split, seq_len=2048)
+    shape = {"batch_size": 64, "micro_batch_size": 4, "seed": 0, "rank": number, "world": 2}
+    data = Loader(Mixture([parts], size=65536), rows, **shape)
+    began = time.perf_counter()
+    steps = data.steps_per_epoch or 0
+    for step in range(steps):
+        data.micro_batches(step)
+    seconds = time.perf_counter() - began
+    found = {"start_gib": start, "made_gib": made, "peak_gib": peak()}
+    return found | {"steps": steps, "seconds_per_step": seconds / steps}
+
+
+if __name__ == "__main__":
+    what, corpus, tokenizer, workers, *rest = sys.argv[1:]
+    side = {"tigon": tigon, "datasets": datasets, "rank": rank}[what]
+    print(json.dumps(side(corpus, tokenizer, int(workers), *map(int, rest))))

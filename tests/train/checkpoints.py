@@ -1,0 +1,39 @@
+"""What tests of checkpoints share."""
+
+from pathlib import Path
+
+import torch
+
+import tigon
+from tigon.train.checkpoint import saver
+from tigon.train.checkpoint.tensors import optimizer_states, weights
+
+
+class State:
+    """A model after one step of AdamW, and what a Saver wants besides."""
+
+    def __init__(self, directory: Path, world):
+        self.model = tigon.from_pretrained(directory).train()
+        self.tokenizer = tigon.Tokenizer.from_pretrained(directory)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.world = world
+        self.step(seed=1)
+
+    def step(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        for p in self.model.parameters():
+            p.grad = torch.randn_like(p)
+        self.optimizer.step()
+
+    def save(self, to: saver.Saver, step: int) -> Path:
+        return to.save(step, self.model, self.optimizer, self.tokenizer, {"config": {}})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        state = weights(self.model) | optimizer_states(self.model, self.optimizer)
+        return {n: torch.cat([c.rows for c in rows.chunks]).clone() for n, rows in state.items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name

@@ -1,0 +1,187 @@
+"""Checkpoints as files: what they hold, how damage is found, which of them stay."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import tigon
+from tests.small import EXPERTS, write_model
+from tests.train.checkpoints import State, assert_equal
+from tigon.train import checkpoint, main
+from tigon.train.checkpoint import files, integrity, retention, saver, storage
+from tigon.train.checkpoint.retention import Keep, Saved
+from tigon.train.checkpoint.tensors import LocalRows
+
+
+def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, tmp_path):
+    with saver.Saver(tmp_path, state.world) as to:
+        target = state.save(to, 7)
+    assert {path.suffix for path in target.iterdir()} == {".safetensors", ".json", ""}
+    assert [path.name for path in target.iterdir() if not path.suffix] == ["SHA256SUMS"]
+    own = load_file(target / "weights-00000.safetensors")
+    assert own.keys() == load_file(workspace.model / "model.safetensors").keys()
+    attention = state.model.model.layers[0].self_attn.qkv_proj.weight
+    q, k, v = (own[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
+    assert torch.equal(torch.cat([q, k, v]), attention)
+    states = load_file(target / "optimizer-00000.safetensors")
+    assert_equal(own | states, state.tensors())
+    name = "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight"
+    up = state.model.model.layers[1].mlp.gate_up_proj.weight
+    assert torch.equal(states[name], state.optimizer.state[up]["exp_avg"][96:])
+    assert states["optimizer.step.model.norm.weight"].item() == 1
+    assert os.popen(f"cd {target} && sha256sum --check --strict SHA256SUMS").read().count(
+        ": OK"
+    ) == (len([path for path in target.iterdir() if path.is_file()]) - 1)
+
+
+def test_a_model_with_experts_comes_back(world, tmp_path):
+    experts = write_model(tmp_path / "experts", **EXPERTS)
+    state = State(experts, world)
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    expected = state.tensors()
+    state.step(seed=2)
+    assert any(not torch.equal(t, expected[n]) for n, t in state.tensors().items())
+    checkpoint.load(target, state.model, state.optimizer)
+    assert_equal(state.tensors(), expected)
+
+
+def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
+    """As a rank of a tensor-parallel group has them; DCP's own writer keeps the last one only."""
+    whole = torch.arange(24.0).view(8, 3)
+    pieces = [saver.Chunk(row, whole[row : row + count]) for row, count in ((0, 2), (5, 3), (2, 3))]
+    (tmp_path / "to").mkdir()
+    written: dict[str, str] = {}
+    dcp.save(
+        {"x": LocalRows((8, 3), torch.float32, pieces)},
+        storage_writer=storage.Writer(tmp_path / "to", written.update),
+    )
+    assert sorted(written) == [f"weights-00000{n}.safetensors" for n in ("-1", "-2", "")]
+    for name, digest in written.items():
+        assert integrity.checksum(tmp_path / "to" / name) == digest
+    found = torch.zeros(8, 3)  # read on another layout
+    halves = [saver.Chunk(0, found[:4]), saver.Chunk(4, found[4:])]
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path / "to"))
+    dcp.load({"x": LocalRows((8, 3), torch.float32, halves)}, storage_reader=reader)
+    assert torch.equal(found, whole)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(state, tmp_path, world):
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    other = tigon.from_pretrained(
+        write_model(tmp_path / "deep", num_hidden_layers=3, tie_word_embeddings=False)
+    )
+    with pytest.raises(ValueError, match=r"does not fit the model: it lacks lm_head.weight, .*and"):
+        checkpoint.load(target, other)
+    wide = tigon.from_pretrained(write_model(tmp_path / "wide", intermediate_size=128))
+    with pytest.raises(ValueError, match=r"it resizes model.layers.0.mlp.down_proj.weight"):
+        checkpoint.load(target, wide)
+
+
+DAMAGE = {
+    "weights-00000.safetensors": "flip",
+    "optimizer-00000.safetensors": "truncate",
+    "tokenizer.json": "remove",
+    "config.json": "flip",
+    "run.json": "truncate",
+    "SHA256SUMS": "truncate",
+}
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "remove":
+        path.unlink()
+    elif how == "truncate":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(("name", "how"), DAMAGE.items())
+def test_damage_is_found_and_the_checkpoint_before_is_taken(name, how, finished, tmp_path):
+    directory = shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
+    newest = directory / "step-00000003"
+    damage(newest / name, how)
+    with pytest.raises(ValueError, match=rf"{newest / name} is (damaged|missing)"):
+        checkpoint.verify(newest)
+    said: list[str] = []
+    assert checkpoint.newest_whole(directory, said.append) == directory / "step-00000002"
+    assert len(said) == 1
+    assert str(newest / name) in said[0] and "taking the checkpoint before it" in said[0]
+
+
+def test_resuming_around_a_damaged_checkpoint_replaces_it(workspace, finished, capsys):
+    run = shutil.copytree(finished, workspace.root / "damaged")
+    settings = workspace.settings("damaged", steps=3, save_every=1, keep_last=1)
+    weights_file = run / "checkpoints/step-00000003/weights-00000.safetensors"
+    whole = weights_file.read_bytes()
+    os.truncate(weights_file, 1000)
+    with pytest.raises(SystemExit, match=r"weights-00000.safetensors is damaged: its SHA-256"):
+        main([*workspace.settings("elsewhere"), f"resume={weights_file.parent}"])
+    main([*settings, "resume=auto"])
+    printed = capsys.readouterr().out
+    assert "is damaged" in printed and "resumed from" in printed and "step-00000002" in printed
+    assert weights_file.read_bytes() == whole
+    assert workspace.metrics("damaged", "loss") == workspace.metrics("finished", "loss")
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-00000003"]
+    damage(weights_file, "flip")
+    with pytest.raises(SystemExit, match=r"no checkpoint in .* is whole: .*weights-00000"):
+        main([*settings, "resume=auto"])
+
+
+HOUR = 3600
+
+
+def test_which_checkpoints_stay():
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 4.0}
+    saved = [Saved(step, step * HOUR / 10, losses.get(step)) for step in range(10, 61, 10)]
+    assert Keep(last=2).choose(saved) == {50, 60}
+    assert Keep(last=0).choose(saved) == {10, 20, 30, 40, 50, 60}
+    assert Keep(last=1, best=2).choose(saved) == {20, 30, 60}
+    assert Keep(last=1, best=9).choose(saved) == {10, 20, 30, 50, 60}
+    assert Keep(last=1, hours=2.5).choose(saved) == {10, 40, 60}
+    left: list[Saved] = []  # pruned after each save: the same ones stay for ever
+    for s in saved:
+        chosen = Keep(last=1, hours=2.5).choose([*left, s])
+        left = [kept for kept in [*left, s] if kept.step in chosen]
+    assert [kept.step for kept in left] == [10, 40, 60]
+
+
+def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace, tmp_path):
+    main(
+        workspace.settings(
+            "kept", eval_data=workspace.held_out, eval_every=1, steps=5, save_every=1,
+            keep_last=1, keep_best=1, lr=1e-2, schedule="constant",
+        )
+    )  # fmt: skip
+    evaluated = dict(zip(range(6), workspace.metrics("kept", "eval_loss"), strict=True))
+    best = min(range(1, 5), key=evaluated.__getitem__)  # the last is saved before it is evaluated
+    names = sorted(path.name for path in (workspace.root / "kept/checkpoints").iterdir())
+    assert names == sorted({f"step-{best:08d}", "step-00000005"})
+
+    for step in (1, 2, 3, 9):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    with files.in_use(tmp_path / "step-00000001"):
+        retention.prune(tmp_path, 3, Keep(last=1), {})
+        assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["1", "3", "9"]  # 9 is no news
+    retention.prune(tmp_path, 3, Keep(last=1), {})
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
+
+
+def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
+    (tmp_path / "checkpoints/.step-00000004.partial").mkdir(parents=True)
+    (tmp_path / "checkpoints/.step-00000002.removed").mkdir()
+    live = tmp_path / "checkpoints/.step-00000008.partial"
+    live.mkdir()
+    with files.in_use(live), saver.Saver(tmp_path, state.world) as to:
+        saved = state.save(to, 1)
+        to.wait()
+        assert sorted((tmp_path / "checkpoints").iterdir()) == [live, saved]

@@ -1,0 +1,274 @@
+"""Saving in the background, on full disks, killed at any moment; exports; runs without a base."""
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.train.checkpoints import assert_equal
+from tigon.train import checkpoint, main
+from tigon.train.checkpoint import files, memory, saver, storage
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_save_in_the_background_has_the_values_of_its_moment(state, tmp_path, monkeypatch):
+    expected, written = state.tensors(), storage._write
+    slow, order = threading.Event(), []
+
+    def wait(*arguments):
+        slow.wait(60)
+        order.append("written")
+        return written(*arguments)
+
+    monkeypatch.setattr(storage, "_write", wait)
+    with saver.Saver(tmp_path, state.world) as to:
+        first = state.save(to, 1)
+        state.step(seed=2)  # training goes on
+        later = state.tensors()
+        assert not first.exists() and not order
+        threading.Timer(0.5, slow.set).start()
+        state.save(to, 2)  # waits for the first
+        assert first.exists() and order[:2] == ["written", "written"]
+    assert checkpoint.latest(tmp_path / "checkpoints") == tmp_path / "checkpoints/step-00000002"
+    for target, tensors in (
+        (first, expected),
+        (checkpoint.latest(tmp_path / "checkpoints"), later),
+    ):
+        checkpoint.verify(target)
+        checkpoint.load(target, state.model, state.optimizer)
+        assert_equal(state.tensors(), tensors)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_stops_a_save_is_raised_and_nothing_of_it_stays(
+    background, state, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with saver.Saver(tmp_path, state.world, background=background) as to:
+        first = state.save(to, 1)
+        to.wait()
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(
+            checkpoint.SaveError,
+            match=r"^.*step-00000002 was not written: the disk became full while .*weights-00000.* "
+            r"was written: 0\.\d MiB needed, [\d.]+ GiB free$",
+        ):
+            state.save(to, 2)
+            to.wait()
+        monkeypatch.undo()
+        assert [path.name for path in first.parent.iterdir()] == ["step-00000001"]
+        state.save(to, 3)  # the next one may succeed
+    checkpoint.verify(tmp_path / "checkpoints/step-00000003")
+
+
+def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
+    with pytest.raises(SystemExit) as error:
+        main(workspace.settings("full", steps=2, save_every=1))
+    message = str(error.value)
+    assert "\n" not in message
+    assert "step-00000001 was not written: the disk of" in message
+    assert message.endswith("is too full: 0.9 MiB needed, 0.5 MiB free")
+    assert list((workspace.root / "full/checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["weight", "state"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path):
+    with saver.Saver(tmp_path, state.world) as to:
+        state.save(to, 1)
+        p = state.model.model.layers[1].mlp.down_proj.weight
+        tensor = p.data if where == "weight" else state.optimizer.state[p]["exp_avg_sq"]
+        tensor[3, 5] = value
+        name = ("" if where == "weight" else "exp_avg_sq of ") + "model.layers.1.mlp.down_proj"
+        with pytest.raises(FloatingPointError, match=f"not finite: {name}.weight$"):
+            state.save(to, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    if where == "weight":
+        with pytest.raises(FloatingPointError, match="not finite"):
+            checkpoint.check_finite(state.model)
+    else:
+        checkpoint.check_finite(state.model)
+
+
+def test_memory_for_the_copy(tmp_path, state, capsys):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  900 kB\nMemAvailable:    800 kB\n")
+    assert memory.available(meminfo, tmp_path) == 800 * 1024
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
+    assert memory.available(meminfo, tmp_path) == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available(meminfo, tmp_path) == 800 * 1024
+
+
+def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saver, "available", lambda: 1000)
+    to = saver.Saver(tmp_path, state.world)
+    assert state.save(to, 1).exists()
+    assert state.save(to, 2).exists()
+    assert capsys.readouterr().out.count("async_save: no host memory for a copy") == 1
+    assert to._stager.buffers == {}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from tests.train.checkpoints import State
+from tigon.train.checkpoint import files, Keep, newest_whole, saver
+from tigon.train.parallel import start
+
+model, root = map(Path, sys.argv[1:])
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+moment = 0
+while True:
+    moment += 1
+    child = os.fork()
+    if child == 0:
+        count = 0
+        def hook(event, arguments):
+            global count
+            if event in EVENTS and str(arguments[0]).startswith(str(root / "checkpoints")):
+                count += 1
+                if count == moment * 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        with start("cpu") as world:
+            state = State(model, world)
+            with saver.Saver(root, world, keep=Keep(last=1), background=moment % 2 == 0) as to:
+                if newest_whole(root / "checkpoints") is None:
+                    state.save(to, 1)
+                    to.wait()
+                sys.addaudithook(hook)
+                state.save(to, 1 + moment)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = []
+    whole = newest_whole(root / "checkpoints", said.append)
+    print(moment, status, whole.name, said)
+    assert whole is not None and not said, said
+    if status == 0:
+        break
+    assert status == -signal.SIGKILL
+"""
+
+
+def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stays(workspace, tmp_path):
+    """At every third file operation, in turn; what has a checkpoint's name is whole."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(workspace.model), str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) > 5, done.stdout
+
+
+def test_exports_while_training(workspace):
+    run = workspace.root / "exports"
+    main(
+        workspace.settings(
+            "exports", eval_data=workspace.held_out, eval_every=1, steps=4, hf_every=2,
+            save_every=1, keep_last=0, hf_best="true", export="true", lr=1e-2, schedule="constant",
+        )
+    )  # fmt: skip
+    names = sorted(path.name for path in run.iterdir() if path.is_dir())
+    assert names == ["checkpoints", "hf", "hf-best", "hf-step-00000002", "hf-step-00000004"]
+    losses = workspace.metrics("exports", "eval_loss")[1:]
+    best = 1 + min(range(4), key=losses.__getitem__)
+    for name, step in (("hf-step-00000002", 2), ("hf-best", best), ("hf", 4)):
+        exported = load_file(run / name / "model.safetensors")
+        assert_equal(
+            exported, load_file(run / f"checkpoints/step-{step:08d}/weights-00000.safetensors")
+        )
+        assert (run / name / "tokenizer.json").is_file()
+    with pytest.raises(SystemExit, match="hf_best needs eval_data"):
+        main(workspace.settings("never", hf_best="true"))
+
+
+def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
+    base = shutil.copytree(workspace.model, tmp_path / "base")
+    settings = workspace.settings("moved", model=base, steps=4, save_every=2)
+    main(workspace.settings("stayed", steps=4, save_every=2))
+    main([*settings, "steps=2", "schedule=constant"])
+    main([*workspace.settings("stayed2", steps=2), "schedule=constant"])
+    shutil.rmtree(base)
+    before = time.time()
+    main([*settings, "resume=auto", "schedule=constant", "export=true"])
+    main([*workspace.settings("stayed2", steps=4), "resume=auto", "schedule=constant"])
+    assert workspace.metrics("moved", "loss") == workspace.metrics("stayed2", "loss")
+    newest = checkpoint.latest(workspace.root / "moved/checkpoints")
+    assert checkpoint.facts(newest)["saved_at"] >= before
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        original = (workspace.model / name).read_bytes()
+        assert (newest / name).read_bytes() == original
+        assert (workspace.root / "moved/hf" / name).read_bytes() == original
+
+
+def test_two_ranks_killed_at_random_moments_end_with_the_same_bits(workspace):
+    """Everything of the run is killed at once, as by the loss of a machine; async saves at every
+    step. TIGON_KILLS: how many times."""
+    changes = {"steps": 14, "save_every": 1, "keep_last": 2, "seed": 5}
+    command = [sys.executable, "-m", "tigon.cli", "train", "--nproc", "2"]
+    subprocess.run(
+        [*command, *workspace.settings("undisturbed", **changes)],
+        check=True, capture_output=True, timeout=240,
+    )  # fmt: skip
+    settings = [*workspace.settings("disturbed", **changes), "resume=auto"]
+    draw, run = random.Random(3), workspace.root / "disturbed"
+    for _ in range(int(os.environ.get("TIGON_KILLS", "2"))):
+        process = subprocess.Popen(
+            [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        before = checkpoint.latest(run / "checkpoints")
+        deadline = time.monotonic() + 120
+        while process.poll() is None and checkpoint.latest(run / "checkpoints") == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.3)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert checkpoint.newest_whole(run / "checkpoints") is not None
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for key in ("step", "loss", "grad_norm"):
+        assert workspace.metrics("disturbed", key) == workspace.metrics("undisturbed", key), key
+    last = "checkpoints/step-00000014"
+    for path in (workspace.root / "undisturbed" / last).glob("*.safetensors"):
+        assert (run / last / path.name).read_bytes() == path.read_bytes()
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(
+    workspace, finished, monkeypatch
+):
+    source, load = finished / "checkpoints/step-00000002", checkpoint.load
+    removed = []
+
+    def try_to_remove(path, *arguments):
+        removed.append(files.remove(path))
+        load(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "load", try_to_remove)
+    main(workspace.settings("branch", steps=3, resume=source))
+    assert removed == [False]
+    assert workspace.metrics("branch", "loss") == workspace.metrics("finished", "loss")[2:]

@@ -1,0 +1,111 @@
+"""A run's directory and its checkpoints in place of a model, for every command."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.small import EXPERTS, write_model
+from tests.train.test_two_ranks import torchrun
+from tigon.cli import main as command
+from tigon.train import checkpoint, main
+from tigon.train.export import load_checkpoint
+
+
+@pytest.fixture(scope="module")
+def run(workspace, tmp_path_factory) -> Path:
+    """A finished run, whose base model and data are gone."""
+    base = shutil.copytree(workspace.model, tmp_path_factory.mktemp("base") / "model")
+    main(workspace.settings("alone", model=base, steps=2, save_every=1, lr=1e-2, export="true"))
+    shutil.rmtree(base)
+    return workspace.root / "alone"
+
+
+@pytest.fixture
+def tigon(capfd):
+    def call(*arguments: object) -> str:
+        capfd.readouterr()
+        status = command([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert (status, err) == (0, "")
+        return out
+
+    return call
+
+
+def test_every_command_takes_a_run_or_a_checkpoint(run, tigon, tmp_path, workspace):
+    first = run / "checkpoints/step-00000001"
+    for name, *more in (("generate", "the model reads"), ("eval perplexity", workspace.held_out)):
+        expected = tigon(*name.split(), run / "hf", *more)
+        assert tigon(*name.split(), run, *more) == expected
+        assert tigon(*name.split(), run / "checkpoints/step-00000002", *more) == expected
+    other = tigon("eval", "perplexity", first, workspace.held_out)
+    assert other != expected
+    tigon("export", run, tmp_path / "hf")
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (run / "hf" / name).read_bytes()
+    tigon("export", first, tmp_path / "first", "--dtype", "bfloat16")
+    weights = load_file(first / "weights-00000.safetensors")
+    exported = load_file(tmp_path / "first/model.safetensors")
+    assert all(torch.equal(exported[name], t.bfloat16()) for name, t in weights.items())
+
+    described, checkpoint = (tigon("info", path) for path in (run / "hf", run))
+    same = [line for line in described.splitlines()[1:] if not line.startswith("  files")]
+    assert same == [l for l in checkpoint.splitlines()[1:] if not l.startswith("  files")]  # noqa: E741
+    assert "files         checkpoint step-00000002, 8 files, " in checkpoint
+    assert "parity" in tigon("eval", "parity", run, "--new-tokens", "4")
+
+
+def test_damaged_weights_are_not_used(run, tmp_path, capfd):
+    copy = shutil.copytree(run / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    (copy / "optimizer-00000.safetensors").unlink()  # no command needs it
+    assert command(["info", str(copy)]) == 0
+    assert command(["export", str(copy), str(tmp_path / "hf")]) == 0
+    with open(copy / "weights-00000.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    capfd.readouterr()
+    assert command(["export", str(copy), str(tmp_path / "other")]) == 1
+    assert "weights-00000.safetensors is damaged" in capfd.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "experts"])
+def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path):
+    """Bit for bit: packed projections, tied embeddings of odd height, five experts."""
+    model = workspace.model
+    if family == "experts":
+        model = write_model(tmp_path / "experts", **EXPERTS)
+    settings = workspace.settings(
+        f"pair-{family}", model=model, steps=2, save_every=1, export="true", hf_every=1
+    )
+    torchrun(settings)
+    run = workspace.root / f"pair-{family}"
+    for step, name in ((1, "hf-step-00000001"), (2, "hf")):
+        source = run / f"checkpoints/step-{step:08d}"
+        checkpoint.verify(source)
+        assert {p.name for p in source.glob("*.safetensors")} == {
+            f"{kind}-0000{rank}.safetensors" for kind in ("weights", "optimizer") for rank in (0, 1)
+        }
+        loaded, _ = load_checkpoint(source)
+        loaded.save_pretrained(tmp_path / name)
+        expected = load_file(run / name / "model.safetensors")
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], t) for key, t in expected.items())
+
+
+def test_two_ranks_pass_over_a_damaged_checkpoint_together(workspace):
+    settings = workspace.settings("pair-damaged", steps=4, save_every=2, keep_last=0)
+    torchrun(settings)
+    path = workspace.root / "pair-damaged/checkpoints/step-00000004/weights-00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    losses = workspace.metrics("pair-damaged", "loss")
+    printed = torchrun([*settings, "resume=auto"])
+    assert printed.count("weights-00001.safetensors is damaged") == 1
+    assert "step-00000002" in printed
+    assert path.read_bytes() == whole
+    assert workspace.metrics("pair-damaged", "loss") == losses

@@ -1,0 +1,32 @@
+"""Checkpoints of a run: weights, optimizer states and the step; whole or absent, checked when read.
+
+No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans what each rank
+writes and reads; docs/training.md has the format.
+"""
+
+from tigon.train.checkpoint.files import facts, in_use, latest, step_of
+from tigon.train.checkpoint.finite import check_finite
+from tigon.train.checkpoint.integrity import newest_whole, verify
+from tigon.train.checkpoint.legacy import is_legacy
+from tigon.train.checkpoint.reading import load
+from tigon.train.checkpoint.retention import Keep
+from tigon.train.checkpoint.saver import SaveError, Saver
+from tigon.train.checkpoint.storage import DiskFull, named_if_full, require_space
+
+__all__ = [
+    "DiskFull",
+    "Keep",
+    "SaveError",
+    "Saver",
+    "check_finite",
+    "facts",
+    "in_use",
+    "is_legacy",
+    "latest",
+    "load",
+    "named_if_full",
+    "newest_whole",
+    "require_space",
+    "step_of",
+    "verify",
+]

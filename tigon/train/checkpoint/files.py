@@ -1,0 +1,92 @@
+"""The directories of a run's checkpoints: their names, what they say of themselves, who uses them.
+
+checkpoints/step-00000100/
+  weights-RANK.safetensors, optimizer-RANK.safetensors    rows of checkpoint tensors
+  config.json, generation_config.json, tokenizer files    as in a Hugging Face checkpoint
+  run.json                                                step, settings, which data
+  SHA256SUMS                                              of all other files
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+NAME = re.compile(r"step-(\d+)")
+RUN = "run.json"
+
+
+def every(directory: Path) -> list[Path]:
+    """The complete checkpoints, by step."""
+    found = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(directory: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    found = every(directory)
+    return found[-1] if found else None
+
+
+def step_of(checkpoint: Path) -> int:
+    match = NAME.fullmatch(checkpoint.name)
+    if match is None or not (checkpoint / RUN).is_file():
+        raise FileNotFoundError(f"{checkpoint} is not a checkpoint (a directory step-N)")
+    return int(match[1])
+
+
+def facts(checkpoint: Path) -> dict[str, Any]:
+    """Its run.json."""
+    path = checkpoint / RUN
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: not a JSON object")
+    return content
+
+
+@contextmanager
+def in_use(checkpoint: Path) -> Iterator[None]:
+    """Nobody removes the checkpoint meanwhile, as far as the file system knows locks."""
+    descriptor = os.open(checkpoint, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove(checkpoint: Path) -> bool:
+    """Remove it, never half there under its name, unless somebody uses it; whether it is gone."""
+    try:
+        descriptor = os.open(checkpoint, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        doomed = checkpoint
+        if not checkpoint.name.startswith("."):
+            doomed = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
+        shutil.rmtree(doomed)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def clean(directory: Path) -> None:
+    """Remove what runs that were killed left half written or half removed."""
+    for left in directory.glob(".step-*"):
+        remove(left)

@@ -1,0 +1,51 @@
+"""Whether weights and optimizer states are numbers."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def check_finite(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Raises FloatingPointError, naming the first, where a weight or a state is NaN or infinite.
+
+    In a process group every rank calls this and all raise alike; one collective, and one wait for
+    the device.
+    """
+    found = [(name, p.detach()) for name, p in model.named_parameters()]
+    if optimizer is not None:
+        for name, p in model.named_parameters():
+            states = optimizer.state.get(p, {}).items()
+            found += [(f"{kind} of {name}", s) for kind, s in states if isinstance(s, Tensor)]
+    local = [(name, t.to_local() if isinstance(t, DTensor) else t) for name, t in found]
+    floating = [(name, t) for name, t in local if t.is_floating_point() and t.numel()]
+    good = _all_finite([t for _, t in floating], next(model.parameters()).device).float()
+    if dist.is_initialized():
+        dist.all_reduce(good, dist.ReduceOp.MIN)
+    if good.item():
+        return
+    bad = [name for name, t in floating if not torch.isfinite(t).all()]
+    everywhere: list[list[str] | None] = [bad]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, bad)
+    names = sorted({name for names in everywhere for name in names or ()})
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    raise FloatingPointError(f"not finite: {', '.join(names[:3])}{more}")
+
+
+@torch.no_grad()
+def _all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A boolean on `device`, without a copy of any tensor."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    finite = [torch.ones((), dtype=torch.bool, device=device)]
+    for group in groups.values():
+        largest = torch.stack(torch._foreach_norm(group, math.inf))  # NaN stays NaN
+        finite.append(torch.isfinite(largest).all().to(device))
+    return torch.stack(finite).all()

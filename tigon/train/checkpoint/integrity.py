@@ -1,0 +1,105 @@
+"""SHA256SUMS: the checksum of every file of a checkpoint, as `sha256sum --check` reads it."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tigon.train.checkpoint import files, legacy
+
+SUMS = "SHA256SUMS"
+BLOCK = 16 << 20
+
+
+def checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_sums(directory: Path, known: Mapping[str, str]) -> None:
+    """`known`: by name, those of files that were hashed while they were written."""
+    names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+    sums = {name: known.get(name) or checksum(directory / name) for name in names}
+    (directory / SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in names))
+
+
+def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Raises ValueError, naming the file, unless every file is as it was written.
+
+    In a process group every rank calls this: each reads a share of the files, and all raise alike.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    try:
+        faults = _faults(checkpoint, wanted, rank, size)
+    except (OSError, ValueError) as error:
+        faults = [str(error)]
+    everywhere: list[list[str] | None] = [faults]
+    if dist.is_initialized():
+        everywhere = [None] * size
+        dist.all_gather_object(everywhere, faults)
+    if found := [fault for faults in everywhere for fault in faults or ()]:
+        raise ValueError("; ".join(dict.fromkeys(found)))
+
+
+def newest_whole(directory: Path, say: Callable[[str], None] = print) -> Path | None:
+    """The newest checkpoint that is not damaged; None if there is none at all.
+
+    Every rank calls this. `say` hears of those that are passed over.
+    """
+    listed = [files.every(directory)]
+    if dist.is_initialized():  # all look at the same ones
+        dist.broadcast_object_list(listed, src=0)
+    faults = []
+    for checkpoint in reversed(listed[0]):
+        try:
+            verify(checkpoint)
+        except ValueError as error:
+            faults.append(str(error))
+            say(f"{error}: taking the checkpoint before it")
+            continue
+        return checkpoint
+    if faults:
+        raise ValueError(
+            f"no checkpoint in {directory} is whole: {faults[0]}; "
+            "restore one, or begin again in another run_dir"
+        )
+    return None
+
+
+def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:
+    if not (checkpoint / files.RUN).is_file():
+        return [f"{checkpoint / files.RUN} is missing"]
+    if legacy.is_legacy(checkpoint):
+        return legacy.faults(checkpoint) if rank == 0 else []
+    sums = _read_sums(checkpoint / SUMS)
+
+    def fault(name: str) -> str | None:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if checksum(path) != sums[name]:
+            return f"{path} is damaged: its SHA-256 is not the one in {SUMS}"
+        return None
+
+    mine = sorted(name for name in sums if wanted(name))[rank::size]
+    with ThreadPoolExecutor(4) as pool:
+        return [found for found in pool.map(fault, mine) if found]
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    sums = {}
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        digest, _, name = line.partition("  ")
+        if len(digest) != 64 or not name.endswith("\n") or ".." in Path(name).parts:
+            raise ValueError(f"{path} is damaged: it has the line {line!r}")
+        sums[name.removesuffix("\n")] = digest
+    if files.RUN not in sums:
+        raise ValueError(f"{path} is damaged: it does not name {files.RUN}")
+    return sums

@@ -1,0 +1,23 @@
+"""How much host memory there is left."""
+
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
+
+
+def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+    """Bytes that this process may still take; where nobody says, more than any machine has."""
+    found = [1 << 60]
+    if meminfo.is_file():
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        if "MemAvailable" in lines:
+            found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+            found.append(int(limit) - used)
+    except (OSError, ValueError, KeyError):
+        pass  # no limit that can be read
+    return min(found)

@@ -1,0 +1,222 @@
+"""Saves checkpoints: whole or absent, and while training goes on."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.optim import Optimizer
+
+from tigon.models import CausalLM, write_description
+from tigon.tokenizer import Tokenizer
+from tigon.train.checkpoint import files, integrity
+from tigon.train.checkpoint.errors import first_cause
+from tigon.train.checkpoint.finite import check_finite
+from tigon.train.checkpoint.memory import available
+from tigon.train.checkpoint.retention import Keep, prune
+from tigon.train.checkpoint.storage import Writer, named_if_full
+from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, optimizer_states, weights
+from tigon.train.parallel import World
+from tigon.train.record import read_metrics
+from tigon.weights import fsync
+
+KEEP = Keep()
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; those before it are untouched."""
+
+
+class _Saving(NamedTuple):
+    target: Path
+    partial: Path
+    done: Future[Any]
+    lock: ExitStack
+
+
+class Saver:
+    """The checkpoints of one run. Every rank makes one and calls its methods alike.
+
+    With `background`, `save` returns when weights and states are copied into host memory, and the
+    copy is written while training goes on; the next `save`, `wait` and leaving the `with` block
+    wait for it and raise what stopped it.
+    """
+
+    def __init__(
+        self, run_dir: Path, world: World, *, keep: Keep = KEEP, background: bool = True
+    ) -> None:
+        self.directory, self.metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
+        self.world, self.keep, self.background = world, keep, background
+        # Its own group: the thread that writes would else mix its messages with the training's
+        self._group = dist.new_group(backend="gloo")
+        self._stager = _Stager()
+        self._saving: _Saving | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except SaveError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
+
+    def save(
+        self,
+        step: int,
+        model: CausalLM,
+        optimizer: Optimizer,
+        tokenizer: Tokenizer,
+        facts: Mapping[str, Any],
+    ) -> Path:
+        """Write checkpoints/step-N, whose run.json has `facts`; then remove what need not stay.
+
+        Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
+        the save before it cannot be written.
+        """
+        self.wait()
+        target = self.directory / f"step-{step:08d}"
+        try:
+            check_finite(model, optimizer)
+        except FloatingPointError as error:
+            raise FloatingPointError(f"{target} was not written: {error}") from None
+        state = weights(model) | optimizer_states(model, optimizer)
+        needed = sum(rows.numel() * rows.dtype.itemsize for rows in state.values())
+        partial = self.directory / f".{target.name}.partial"
+        lock = ExitStack()
+        if self.world.main:
+            files.clean(self.directory)
+            with named_if_full(partial, needed):
+                partial.mkdir(parents=True)
+            lock.enter_context(files.in_use(partial))
+        self.world.barrier()
+        content = {
+            "step": step,
+            "saved_at": time.time(),
+            "ranks": self.world.size,
+            "stacked_experts": model.config.source.stacked_experts,
+            **facts,
+        }
+
+        def commit(sums: Mapping[str, str]) -> None:
+            """On rank 0, when every rank has written: nothing has the final name before."""
+            with named_if_full(partial, needed):
+                write_description(partial, model.config, model.generation_config, tokenizer)
+                (partial / files.RUN).write_text(json.dumps(content, indent=2) + "\n")
+                integrity.write_sums(partial, sums)
+                for path in [*partial.rglob("*"), partial]:
+                    fsync(path)
+            self._publish(partial, target, step)
+
+        writer = Writer(partial, commit)
+        if self.background and self._stager.fits(state, self.world):
+            done = dcp.async_save(
+                dict(state),
+                storage_writer=writer,
+                process_group=self._group,
+                async_stager=self._stager,
+            )
+            assert isinstance(done, Future)
+            self._saving = _Saving(target, partial, done, lock)
+            return target
+        done = Future()
+        try:
+            dcp.save(dict(state), storage_writer=writer, process_group=self._group)
+            done.set_result(None)
+        except (Exception, CheckpointException) as error:
+            done.set_exception(error)
+        self._saving = _Saving(target, partial, done, lock)
+        self.wait()
+        return target
+
+    def _publish(self, partial: Path, target: Path, step: int) -> None:
+        """Give a whole checkpoint its name, and remove those that need not stay."""
+        # An older one is damaged, or of a run that was resumed from before it
+        if not files.remove(target):
+            raise OSError("one of that name is being read by another process")
+        os.rename(partial, target)
+        fsync(self.directory)
+        losses = {
+            row["step"]: row["eval_loss"]
+            for row in read_metrics(self.metrics)
+            if row.get("eval_loss") is not None
+        }
+        prune(self.directory, step, self.keep, losses)
+
+    def wait(self) -> None:
+        """Until the save in flight is on the disk; raises SaveError, on all ranks, if it failed."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with saving.lock:
+            try:
+                saving.done.result()
+            except (Exception, CheckpointException) as error:
+                if self.world.main:
+                    shutil.rmtree(saving.partial, ignore_errors=True)
+                raise SaveError(f"{saving.target} was not written: {first_cause(error)}") from error
+
+
+class _Stager(AsyncStager):
+    """Copies into host memory, pinned for a GPU's sake, which is kept for the next time."""
+
+    _synchronize_after_execute = False  # `stage` returns when all is copied
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, list[Tensor]] = {}
+        self._fits: bool | None = None
+
+    def fits(self, state: State, world: World) -> bool:
+        """Whether every rank's host has the memory, with a tenth of it to spare; asked once."""
+        if self._fits is None:
+            needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+            enough = torch.tensor(float(1.1 * needed * local < available()), device=world.device)
+            self._fits = world.sum(enough).item() == world.size
+            if not self._fits:
+                world.say(
+                    f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "
+                    "training waits while checkpoints are written"
+                )
+        return self._fits
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        staged: dict[str, Any] = {}
+        on_gpu = False
+        for name, rows in state_dict.items():
+            if name not in self.buffers:
+                self.buffers[name] = [
+                    torch.empty(c.rows.shape, dtype=rows.dtype, pin_memory=c.rows.is_cuda)
+                    for c in rows.chunks
+                ]
+            chunks = []
+            for chunk, buffer in zip(rows.chunks, self.buffers[name], strict=True):
+                buffer.copy_(chunk.rows, non_blocking=chunk.rows.is_cuda)
+                on_gpu |= chunk.rows.is_cuda
+                chunks.append(Chunk(chunk.row, buffer))
+            staged[name] = LocalRows(rows.shape, rows.dtype, chunks)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return staged

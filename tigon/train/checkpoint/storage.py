@@ -1,0 +1,159 @@
+"""Writes safetensors files for torch.distributed.checkpoint, which its HuggingFaceStorageReader
+reads.
+
+Its own HuggingFaceStorageWriter makes a second copy of all that a rank saves before it writes the
+first byte, keeps only the last of several slices of one tensor, syncs a file before its buffer is
+written, and knows no checksums.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint import StorageWriter
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from tigon.train.checkpoint.tensors import OPTIMIZER
+from tigon.weights import as_bytes, write_header
+
+BLOCK = 16 << 20  # bytes that are hashed and written at a time
+
+
+class DiskFull(OSError):
+    """The disk has no room for what is to be written."""
+
+
+class Written(NamedTuple):
+    file: str
+    sha256: str
+
+
+class Writer(StorageWriter):
+    """Every rank writes weights-RANK and optimizer-RANK.safetensors; then rank 0 calls `commit`."""
+
+    def __init__(self, directory: Path, commit: Callable[[Mapping[str, str]], None]) -> None:
+        """`commit` gets the checksum of every file."""
+        self.directory, self.commit = directory, commit
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass  # for one checkpoint only
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0."""
+        require_space(
+            self.directory.parent, sum(_nbytes(item) for plan in plans for item in plan.items)
+        )
+        return [dataclasses.replace(p, storage_data=rank) for rank, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        for name, items in _files(plan.items, plan.storage_data).items():
+            path = self.directory / name
+            with named_if_full(path, sum(map(_nbytes, items))):
+                written = Written(name, _write(path, items, planner))
+            results += [WriteResult(item.index, _nbytes(item), written) for item in items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, after all have written."""
+        self.commit(dict(result.storage_data for rank in results for result in rank))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises DiskFull unless `needed` bytes fit there."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DiskFull(
+            f"the disk of {directory} is too full: {_size(needed)} needed, {_size(free)} free"
+        )
+
+
+@contextmanager
+def named_if_full(path: Path, needed: int) -> Iterator[None]:
+    """Let an error of a full disk, or of a quota, say what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
+        raise DiskFull(
+            f"the disk{quota} became full while {path} was written: {_size(needed)} needed, "
+            f"{_size(free)} free"
+        ) from error
+
+
+def _files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
+    """By name; a file has one slice of a tensor, so further ones of this rank go to further files.
+
+    Large elements first, so that all are aligned.
+    """
+    found: dict[str, list[WriteItem]] = {}
+    seen: dict[str, int] = {}
+    for item in items:
+        name = item.index.fqn
+        count = seen[name] = seen.get(name, -1) + 1
+        kind = "optimizer" if name.startswith(OPTIMIZER) else "weights"
+        again = f"-{count}" if count else ""
+        found.setdefault(f"{kind}-{rank:05d}{again}.safetensors", []).append(item)
+    for group in found.values():
+        group.sort(key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
+    return found
+
+
+def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
+    """Tensor by tensor; the file's checksum."""
+    offsets = {i.index.fqn: {SAVED_OFFSETS_KEY: list(_data(i).chunk.offsets)} for i in items}
+    header = write_header(
+        [(i.index.fqn, _data(i).chunk.sizes, _data(i).properties.dtype) for i in items],
+        {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)},
+    )
+    digest = hashlib.sha256()
+    with open(path, "xb") as file:
+        digest.update(header)
+        file.write(header)
+        for item in items:
+            content = as_bytes(planner.resolve_data(item))  # type: ignore[arg-type]
+            for start in range(0, len(content), BLOCK):
+                digest.update(content[start : start + BLOCK])
+                file.write(content[start : start + BLOCK])
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _data(item: WriteItem) -> Any:
+    return item.tensor_data
+
+
+def _nbytes(item: WriteItem) -> int:
+    return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,45 @@
+"""What a model, its tokenizer and its data have to agree on."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+
+
+def check_context(model: CausalLM, config: Config) -> None:
+    """ValueError for rows that are longer than what the model can read."""
+    context = model.config.max_position_embeddings
+    if config.seq_len > context:
+        raise ValueError(
+            f"seq_len={config.seq_len} is more than the model's context of {context} tokens "
+            f"(max_position_embeddings): set seq_len={context} or less"
+        )
+
+
+def stop_at(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+    """Generation by the trained model stops at these tokens, with which it learns to end a turn.
+
+    They join what config.json and generation_config.json say. The one that a model did not stop at
+    before becomes the tokenizer's eos, which other programs read.
+    """
+    generation = dict(model.generation_config)
+    said = generation.get("eos_token_id", model.config.eos_token_id)
+    new = sorted(set(ends) - set(_tokens(said)))
+    if not new:
+        return
+    model.config = replace(model.config, eos_token_id=_joined(model.config.eos_token_id, new))
+    if generation:
+        model.generation_config = generation | {"eos_token_id": _joined(said, new)}
+    if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
+        tokenizer.use_eos(new[0])
+
+
+def _tokens(ids: int | list[int] | None) -> list[int]:
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+def _joined(ids: int | list[int] | None, new: list[int]) -> int | list[int]:
+    all_ids = list(dict.fromkeys([*_tokens(ids), *new]))
+    return all_ids if len(all_ids) > 1 else all_ids[0]

@@ -145,7 +145,8 @@ def ranks(
     model.save_pretrained(root / kind)
     # fully_shard would choose a GPU where there is one
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | hidden | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    threads = str(torch.get_num_threads())  # as this process has: the bits may depend on it
+    environment = os.environ | hidden | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(root), kind, str(rank)],
@@ -231,7 +232,7 @@ def test_what_stops_rank_0_stops_all(ranks: Ranks, case: str, message: str) -> N
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     here, which, this_rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{here}/init", rank=this_rank, world_size=2)
     print(json.dumps(rank_main(here, which)))

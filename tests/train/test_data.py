@@ -3,7 +3,7 @@
 import pytest
 
 from tests.small import write_chats
-from tests.train.test_two_ranks import torchrun
+from tests.train.ranks import train_on
 from tigon.cli import main as tigon
 from tigon.train import main
 
@@ -37,7 +37,7 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, caps
     main(workspace.settings("streamed-on", **resumed))
     assert_same(workspace, "streamed-on", "cached")
     assert workspace.metrics("streamed-on", "step") == [7, 8]
-    torchrun(workspace.settings("streamed-two", **resumed))
+    train_on(2, workspace.settings("streamed-two", **resumed))
     for key in KEYS:
         expected = workspace.metrics("cached", key)[-2:]
         assert workspace.metrics("streamed-two", key) == pytest.approx(expected, rel=1e-5), key

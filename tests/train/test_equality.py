@@ -1,11 +1,9 @@
-"""One run in many ways: ranks, micro-batches, packing. Losses and weights after 20 steps in fp32.
+"""One run in many ways: ranks, micro-batches, packing, where its rows come from.
 
-Masks are uneven, answers and rows have weights, and the loss has label smoothing and z-loss.
+Losses and weights after 20 steps in fp32. Masks are uneven, answers and rows have weights, and the
+loss has label smoothing and z-loss.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.numbers import relative_error
-from tests.train.test_two_ranks import ROOT
+from tests.train.ranks import Ranks
 from tests.train.weights import write_weighted
-from tigon.train import load, prepare, start, train
+from tigon.data import join
+from tigon.data.store import Memory
+from tigon.train import data, load, prepare, start, train
 
 STEPS = 20
 SAME = {"steps": STEPS, "label_smoothing": 0.1, "z_loss": 1e-3}
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5  # relative, as the project asks; the weights differ by some 1e
 
 
 def run_all(runs: list[list[str]]) -> None:
-    """Train each in the processes that torchrun started, or this one; leave weights.pt in each."""
+    """Train each on the ranks there are, one after the other; leave weights.pt in each."""
     with start("cpu") as world:
         for settings in runs:
             run = prepare(load(None, settings), world)
@@ -46,43 +46,37 @@ def run_all(runs: list[list[str]]) -> None:
                 torch.save(weights, Path(run.config.run_dir, "weights.pt"))
 
 
-if __name__ == "__main__":
-    run_all(json.loads(sys.argv[1]))
-
-
 @pytest.fixture(scope="module")
 def one(workspace):
     """One rank, four micro-batches a step."""
-    data, held_out = map(write_weighted, (workspace.data, workspace.held_out))
+    rows, held_out = map(write_weighted, (workspace.data, workspace.held_out))
 
     def settings(way: str, kind: str, **changes: Any) -> list[str]:
-        values = SAME | KINDS[kind] | {"data": data, "eval_data": held_out} | changes
+        values = SAME | KINDS[kind] | {"data": rows, "eval_data": held_out} | changes
         return workspace.settings(f"equal-{kind}-{way}", **values)
 
     run_all([settings("one", kind) for kind in KINDS])
     return settings
 
 
-def assert_equal(workspace, kind: str, way: str, reference: str = "one") -> None:
+def assert_equal(
+    workspace, kind: str, way: str, reference: str = "one", tolerance: float = TOLERANCE
+) -> None:
     first, second = f"equal-{kind}-{reference}", f"equal-{kind}-{way}"
     for key in ("loss", "grad_norm", "eval_loss", "eval_accuracy"):
         expected = workspace.metrics(first, key)
         assert len(expected) == (1 if key.startswith("eval") else STEPS)
-        assert workspace.metrics(second, key) == pytest.approx(expected, rel=TOLERANCE), key
+        assert workspace.metrics(second, key) == pytest.approx(expected, rel=tolerance), key
     old, new = (torch.load(workspace.root / run / "weights.pt") for run in (first, second))
     assert old.keys() == new.keys()
     for name, weight in old.items():
-        assert relative_error(new[name], weight) <= TOLERANCE, name
+        assert relative_error(new[name], weight) <= tolerance, name
     assert workspace.metrics(second, "loss")[-1] != workspace.metrics(second, "loss")[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(workspace, one, ranks):
-    runs = [one(f"ranks-{ranks}", kind) for kind in KINDS]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "tests.train.test_equality", json.dumps(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stderr[-3000:]
+    Ranks(ranks, run_all, [one(f"ranks-{ranks}", kind) for kind in KINDS]).finish(540)
     for kind in KINDS:
         assert_equal(workspace, kind, f"ranks-{ranks}")
 
@@ -97,6 +91,47 @@ def test_accumulation(workspace, one):
 def test_packed_and_padded(workspace, one, reduction):
     """All examples in every step, since a packed row holds several."""
     kind = f"{reduction}-packed"
-    same = {"batch_size": 64, "micro_batch_size": 4}
+    same = {"batch_size": 64, "micro_batch_size": 16}
     run_all([one("rows", kind, **same), one("lines", kind, **same, packing="false")])
     assert_equal(workspace, kind, "lines", "rows")
+
+
+@pytest.fixture
+def sources(workspace, tmp_path, monkeypatch):
+    """The rows in two files, which no cache knows; windows are smaller than an epoch."""
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+    lines = write_weighted(workspace.data).read_text().splitlines(keepends=True)
+    for name, part in (("a", lines[:30]), ("b", lines[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    return {"data": tmp_path / "*.jsonl", "shuffle_window": 16}
+
+
+def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
+    """The same bits."""
+    kind = "sequence-packed"
+    cached, streamed = one("cached", kind, **sources), one("stream", kind, **sources)
+    run_all([cached, [*streamed, "streaming=true"]])
+    made = []
+
+    def in_memory(sources, encoder, workers):
+        opened = [encoder.open(source) for source in sources]
+        parts = [Memory.of(join(list(map(encoder, source.blocks())))) for source in opened]
+        made.extend(parts)
+        return parts
+
+    monkeypatch.setattr(data, "tokenised", in_memory)
+    run_all([one("memory", kind, **sources)])
+    assert len(made) == 3  # two files, and one that is held out
+    for way in ("memory", "stream"):
+        assert_equal(workspace, kind, way, "cached", tolerance=0)
+
+
+def test_workers(workspace, one, sources, tmp_path, monkeypatch):
+    """The same bits; each number has a cache of its own, where only the rows to learn are new."""
+    kind = "sequence-packed"
+    for workers in (0, 4):
+        monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"cache-{workers}"))
+        held_out = write_weighted(workspace.held_out)
+        run_all([one("held-out", kind, data=held_out, run_dir=tmp_path / str(workers), steps=1)])
+        run_all([one(f"workers-{workers}", kind, **sources, workers=workers)])
+    assert_equal(workspace, kind, "workers-4", "workers-0", tolerance=0)

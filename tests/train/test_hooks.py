@@ -9,7 +9,7 @@ import torch
 
 import tigon
 from tests.train import watching
-from tests.train.test_two_ranks import torchrun
+from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start, train
 from tigon.train.hooks import Hooks
 
@@ -103,7 +103,7 @@ def test_on_two_ranks(workspace, monkeypatch, tmp_path):
     changes = {"steps": 5, "hooks": f"[{HERE}:report, {HERE}:FirstAnswers]"}
     changes |= {"eval_data": workspace.held_out, "predictions": "true", "batch_size": 4}
     changes |= {"eval_every": 4, "metrics": "nll"}
-    torchrun(workspace.settings("hooks-two", **changes))
+    train_on(2, workspace.settings("hooks-two", **changes))
     first, second = (
         [json.loads(line) for line in (tmp_path / f"report-{rank}").read_text().splitlines()]
         for rank in (0, 1)

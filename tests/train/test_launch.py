@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tigon.train import main
 from tigon.train.launch import take_count
@@ -30,7 +31,8 @@ def start(workspace, tmp_path) -> Start:
         condition = "import os\nif os.environ.get('RANK') == '1':\n    pass\n"
         (tmp_path / "sitecustomize.py").write_text(condition + lines)
         (tmp_path / "empty").mkdir(exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        threads = str(torch.get_num_threads())
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
         return subprocess.Popen(
             [sys.executable, *command, *settings],
             cwd=workspace.root,

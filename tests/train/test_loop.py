@@ -99,7 +99,7 @@ def test_bfloat16_over_float32_weights_stays_close(workspace):
     assert 0 < (weights[name] - start[name]).abs().max() < 4 * 3.1e-3
 
 
-def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path):
+def test_pretraining_from_a_config_learns_and_exports(workspace, tmp_path, plots):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(["the model reads some of these words again and again"] * 60))
     config = tmp_path / "config.json"

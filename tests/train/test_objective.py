@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tigon
 from tests.small import chats
-from tests.train.test_two_ranks import torchrun
+from tests.train.ranks import Ranks
 from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -78,9 +78,9 @@ class Pairs(Objective):
         return metrics | {"reward": 2 * metrics["margin"]}
 
 
-if __name__ == "__main__":
+def run_pairs(settings: list[str]) -> None:
     OBJECTIVES["pairs"] = Pairs
-    main()
+    main(settings)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
     assert workspace.metrics("pairs", "eval_loss")[-1] < held_out
     source = workspace.root / "pairs/checkpoints/step-00000002"
     main(settings("pairs-resumed", resume=source))
-    printed = torchrun(settings("pairs-two"), module=__name__)
+    printed = Ranks(2, run_pairs, settings("pairs-two")).finish()
     assert "data: 42 examples" in printed
     for key in KEYS:
         curve = workspace.metrics("pairs", key)

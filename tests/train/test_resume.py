@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.small import write_chats
 from tigon.train import checkpoint, main, record
@@ -64,7 +65,7 @@ def test_killed_during_a_save_resumes_from_the_one_before(workspace, whole):
     script = f"""
 import os, signal
 import torch
-torch.set_num_threads(1)
+torch.set_num_threads({torch.get_num_threads()})
 from tigon.train import main
 from tigon.train.checkpoint import integrity
 write_sums = integrity.write_sums

@@ -1,11 +1,8 @@
 """Saving in the background, on full disks, killed at any moment; exports; runs without a base."""
 
-import contextlib
 import errno
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -221,41 +218,6 @@ def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
         original = (workspace.model / name).read_bytes()
         assert (newest / name).read_bytes() == original
         assert (workspace.root / "moved/hf" / name).read_bytes() == original
-
-
-def test_two_ranks_killed_at_random_moments_end_with_the_same_bits(workspace):
-    """Everything of the run is killed at once, as by the loss of a machine; async saves at every
-    step. TIGON_KILLS: how many times."""
-    changes = {"steps": 14, "save_every": 1, "keep_last": 2, "seed": 5}
-    command = [sys.executable, "-m", "tigon.cli", "train", "--nproc", "2"]
-    subprocess.run(
-        [*command, *workspace.settings("undisturbed", **changes)],
-        check=True, capture_output=True, timeout=240,
-    )  # fmt: skip
-    settings = [*workspace.settings("disturbed", **changes), "resume=auto"]
-    draw, run = random.Random(3), workspace.root / "disturbed"
-    for _ in range(int(os.environ.get("TIGON_KILLS", "2"))):
-        process = subprocess.Popen(
-            [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        before = checkpoint.latest(run / "checkpoints")
-        deadline = time.monotonic() + 120
-        while process.poll() is None and checkpoint.latest(run / "checkpoints") == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(draw.random() * 0.3)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert checkpoint.newest_whole(run / "checkpoints") is not None
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for key in ("step", "loss", "grad_norm"):
-        assert workspace.metrics("disturbed", key) == workspace.metrics("undisturbed", key), key
-    last = "checkpoints/step-00000014"
-    for path in (workspace.root / "undisturbed" / last).glob("*.safetensors"):
-        assert (run / last / path.name).read_bytes() == path.read_bytes()
 
 
 def test_the_checkpoint_that_a_run_goes_on_from_is_not_removed_meanwhile(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.small import EXPERTS, write_model
-from tests.train.test_two_ranks import torchrun
+from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import checkpoint, main
 from tigon.train.export import load_checkpoint
@@ -81,7 +81,7 @@ def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path)
     settings = workspace.settings(
         f"pair-{family}", model=model, steps=2, save_every=1, export="true", hf_every=1
     )
-    torchrun(settings)
+    train_on(2, settings)
     run = workspace.root / f"pair-{family}"
     for step, name in ((1, "hf-step-00000001"), (2, "hf")):
         source = run / f"checkpoints/step-{step:08d}"
@@ -99,12 +99,12 @@ def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path)
 
 def test_two_ranks_pass_over_a_damaged_checkpoint_together(workspace):
     settings = workspace.settings("pair-damaged", steps=4, save_every=2, keep_last=0)
-    torchrun(settings)
+    train_on(2, settings)
     path = workspace.root / "pair-damaged/checkpoints/step-00000004/weights-00001.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     losses = workspace.metrics("pair-damaged", "loss")
-    printed = torchrun([*settings, "resume=auto"])
+    printed = train_on(2, [*settings, "resume=auto"])
     assert printed.count("weights-00001.safetensors is damaged") == 1
     assert "step-00000002" in printed
     assert path.read_bytes() == whole

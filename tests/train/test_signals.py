@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main
 from tigon.train.record import Record, read_metrics
@@ -19,23 +20,27 @@ from tigon.train.signals import AGAIN, Signals
 ROOT = Path(__file__).parents[2]
 # A run that sends itself signals where `when` is called
 RUN = """
-import os, signal, sys, time
-import torch
-torch.set_num_threads(1)
+import os, signal, time
 from tigon.train import {module} as module, main
 before = module.{function}
 def then(*args, **kwargs):
     {action}
     return before(*args, **kwargs)
 module.{function} = then
-main(sys.argv[1:])
+main({settings})
 """
 
 
-def signalled(settings: list[str], module: str, function: str, action: str):
-    code = RUN.format(module=module, function=function, action=action)
-    command = [sys.executable, "-c", code, *settings]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def signalled(settings: list[str], module: str, function: str, action: str) -> Ranks:
+    """A run that has ended."""
+    code = RUN.format(module=module, function=function, action=action, settings=settings)
+    run = Ranks(1, run_code, code)
+    assert run.one_ended(200), run.errors
+    return run
+
+
+def run_code(code: str) -> None:
+    exec(code, {"__name__": "run"})
 
 
 def kill(name: str) -> str:
@@ -49,8 +54,8 @@ def test_while_loading_it_ends_at_once_with_one_line(workspace, tmp_path):
     settings = workspace.settings("x", run_dir=tmp_path / "run")
     for name, code in (("SIGTERM", 143), ("SIGINT", 130)):
         done = signalled(settings, "build", "load_tokenizer", kill(name))
-        assert done.returncode == code
-        assert done.stderr.split("\n") == [
+        assert done.codes[0] == code
+        assert done.errors.split("\n") == [
             "",
             f"tigon.train: stopped by {name} before the first step: nothing was trained",
             "",
@@ -72,8 +77,8 @@ def test_at_the_end_it_stops_and_the_same_command_finishes(workspace, whole, mod
     metrics = workspace.root / run / "metrics.jsonl"  # 5 steps and 3 evaluations before the last
     action = f"open({str(metrics)!r}).read().count('step_') == 5 and {NOW}"
     done = signalled(settings, module, function, action)
-    assert done.returncode == 143, done.stderr
-    assert "stopped by SIGTERM in the last evaluation or the export: resume=auto" in done.stderr
+    assert done.codes[0] == 143, done.errors
+    assert "stopped by SIGTERM in the last evaluation or the export: resume=auto" in done.errors
     directory = workspace.root / run
     assert (directory / "checkpoints/step-00000005").exists() and not (directory / "hf").exists()
     rows = read_metrics(directory / "metrics.jsonl")
@@ -93,7 +98,7 @@ def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
     main(settings)
     longer = [*settings, "steps=3", "resume=auto"]
     killed = signalled(longer, "loop", "export", "os.kill(os.getpid(), signal.SIGKILL)")
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.codes[0] == -signal.SIGKILL
     old = (workspace.root / "grown/hf/model.safetensors").read_bytes()
     main(longer)
     assert (workspace.root / "grown/hf/model.safetensors").read_bytes() != old
@@ -103,21 +108,21 @@ def test_an_export_of_fewer_steps_is_made_again(workspace, whole):
 def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
     settings = workspace.settings("interrupted", steps=50)
     done = signalled(settings, "loop", "update", f"args[1] == 2 and {kill('SIGINT')}")
-    assert done.returncode == 130
-    assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.stderr
+    assert done.codes[0] == 130
+    assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.errors
     newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
     assert newest is not None and newest.name == "step-00000004"
     assert len(workspace.metrics("interrupted", "loss")) == 4
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.errors
 
 
 def test_a_second_interrupt_ends_the_run_without_a_traceback(workspace):
     settings = workspace.settings("twice", steps=50)
     twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
     done = signalled(settings, "loop", "update", f"args[1] == 2 and {twice}")
-    assert done.returncode == 130
-    assert "stopped now; what was saved last is in run_dir/checkpoints" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.codes[0] == 130
+    assert "stopped now; what was saved last is in run_dir/checkpoints" in done.errors
+    assert "Traceback" not in done.errors
     assert checkpoint.latest(workspace.root / "twice/checkpoints") is None
 
 

@@ -10,16 +10,17 @@ import torch
 
 import tigon
 from tests.small import EXPERTS, write_model
+from tests.train.ranks import train_on
 from tigon.train import main
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"steps": 11, "save_every": 4, "keep_last": 0, "eval_every": 4, "warmup_steps": 2}
 
 
-def torchrun(settings: list[str], module: str = "tigon.train") -> str:
+def torchrun(settings: list[str]) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", module, *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["--standalone", "-m", "tigon.train", *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )
@@ -69,7 +70,7 @@ def test_two_ranks_and_one_have_the_same_curve_and_export(workspace, settings):
 
 def test_a_checkpoint_of_one_rank_resumes_on_two(workspace, settings):
     source = workspace.root / "one/checkpoints/step-00000004"
-    printed = torchrun(settings("one-then-two", resume=source))
+    printed = train_on(2, settings("one-then-two", resume=source))
     assert f"resumed from {source}" in printed
     assert_same_curve(workspace, "one-then-two", start=4)
 
@@ -79,7 +80,7 @@ def test_experts_that_two_ranks_share(workspace, tmp_path):
     model = write_model(tmp_path / "experts", **EXPERTS)
     changes = {"model": model, "router_aux_loss_coef": 0.5, "batch_size": 8, "steps": 3}
     main(workspace.settings("experts-one", **changes))
-    torchrun(workspace.settings("experts-two", **changes, activation_checkpointing="true"))
+    train_on(2, workspace.settings("experts-two", **changes, activation_checkpointing="true"))
     for key in ("loss", "grad_norm", "aux_loss", "expert_imbalance"):
         expected = workspace.metrics("experts-one", key)
         assert len(expected) == 3

@@ -120,7 +120,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     directory = tmp_path_factory.mktemp("ranks")
     (directory / "out").mkdir()
     save_file(parts(), directory / "model.safetensors")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    threads = str(torch.get_num_threads())  # as this process has: the bits may depend on it
+    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(directory), str(rank)],
@@ -191,7 +192,7 @@ def test_a_rank_that_cannot_write_does_not_hang_the_others(
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     root, this_rank = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{root}/init", rank=this_rank, world_size=2)
     print(json.dumps(rank_main(root)))

@@ -1,0 +1,130 @@
+"""Ranks in processes that are forked from one which has imported torch: they start at once.
+
+Each has the environment that --nproc and torchrun would give it.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tigon.train import main, record
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+OUT, ERR = "stdout", "stderr"
+
+
+class Ranks:
+    """`function(*arguments)` on `count` ranks; without ranks around it where `count` is 1."""
+
+    def __init__(
+        self,
+        count: int,
+        function: Callable[..., None],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.directory = tempfile.TemporaryDirectory(prefix="tigon-ranks-")
+        for name in (OUT, ERR):
+            Path(self.directory.name, name).touch()
+        # The ranks find each other here, so that no free port can be lost to another process
+        self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.server.port),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        self.processes = []
+        for rank in range(count):
+            own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            given = (
+                os.environ | own | (environment or {}),
+                torch.get_num_threads(),
+                self.directory.name,
+            )
+            process = CONTEXT.Process(target=_rank, args=(*given, function, arguments))
+            process.start()
+            self.processes.append(process)
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes; None of a rank that runs."""
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        """All ranks that run, and what they have started, as the loss of a machine does."""
+        for process in self.processes:
+            if process.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+    def one_ended(self, seconds: float) -> bool:
+        """Wait until any rank has ended, but not longer than so many seconds."""
+        return bool(wait([process.sentinel for process in self.processes], seconds))
+
+    def finish(self, seconds: float = 240) -> str:
+        """Wait for all to end well; what they have printed."""
+        until = time.monotonic() + seconds
+        while None in self.codes and not any(self.codes) and time.monotonic() < until:
+            running = [p.sentinel for p in self.processes if p.exitcode is None]
+            wait(running, max(0.0, until - time.monotonic()))
+        if any(self.codes):
+            for process in self.processes:  # the others say why, if they know
+                process.join(15)
+        codes = self.codes
+        self.kill()
+        assert codes == [0] * len(codes), f"exit codes {codes}: {self.errors[-3000:]}"
+        return self.printed
+
+    @property
+    def printed(self) -> str:
+        return Path(self.directory.name, OUT).read_text()
+
+    @property
+    def errors(self) -> str:
+        return Path(self.directory.name, ERR).read_text()
+
+
+def train_on(count: int, settings: list[str], **environment: str) -> str:
+    """A run on `count` ranks; what it prints."""
+    return Ranks(count, main, settings, environment=environment).finish()
+
+
+def no_plot(metrics: Path, image: Path) -> None:
+    """Instead of loss.png, which takes longer than a test's training."""
+
+
+def _rank(
+    environment: dict[str, str],
+    threads: int,
+    directory: str,
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in ((1, OUT), (2, ERR)):
+        os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    record.plot = no_plot
+    function(*arguments)

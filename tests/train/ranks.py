@@ -123,7 +123,8 @@ def _rank(
     os.environ.update(environment)
     for number, name in ((1, OUT), (2, ERR)):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.stderr.reconfigure(line_buffering=True)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     record.plot = no_plot

@@ -12,19 +12,20 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
+import tigon
 from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from tests.small import LLAMA, WORDS, write_tokenizer
 from tigon.kernels.cross_entropy import IGNORE_INDEX
+from tigon.tokenizer import Tokenizer
 from tigon.train import load, prepare, start, train
 
 LEAST = 0.97  # of the bare loop's tokens per second
@@ -51,8 +52,7 @@ def settings(root: Path, case: str, steps: int, seq_len: int, tiny: bool) -> lis
     rows, micro = CASES[case]
     values = {
         "run_dir": tempfile.mkdtemp(dir=root),
-        "init": root / "config.json",
-        "tokenizer": root / "tokenizer",
+        "model": root / "model",
         "data": root / "chats.jsonl",
         "steps": steps,
         "seq_len": seq_len,
@@ -156,9 +156,11 @@ def run(job: Job) -> str:
     job.record["machine"] = job.record.get("gpu", "CPU")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        config: dict[str, Any] = LLAMA if tiny else LLAMA_1B
-        (root / "config.json").write_text(json.dumps(config))
-        write_tokenizer(root / "tokenizer")
+        dtype, device = (torch.float32, "cpu") if tiny else (torch.bfloat16, "cuda")
+        model = tigon.Llama.from_config(LLAMA if tiny else LLAMA_1B, dtype=dtype, device=device)
+        tokenizer = Tokenizer.from_pretrained(write_tokenizer(root / "tokenizer"))
+        model.save_pretrained(root / "model", tokenizer=tokenizer)
+        del model
         count = 20_000 if tiny else 8192 * 4 * (BEGIN + job.options.steps)
         write_chats(root / "chats.jsonl", count, 40 if tiny else 700)
         for case in job.only:

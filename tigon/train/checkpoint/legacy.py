@@ -36,6 +36,10 @@ def is_legacy(checkpoint: Path) -> bool:
 
 def load(checkpoint: Path, state: dict[str, Any]) -> None:
     """Fill the tensors of {"model": ..., "optimizer": ...}, by parameter name."""
+    try:
+        read_metadata(checkpoint)  # torch 2.11 does not say why it cannot
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{checkpoint / METADATA} is damaged: {error}") from error
     dcp.load(
         state,
         storage_reader=_Reader(checkpoint),

@@ -8,11 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-import zstandard
-from datasets import Dataset, DatasetDict
 
 from tigon.data import Entry, blocks, find_sources, lines, tables
 
@@ -21,6 +17,11 @@ ROWS = [
     {"messages": [{"role": "user", "content": "a\u2028b\r"}], "tools": None, "n": 1.5},
 ]
 JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+def extra(name: str) -> Any:
+    """A module of tigon[data], or the test is skipped."""
+    return pytest.importorskip(name, reason="needs tigon[data]")
 
 
 def rows(path: Path | str, **options: Any) -> list[tuple[int, Any]]:
@@ -59,6 +60,7 @@ def test_json_rows_are_exactly_as_written(tmp_path: Path, size: int) -> None:
 
 
 def test_compressed_files_read_as_the_plain_ones(tmp_path: Path, size: int) -> None:
+    zstandard = extra("zstandard")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(JSONL.encode()))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(JSONL.encode()))
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo"))
@@ -121,21 +123,24 @@ TABLE = [
 
 @pytest.mark.parametrize("chosen", ["parquet", "arrow file", "arrow stream", "saved", "saved dict"])
 def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chosen: str) -> None:
+    pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
     table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE])
     path, split = tmp_path / "data", None
     if chosen == "parquet":
         path = tmp_path / "a.parquet"
-        pyarrow.parquet.write_table(table, path, row_group_size=2)
+        parquet.write_table(table, path, row_group_size=2)
     elif chosen.startswith("arrow"):
         path = tmp_path / "a.arrow"
         kind = pyarrow.ipc.new_file if chosen == "arrow file" else pyarrow.ipc.new_stream
         with pyarrow.OSFile(str(path), "wb") as file, kind(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     elif chosen == "saved":
-        Dataset(table).save_to_disk(path)
+        extra("datasets").Dataset(table).save_to_disk(path)
     else:
-        split = "test"
-        DatasetDict({"train": Dataset(table.slice(1)), "test": Dataset(table)}).save_to_disk(path)
+        split, datasets = "test", extra("datasets")
+        parts = {"train": table.slice(1), "test": table}
+        parts = {name: datasets.Dataset(part) for name, part in parts.items()}
+        datasets.DatasetDict(parts).save_to_disk(path)
     (source,) = find_sources(Entry(str(path), split=split))
     pieces = list(source.blocks())
     read = [pair for block in pieces for pair in pickle.loads(pickle.dumps(block)).rows()]
@@ -149,13 +154,13 @@ def test_tables_read_without_the_nulls_of_arrow(tmp_path: Path, size: int, chose
 def test_a_data_set_of_the_hub_is_loaded_as_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-
+    datasets, pyarrow = extra("datasets"), extra("pyarrow")
     asked: list[Any] = []
 
     def load_dataset(*given: Any, streaming: bool, **named: Any) -> Any:
         asked.append((given, named))
-        data = Dataset(pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE[:2]]))
+        table = pyarrow.Table.from_pylist([{"tools": None, **row} for row in TABLE[:2]])
+        data = datasets.Dataset(table)
         return data.to_iterable_dataset() if streaming else data
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -218,6 +223,8 @@ def test_a_bad_row_is_said_in_its_place(
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
+    if name in ("a.parquet", "a.arrow"):
+        extra("pyarrow")
     with pytest.raises(ValueError, match=message):
         rows(tmp_path / name)
 

@@ -46,7 +46,7 @@ def run_all(runs: list[list[str]]) -> None:
                 torch.save(weights, Path(run.config.run_dir, "weights.pt"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one(workspace):
     """One rank, four micro-batches a step."""
     rows, held_out = map(write_weighted, (workspace.data, workspace.held_out))
@@ -98,11 +98,11 @@ def test_packed_and_padded(workspace, one, reduction):
 
 @pytest.fixture
 def sources(workspace, tmp_path, monkeypatch):
-    """The rows in two files, which no cache knows; windows are smaller than an epoch."""
+    """The rows in four files, which no cache knows; windows are smaller than an epoch."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     lines = write_weighted(workspace.data).read_text().splitlines(keepends=True)
-    for name, part in (("a", lines[:30]), ("b", lines[30:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    for i in range(4):
+        (tmp_path / f"{i}.jsonl").write_text("".join(lines[11 * i : 11 * i + 11]))
     return {"data": tmp_path / "*.jsonl", "shuffle_window": 16}
 
 
@@ -121,7 +121,7 @@ def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
 
     monkeypatch.setattr(data, "tokenised", in_memory)
     run_all([one("memory", kind, **sources)])
-    assert len(made) == 3  # two files, and one that is held out
+    assert len(made) == 5  # four files, and one that is held out
     for way in ("memory", "stream"):
         assert_equal(workspace, kind, way, "cached", tolerance=0)
 

@@ -137,6 +137,20 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
         main(workspace.settings("nothing-saved", **settings | {"save_every": 0}))
 
 
+def test_a_stream_that_was_rolled_back_resumes_with_its_rows(workspace, poisoned):
+    """Step 6 has the rows of data step 7: its cursor is that of the data, not of the step."""
+    poisoned(2)
+    settings = {"steps": 8, "batch_size": 2, "save_every": 1, "keep_last": 0}
+    settings |= {"nonfinite": "rollback", "schedule": "constant"}
+    settings |= {"streaming": "true", "shuffle_window": 4, "workers": 0}
+    main(workspace.settings("rolled-stream", **settings))
+    for step in (3, 5, 6):
+        source = workspace.root / f"rolled-stream/checkpoints/step-{step:08d}"
+        main(workspace.settings(f"rolled-on-{step}", **settings, resume=source))
+        expected = workspace.metrics("rolled-stream", "loss")[step:]
+        assert workspace.metrics(f"rolled-on-{step}", "loss") == expected
+
+
 @pytest.mark.parametrize("policy", ["skip", "stop", "rollback"])
 def test_a_spike(workspace, poisoned, monkeypatch, policy):
     monkeypatch.setattr(guard, "WINDOW", 8)

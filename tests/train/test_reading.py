@@ -5,12 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-import zstandard
-from datasets import Dataset
 
+from tests.data.test_sources import extra
 from tests.small import chats
 from tigon.train import main
 
@@ -33,15 +30,16 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     if name.endswith(".gz"):
         path.write_bytes(gzip.compress(lines))
     elif name.endswith(".zst"):
-        path.write_bytes(zstandard.compress(lines))
+        path.write_bytes(extra("zstandard").compress(lines))
     elif name.endswith(".json"):
         path.write_text(json.dumps(rows))
     elif name.endswith(".parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
+        table = extra("pyarrow").Table.from_pylist(rows)
+        extra("pyarrow.parquet").write_table(table, path, row_group_size=5)
     elif name.endswith(".jsonl"):
         path.write_bytes(lines)
     else:
-        Dataset.from_list(rows).save_to_disk(path)
+        extra("datasets").Dataset.from_list(rows).save_to_disk(path)
     return path
 
 

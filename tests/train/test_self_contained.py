@@ -18,7 +18,11 @@ from tigon.train.export import load_checkpoint
 def run(workspace, tmp_path_factory) -> Path:
     """A finished run, whose base model and data are gone."""
     base = shutil.copytree(workspace.model, tmp_path_factory.mktemp("base") / "model")
-    main(workspace.settings("self-contained", model=base, steps=2, save_every=1, lr=1e-2, export="true"))
+    main(
+        workspace.settings(
+            "self-contained", model=base, steps=2, save_every=1, lr=1e-2, export="true"
+        )
+    )
     shutil.rmtree(base)
     return workspace.root / "self-contained"
 

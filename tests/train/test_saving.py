@@ -201,6 +201,22 @@ def test_exports_while_training(workspace):
         main(workspace.settings("never", hf_best="true"))
 
 
+def test_an_export_that_a_kill_prevented_is_made_by_the_run_that_goes_on(workspace):
+    """After the step's checkpoint, or a signal in that step; also of a run that has ended."""
+    run, changes = workspace.root / "owed", {"steps": 4, "hf_every": 2, "save_every": 1}
+    settings = workspace.settings("owed", schedule="constant", keep_last=0, **changes)
+    for steps, made in ((2, 2), (4, 4)):
+        main([*settings, "resume=auto", f"steps={steps}"])
+        exported = run / f"hf-step-{made:08d}/model.safetensors"
+        before = exported.read_bytes()
+        shutil.rmtree(exported.parent)
+        main([*settings, "resume=auto", f"steps={min(steps + 1, 4)}"])
+        assert exported.read_bytes() == before
+    branch = f"resume={run / 'checkpoints/step-00000002'}"
+    main([*workspace.settings("owes-nothing", **changes), branch])
+    assert not (workspace.root / "owes-nothing/hf-step-00000002").exists()
+
+
 def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
     base = shutil.copytree(workspace.model, tmp_path / "base")
     settings = workspace.settings("moved", model=base, steps=4, save_every=2)

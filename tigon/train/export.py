@@ -101,9 +101,13 @@ def export(run: Run, target: Path) -> None:
     run.world.say(f"exported to {target}")
 
 
+def exported_step(config: Config, step: int) -> Path:
+    """Where the export after `step`, a multiple of hf_every, belongs."""
+    return Path(config.run_dir, f"hf-step-{step:08d}")
+
+
 def export_step(run: Run, step: int) -> None:
-    """After `step`, a multiple of hf_every: run_dir/hf-step-N."""
-    export(run, Path(run.config.run_dir, f"hf-step-{step:08d}"))
+    export(run, exported_step(run.config, step))
 
 
 def export_best(run: Run, step: int) -> None:

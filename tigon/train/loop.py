@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tigon.train import guard, resume
+from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate
-from tigon.train.export import export, export_best, export_step
+from tigon.train.export import export, export_best, export_step, exported_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
 from tigon.train.record import Record, exported, note_export, unfinished, was_evaluated
@@ -22,12 +22,15 @@ def train(run: Run) -> int:
     """To the last step, or until SIGTERM or SIGINT: then a checkpoint. Returns the exit code."""
     config, world = run.config, run.world
     over = run.start >= run.steps or run.state.is_out_of(config.patience)
-    if over and not world.most(world.main and unfinished(config, run.start)):
+    owed = owes_export(run)
+    if over and not owed and not world.most(world.main and unfinished(config, run.start)):
         world.say(f"{config.run_dir} is finished: nothing left to do")
         return 0
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
     with world.signals, run.saver, run.feed:
+        if owed:
+            export_step(run, run.start)
         if not over and config.eval_every and run.start % config.eval_every == 0:
             evaluate_once(run, run.start, record)
         with world.signals.deferred():
@@ -127,6 +130,16 @@ def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     record.sync()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more)
+
+
+def owes_export(run: Run) -> bool:
+    """Whether the run ended between its last checkpoint and the export of that step."""
+    config, step = run.config, run.start
+    own = checkpoint.latest(Path(config.run_dir, "checkpoints"))
+    due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
+    due = due and own is not None and checkpoint.step_of(own) == step
+    # All ranks do what the first one sees
+    return run.world.most(due and not exported_step(config, step).exists() and run.world.main) > 0
 
 
 def finish(run: Run, step: int, record: Record) -> None:

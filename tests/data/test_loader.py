@@ -85,8 +85,9 @@ def test_the_stream_depends_on_seed_and_step_alone():
 def test_the_order_is_the_same_with_every_numpy():
     windows, rows = Mixture.of(EXAMPLES), partial(split, seq_len=100)
     data = Loader(windows, rows, batch_size=20, micro_batch_size=1, seed=0)
-    order = [rows[0][0] // 100 for rows in taken(data, 0)]
-    assert order == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
+    first, second = ([rows[0][0] // 100 for rows in taken(data, epoch)] for epoch in range(2))
+    assert first == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
+    assert second == [7, 10, 4, 11, 15, 12, 5, 1, 16, 9, 8, 13, 6, 2, 0, 3, 14]
 
 
 def test_rows_are_shuffled_within_windows():

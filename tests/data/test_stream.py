@@ -96,6 +96,17 @@ def test_memory_cache_and_stream_are_the_same(entries, weights, rows):
         stream.close()
 
 
+def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
+    monkeypatch.setattr("tests.data.test_stream.SIZE", 2)
+    weights = [1.0, 0.1]
+    memory = Loader(in_memory(entries, weights), ROWS, **SHAPE)
+    stream = Loader(streamed(entries, weights), ROWS, **SHAPE)
+    try:
+        assert_same_steps(memory, stream, range(4))
+    finally:
+        stream.close()
+
+
 def test_worker_processes_change_nothing(entries, root):
     alone = Loader(from_cache(entries), ROWS, **SHAPE)
     assert_same_steps(alone, Loader(in_memory(entries), ROWS, **SHAPE), range(3))

@@ -240,7 +240,7 @@ class Loader:
         epoch, first, stop = self._find(step)
         found, numbers = [], set()
         for place in self._of(epoch):
-            if place.begin < stop and place.end > first:
+            if max(place.begin, first) < min(place.end, stop):  # a window may have no rows
                 packed = self._window(place.number)
                 rows = packed.order[max(0, first - place.begin) : stop - place.begin]
                 found.append((packed, rows))

@@ -102,8 +102,9 @@ class Stream:
         if self.vocabulary is not None:
             check_vocabulary(parts, self.vocabulary)
         corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
-        for part in range(len(parts)):
-            corpus.open(part)  # the files may be deleted before they are read
+        for i, part in enumerate(parts):
+            if part.count:
+                corpus.open(i)  # the files may be deleted before they are read
         groups = np.arange(corpus.first_group[-1])
         state = self._states[number] = facts["state"]
         if self.weights is not None:

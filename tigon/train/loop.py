@@ -30,6 +30,7 @@ def train(run: Run) -> int:
     with world.signals, run.saver, run.feed:
         if not over and config.eval_every and run.start % config.eval_every == 0:
             evaluate_once(run, run.start, record)
+            over = run.state.is_out_of(config.patience)
         with world.signals.deferred():
             step = run.start if over else steps(run, record)
             run.saver.wait()

@@ -143,7 +143,7 @@ def test_a_template_that_marks_nothing_of_a_chat_is_refused(
     tokenizer = Tokenizer.from_pretrained(byte_level)
     silent = [CHAT[0], {"role": "assistant", "content": ""}]
     template = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")
-    options = {"chat_template": template, "train_on": train_on}
+    options: dict[str, Any] = {"chat_template": template, "train_on": train_on}
     assert learned(tokenizer, CHAT, **options) == [("Bye</s>", 1)]
     for chat in (silent, [*CHAT, *silent] if train_on == "last" else silent):
         with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):

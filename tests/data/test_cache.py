@@ -196,6 +196,17 @@ def test_a_bad_row_ends_all_who_wait_and_is_not_remembered(tmp_path, root, monke
     assert encoder.calls == 0
 
 
+def test_a_cache_without_its_bad_rows_serves_only_those_who_skip_them(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 40)
+    (part,) = tokenised([source], Count(), workers=0)
+    assert part.report.skipped
+    strict = Count()
+    strict.skip_bad_rows = False
+    with pytest.raises(ValueError, match="nothing"):
+        tokenised([source], strict, workers=0)
+    assert tokenised([source], Count(), workers=0)[0].count == part.count
+
+
 def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, root, monkeypatch):
     source = write_rows(tmp_path / "a.jsonl", 20)
 

@@ -228,6 +228,17 @@ def test_an_epoch_without_anything_to_learn():
         _ = data.steps_per_epoch
 
 
+def test_a_window_without_rows_in_the_middle_of_a_batch():
+    examples = make([4] * 4, [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0])
+    data = Loader(
+        Mixture.of(examples, 1), partial(whole, seq_len=4), batch_size=4, micro_batch_size=1
+    )
+    for step in range(2):
+        assert taken(data, step) == [[[0, 4]], [[8, 12]], [[12, 16]]]
+        assert data.counts(step) == (12, 4)
+        assert sum(len(batch.spans) for batch in data.micro_batches(step)) == 3
+
+
 def test_batch_size_must_divide():
     with pytest.raises(ValueError, match=r"batch_size 8 must be a multiple of .* 2 x 3 ranks"):
         loader(world=3)

@@ -96,6 +96,27 @@ def test_memory_cache_and_stream_are_the_same(entries, weights, rows):
         stream.close()
 
 
+def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
+    monkeypatch.setattr("tests.data.test_stream.SIZE", 2)
+    weights = [1.0, 0.1]
+    memory = Loader(in_memory(entries, weights), ROWS, **SHAPE)
+    stream = Loader(streamed(entries, weights), ROWS, **SHAPE)
+    try:
+        assert_same_steps(memory, stream, range(4))
+    finally:
+        stream.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
+def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
+    monkeypatch.setattr("tigon.data.loader.EMPTY", 100)
+    data = Loader(streamed(entries, weights), partial(whole, seq_len=1), **SHAPE)
+    with pytest.raises(ValueError, match="has anything to learn within seq_len 1"):
+        data.micro_batches(0)
+    data.close()
+
+
 def test_worker_processes_change_nothing(entries, root):
     alone = Loader(from_cache(entries), ROWS, **SHAPE)
     assert_same_steps(alone, Loader(in_memory(entries), ROWS, **SHAPE), range(3))

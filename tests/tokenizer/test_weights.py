@@ -134,3 +134,19 @@ def test_a_token_of_two_spans_has_the_larger_weight() -> None:
         assert found[1] == 0.5 and found[0] == spans[0].weight * (spans[0].start == 0)
     assert token_weights(offsets, [Span(0, 3, 1), Span(3, 6, 2)]) == [1, 2, 2, 2]
     assert token_weights(offsets, [Span(1, 1, 1)]) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last"])
+def test_a_template_that_marks_nothing_of_a_chat_is_refused(
+    byte_level: Path, train_on: str
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    silent = [CHAT[0], {"role": "assistant", "content": ""}]
+    template = TWO_BLOCKS.replace("{% if m.role == 'assistant' %}", "{% if m.content == 'Bye' %}")
+    options: dict[str, Any] = {"chat_template": template, "train_on": train_on}
+    assert learned(tokenizer, CHAT, **options) == [("Bye</s>", 1)]
+    for chat in (silent, [*CHAT, *silent] if train_on == "last" else silent):
+        with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
+            tokenizer.encode_weighted_chat(chat, **options)
+        with pytest.raises(ValueError, match="marks no token as the assistant's in this chat"):
+            tokenizer.end_of_turn(chat, chat_template=template)

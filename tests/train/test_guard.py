@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -238,6 +239,23 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     assert "is finished: nothing left to do" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="patience=1 needs eval_data and eval_every"):
         main(workspace.settings("x", patience=1))
+
+
+def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeypatch):
+    changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 1, "steps": 8, "lr": 0}
+    settings = workspace.settings("impatient", **changes, resume="auto")
+
+    def interrupted(run, step, record):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(run, step, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", interrupted)
+        with pytest.raises(SystemExit, match="143"):
+            main(settings)
+    main(settings)  # with lr=0, no loss is below that of step 0
+    assert workspace.metrics("impatient", "step") == [0, 1, 2, 2]
 
 
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):

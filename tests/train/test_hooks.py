@@ -86,12 +86,19 @@ def test_nothing_that_a_hook_does_changes_the_run(workspace):
     """Bit for bit: losses, metrics and weights after four steps, with all logits or a few."""
     changes = {"steps": 4, "micro_batch_size": 2, "export": "true", "metrics": "nll"}
     changes |= {"eval_data": workspace.held_out, "eval_every": 2, "export_dtype": "float32"}
+    changes["predictions"] = "true"
     main(workspace.settings("unwatched", **changes))
     main(workspace.settings("watched", **changes, hooks=f"[{HERE}:spoil, {HERE}:FirstAnswers]"))
     for key in ("loss", "grad_norm", "accuracy", "nll", "eval_loss", "eval_accuracy", "eval_nll"):
         expected = workspace.metrics("unwatched", key)
         assert len(expected) >= 3
         assert workspace.metrics("watched", key) == expected, key
+    for step in (0, 2, 4):
+        one, two = (
+            (workspace.root / run / f"predictions-step-{step:08d}.jsonl").read_text()
+            for run in ("unwatched", "watched")
+        )
+        assert one == two
     expected = weights(workspace, "unwatched")
     for name, weight in weights(workspace, "watched").items():
         assert torch.equal(weight, expected[name]), name

@@ -37,7 +37,7 @@ def tokenised(
     """The examples of each source, from the cache, or made now.
 
     The first process of a host that comes makes them, and shows its progress; others that want
-    the same wait for it. ValueError for a source without rows.
+    the same wait for it. ValueError for a source without rows, and for a bad row.
     """
     root = cache_root() / "data"
     with disk_errors(root):
@@ -60,6 +60,8 @@ def tokenised(
     for source, part in zip(sources, parts, strict=True):
         if not part.count:
             raise ValueError(f"{source.name} {part.report.why_empty()}")
+        if part.report.skipped and not encoder.skip_bad_rows:  # a run with bad_rows=skip made it
+            raise ValueError(part.report.errors[0])
     return parts
 
 

@@ -18,6 +18,7 @@ from tigon.data.mixture import Corpus, Window
 from tigon.data.packing import Rows
 
 RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
+EMPTY = 2**16  # examples without a row, after which a stream, which may not end, is given up
 QUADRATIC = 2**15  # tokens of a sequence whose attention costs as much as all else, about
 
 
@@ -240,7 +241,7 @@ class Loader:
         epoch, first, stop = self._find(step)
         found, numbers = [], set()
         for place in self._of(epoch):
-            if place.begin < stop and place.end > first:
+            if max(place.begin, first) < min(place.end, stop):  # a window may have no rows
                 packed = self._window(place.number)
                 rows = packed.order[max(0, first - place.begin) : stop - place.begin]
                 found.append((packed, rows))
@@ -292,7 +293,8 @@ class Loader:
         end = begin + len(packed.rows)
         if number < (self.windows.per_epoch or 0):
             self._report.add(packed)
-        if end == 0 and window.last:
+        endless = self.windows.per_epoch is None and (number + 1) * len(window) >= EMPTY
+        if end == 0 and (window.last or endless):
             raise ValueError(
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
                 f"seq_len {packed.rows.seq_len}"

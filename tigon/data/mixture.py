@@ -41,7 +41,8 @@ class Corpus:
             for part in parts:
                 known |= part.columns[kind]
             for name in known:
-                if name not in FILLS and any(name not in p.columns[kind] for p in parts):
+                # A part of a stream's window may be empty
+                if name not in FILLS and any(name not in p.columns[kind] for p in parts if p.count):
                     raise ValueError(f"only some of the data has the column {name}")
         for name, dtype in (always or {}).items():
             if name in FILLS:

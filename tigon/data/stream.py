@@ -66,6 +66,7 @@ class Stream:
         first window, to go on from there.
         """
         self.encoder, self.size, self.weights = encoder, size, weights
+        self.pattern = None if weights is None else Pattern(weights)
         self.directory = root() / name if local_rank else stream_directory(name)
         self.local_rank = local_rank
         self.vocabulary: int | None = None  # tokens that the model knows
@@ -102,14 +103,15 @@ class Stream:
         if self.vocabulary is not None:
             check_vocabulary(parts, self.vocabulary)
         corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
-        for part in range(len(parts)):
-            corpus.open(part)  # the files may be deleted before they are read
+        for i, part in enumerate(parts):
+            if part.count:
+                corpus.open(i)  # the files may be deleted before they are read
         groups = np.arange(corpus.first_group[-1])
         state = self._states[number] = facts["state"]
-        if self.weights is not None:
-            pattern, start = Pattern(self.weights), state["window"] * self.size
-            entry, index = pattern(np.arange(start, start + self.size))
-            groups = corpus.first_group[entry] + index - pattern.drawn(start)[entry]
+        if self.pattern is not None:
+            start = state["window"] * self.size
+            entry, index = self.pattern(np.arange(start, start + self.size))
+            groups = corpus.first_group[entry] + index - self.pattern.drawn(start)[entry]
         window = Window.of(corpus, groups, epoch=state["epoch"], index=state["window"])
         return replace(window, last=facts["last"])
 
@@ -176,7 +178,7 @@ class _Producer(threading.Thread):
     ) -> None:
         super().__init__(daemon=True, name="tigon stream")
         self.directory, self.encoder, self.size = stream.directory, stream.encoder, stream.size
-        self.pattern = None if stream.weights is None else Pattern(stream.weights)
+        self.pattern = stream.pattern
         self.entries = [[self.encoder.open(s) for s in sources] for sources in entries]
         self.workers, self.ranks = workers, ranks
         self.states = {0: start}

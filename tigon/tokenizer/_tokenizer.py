@@ -13,7 +13,7 @@ import tokenizers
 import torch
 
 from tigon.tokenizer import chat
-from tigon.tokenizer.mask import Span, TrainOn, never_ends, token_weights, weighted_spans
+from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
 from tigon.tokenizer.stream import DecodeStream
 from tigon.weights.hub import Repository
@@ -246,7 +246,7 @@ class Tokenizer:
         encoding = self._encoding(text)
         counted = token_weights(encoding.offsets, spans)
         if not any(counted) and any(span.weight for span in spans):
-            raise ValueError("the chat template marks no token as the assistant's in this chat")
+            raise ValueError(UNMARKED)
         return encoding.ids, counted
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:

@@ -19,6 +19,7 @@ class Span(NamedTuple):
     weight: float
 
 
+UNMARKED = "the chat template marks no token as the assistant's in this chat"
 _ADVICE = (
     "mark what the assistant says in the template with {% generation %}...{% endgeneration %} "
     "(chat_template= takes the new template, in training its file)"
@@ -107,6 +108,8 @@ def _ranges(
         alike = len(said) == len(turns) and len({chosen[i] for i in turns}) == 1
         blocks = _block_ranges(template, messages, turns, full, given, whose=not alike)
         found = {i: blocks[i] for i in said}
+        if not any(found.values()):
+            raise ValueError(UNMARKED)
     else:
         if "add_generation_prompt" not in template:
             _check_end(template, messages[: turns[0] + 1], given)

@@ -33,6 +33,7 @@ def train(run: Run) -> int:
             export_step(run, run.start)
         if not over and config.eval_every and run.start % config.eval_every == 0:
             evaluate_once(run, run.start, record)
+            over = run.state.is_out_of(config.patience)
         with world.signals.deferred():
             step = run.start if over else steps(run, record)
             run.saver.wait()

@@ -18,7 +18,7 @@ from tigon.train.parallel import World
 
 
 class Predictions:
-    """run_dir/predictions-step-N.jsonl: a line for each sequence, in the order of the data.
+    """run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
     Each rank writes a file of its own; the first one merges them, so that the result is the same
     on any number of ranks, and there is no file by that name until it is complete. All ranks see

@@ -40,6 +40,8 @@ class Watch:
         if part.view is None:
             return part
         micro_batch = inputs.micro_batch
+        if self.file is not None:  # first: a hook may change what it is shown
+            self.file.write(part.view, micro_batch)
         if self.hooks:
             assert inputs.wanted is not None
             self.run.objective.hooks.show(
@@ -51,6 +53,4 @@ class Watch:
                 world=self.run.world,
                 **self.facts,
             )
-        if self.file is not None:
-            self.file.write(part.view, micro_batch)
         return replace(part, view=None)

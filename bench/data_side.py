@@ -1,11 +1,12 @@
 """One side of bench/data.py, in a process of its own: prints its figures as JSON.
 
 python bench/data_side.py tigon|datasets CORPUS TOKENIZER WORKERS
-python bench/data_side.py rank CORPUS TOKENIZER WORKERS RANK
+python bench/data_side.py rank CORPUS TOKENIZER WORKERS RANK STEPS
 """
 
 import json
 import os
+import re
 import resource
 import sys
 import time
@@ -21,8 +22,11 @@ from tigon.tokenizer import Tokenizer
 
 
 def peak() -> float:
-    """GiB that were resident in this process at the most, pages of files among them."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """GiB that were resident in this process at the most, pages of files among them.
+
+    Not ru_maxrss, which begins with what the parent had.
+    """
+    return int(re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[0]) / 2**20
 
 
 def tigon(corpus: str, tokenizer: str, workers: int) -> dict[str, Any]:
@@ -53,22 +57,27 @@ def datasets(corpus: str, tokenizer: str, workers: int) -> dict[str, Any]:
     return times | {"tokens": tokens, "peak_gib": peak()}
 
 
-def rank(corpus: str, tokenizer: str, workers: int, number: int) -> dict[str, Any]:
-    """As a rank of two that trains on the corpus, without a model."""
+def rank(corpus: str, tokenizer: str, workers: int, number: int, most: int) -> dict[str, Any]:
+    """As a rank of two that trains on the corpus, without a model; `most` steps of an epoch."""
     encoder = TextEncoder(Tokenizer.from_pretrained(tokenizer))
-    start = peak()
+    start, began = peak(), time.perf_counter()
     parts = tokenised(find_sources(corpus), encoder, workers=workers)
-    made = peak()
+    made, made_seconds = peak(), time.perf_counter() - began
+    worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     rows = partial(split, seq_len=2048)
     shape = {"batch_size": 64, "micro_batch_size": 4, "seed": 0, "rank": number, "world": 2}
     data = Loader(Mixture([parts], size=65536), rows, **shape)
     began = time.perf_counter()
-    steps = data.steps_per_epoch or 0
-    for step in range(steps):
+    epoch = data.steps_per_epoch or 0
+    packed_seconds = time.perf_counter() - began
+    steps = range(0, epoch, -(-epoch // most))
+    began = time.perf_counter()
+    for step in steps:
         data.micro_batches(step)
-    seconds = time.perf_counter() - began
-    found = {"start_gib": start, "made_gib": made, "peak_gib": peak()}
-    return found | {"steps": steps, "seconds_per_step": seconds / steps}
+    step_ms = (time.perf_counter() - began) / len(steps) * 1e3
+    sizes = {"start_gib": start, "made_gib": made, "peak_gib": peak(), "worker_gib": worker}
+    times = {"made_seconds": made_seconds, "packed_seconds": packed_seconds, "step_ms": step_ms}
+    return sizes | times | {"steps": len(steps), "steps_per_epoch": epoch}
 
 
 if __name__ == "__main__":

@@ -220,6 +220,12 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, root, monkey
     assert directories(root) == []
 
 
+def test_worker_processes_need_no_torch():
+    """It takes seconds and hundreds of megabytes, in each of them."""
+    code = "import sys, tigon.data.workers, tigon.data.encoders; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_a_source_without_rows(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"first": 1, "sizes": []}\n')

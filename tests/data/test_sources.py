@@ -176,6 +176,19 @@ def test_a_data_set_of_the_hub_is_loaded_as_asked(
     }
 
 
+def test_a_digest_reads_every_byte_of_a_large_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "HASHED", 2**20)  # a thread reads so much
+    path, found = tmp_path / "large", set()
+    for place in (0, 2**20 - 1, 2**20, 2**21 - 1, 2**21, 2**21 + 4):
+        content = bytearray(2**21 + 5)
+        content[place] = 1
+        path.write_bytes(content)
+        found.add(blocks.hash_files([path]))
+    assert len(found) == 6
+
+
 def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("one\n\ntwo")

@@ -1,16 +1,21 @@
 """Files to batches: sources -> examples -> windows -> rows -> micro-batches."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, tokenised
-from tigon.data.collate import MicroBatch
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
 from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
 from tigon.data.formats import Format
-from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import Rows, split, whole
 from tigon.data.sources import Entry, find_sources
 from tigon.data.stream import Stream
+
+if TYPE_CHECKING:
+    from tigon.data.collate import MicroBatch
+    from tigon.data.loader import Loader
 
 __all__ = [
     "Block",
@@ -39,3 +44,13 @@ __all__ = [
     "tokenised",
     "whole",
 ]
+
+TENSORS = {"Loader": "loader", "MicroBatch": "collate"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs torch when it is first asked for: worker processes that tokenise do not,
+    and it takes seconds."""
+    if name in TENSORS:
+        return getattr(import_module(f"tigon.data.{TENSORS[name]}"), name)
+    raise AttributeError(f"module 'tigon.data' has no attribute {name!r}")

@@ -198,6 +198,6 @@ def weighted(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
     if not supervised.any():
         return []
     columns = {"supervised": supervised}
-    if (weights[supervised] != 1).any():
+    if (weights != supervised).any():
         columns["loss_weights"] = weights
     return [Example(ids, columns)]

@@ -258,7 +258,7 @@ def collect(
     for line, examples in groups:
         where = f"{file}:{line}"
         for ids, token_values, example_values in examples:
-            tokens.extend(ids)
+            tokens += array("i", ids)  # twice as fast as extend(ids)
             token_columns.extend(token_values, len(ids), where)
             values = {name: [value] for name, value in example_values.items()}
             example_columns.extend(values, 1, where)

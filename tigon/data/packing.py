@@ -59,9 +59,11 @@ def whole(window: Window, seq_len: int, *, packing: bool = True, truncate: bool 
     counts = sizes
     if packing and keep.any():
         rows = best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
-        place = np.argsort(np.concatenate(rows))  # of each group, in the order of the rows
+        taken = np.concatenate(rows)
+        place = np.argsort(taken)  # of each group, in the order of the rows
         spans = spans[np.argsort(np.repeat(place, sizes), kind="stable")]
-        counts = np.array([sizes[row].sum() for row in rows])
+        ends = np.cumsum([len(row) for row in rows])
+        counts = np.add.reduceat(sizes[taken], np.append(0, ends[:-1]))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     cut = kept & (lengths > limit)
     return Rows(spans, offsets, seq_len, packing, int(cut.sum()), int((~kept).sum()))

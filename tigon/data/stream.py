@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tigon.data.blocks import Source
+from tigon.data.blocks import SIZE, Source
 from tigon.data.cache import cache_root, lock, write
 from tigon.data.disk import disk_errors
 from tigon.data.examples import Encoder
@@ -147,7 +147,7 @@ class Stream:
 
     def identity(self) -> str:
         """Changes with the names of the sources, and with what is made of them."""
-        facts = self.names, self.weights, self.encoder.digest()
+        facts = self.names, self.weights, self.encoder.digest(), SIZE  # places count blocks
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:

@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
-import torch
 
 from tigon.tokenizer import chat
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
 from tigon.tokenizer.stream import DecodeStream
-from tigon.weights.hub import Repository
+
+if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
+    import torch
+from tigon.hub import Repository
 
 NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
 # Arguments of transformers' method that would be taken for template variables here
@@ -147,9 +150,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(
-        self, ids: Sequence[int] | torch.Tensor, *, skip_special_tokens: bool = False
+        self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
-        ids = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
@@ -158,12 +161,13 @@ class Tokenizer:
 
     def pad(
         self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
         """input_ids [B, T] and attention_mask [B, T], both int64; 1 in the mask is a token."""
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}")
         if not list_of_ids:
             raise ValueError("nothing to pad: list_of_ids is empty")
+        torch = import_module("torch")
         # The mask hides padding, so without a pad token any id will do
         fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
         longest = max(map(len, list_of_ids))

@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from tigon.tokenizer.chat import Message, Rendered, render
@@ -63,11 +64,11 @@ def weighted_spans(
 
 def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
     """The weight of each token: the largest of the spans that have one of its characters."""
-    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     weights = [0.0] * len(offsets)
     for start, end, weight in sorted(spans, key=lambda span: span.weight):
         if start < end:
-            first, last = bisect_right(ends, start), bisect_left(starts, end)
+            first = bisect_right(offsets, start, key=itemgetter(1))
+            last = bisect_left(offsets, end, key=itemgetter(0))
             weights[first:last] = [weight] * (last - first)
     return weights
 

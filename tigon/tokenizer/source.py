@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from tigon.weights.hub import Repository
+from tigon.hub import Repository
 
 _FILES = (
     "tokenizer.json",

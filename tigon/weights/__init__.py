@@ -1,9 +1,9 @@
 """Files and tensors: finds checkpoints, reads safetensors into parameters, writes them back."""
 
+from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.entries import entries
 from tigon.weights.header import TensorInfo, write_header
-from tigon.weights.hub import Repository
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint

@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 import torch
 from torch import Tensor
 
+from tigon.hub import Repository
 from tigon.weights.header import TensorInfo, read_header
-from tigon.weights.hub import Repository
 from tigon.weights.reading import Reader
 
 SINGLE = "model.safetensors"

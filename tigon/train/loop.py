@@ -113,14 +113,15 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
     if world.most(world.main and was_evaluated(metrics, step)):
         return
     try:
-        loss = evaluate(run, step, record)
+        row = evaluate(run, step)
     except Interrupted:
         run.model.train()
         reshard(run.model)
         return
-    if loss is not None:
-        run.state.note_evaluation(step, loss)
+    if row is not None:
+        run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
+        record.evaluation(row)  # last: a run that is killed in the export evaluates again
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:

@@ -6,13 +6,14 @@
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from tigon.data import MicroBatch
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
+from tigon.train.checkpoint import named_if_full
 from tigon.train.hooks import View
 from tigon.train.parallel import World
 
@@ -38,13 +39,18 @@ class Predictions:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self.file.close()
+        part = self.parts[self.world.rank]
         if kind is not None:
-            self.parts[self.world.rank].unlink()
+            with suppress(OSError):  # what could not be written still cannot
+                self.file.close()
+            part.unlink()
             return
+        with named_if_full(part, part.stat().st_size):
+            self.file.close()
         self.world.barrier()
         if self.world.main:
-            merge(self.parts, self.target)
+            with named_if_full(self.target, sum(part.stat().st_size for part in self.parts)):
+                merge(self.parts, self.target)
 
     def write(self, view: View, micro_batch: MicroBatch) -> None:
         """This rank's next micro-batch; an empty line is its end."""

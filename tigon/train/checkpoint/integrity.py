@@ -46,12 +46,15 @@ def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: Tru
         raise ValueError("; ".join(dict.fromkeys(found)))
 
 
-def newest_whole(directory: Path, say: Callable[[str], None] = print) -> Path | None:
+def newest_whole(
+    directory: Path, say: Callable[[str], None] = print, *, until: int | None = None
+) -> Path | None:
     """The newest checkpoint that is not damaged; None if there is none at all.
 
-    Every rank calls this. `say` hears of those that are passed over.
+    Every rank calls this. `say` hears of those that are passed over. With `until`, those of later
+    steps are not of the run that asks: it went on from an earlier one.
     """
-    listed = [files.every(directory)]
+    listed = [files.every(directory, until)]
     if dist.is_initialized():  # all look at the same ones
         dist.broadcast_object_list(listed, src=0)
     faults = []

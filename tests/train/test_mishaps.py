@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.train.test_claim import ROOT
 from tigon.train import checkpoint, loop, main, processes, record
@@ -233,3 +234,53 @@ def test_an_export_on_a_full_disk_leaves_nothing(workspace, monkeypatch):
         main(workspace.settings("no-room", steps=1, export="true"))
     assert not list((workspace.root / "no-room").glob(".hf*"))
     assert torch.is_grad_enabled()
+
+
+def test_a_tensor_file_without_a_checksum_is_not_read(finished, tmp_path):
+    source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
+    shutil.copy(source / "weights-00000.safetensors", source / "weights-00001.safetensors")
+    with pytest.raises(ValueError, match=r"weights-00001.safetensors is not in SHA256SUMS"):
+        checkpoint.verify(source)
+
+
+def test_rows_that_no_file_has_are_missed(state, tmp_path):
+    """Memory that nothing was read into would be taken for weights."""
+    with checkpoint.Saver(tmp_path, state.world) as to:
+        target = state.save(to, 1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    file = target / "weights-00000.safetensors"
+    tensors = load_file(file)
+    offsets = {n: {"saved_offsets": [0] * t.dim()} for n, t in tensors.items()}
+    tensors[name] = tensors[name][5:].contiguous()
+    offsets[name] = {"saved_offsets": [5, 0]}
+    save_file(tensors, file, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    with pytest.raises(ValueError, match=f"lacks or repeats rows of {name}"):
+        checkpoint.load(target, state.model)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"weight": 1e39}, r"'weight'=1e\+39 must be 0 or from 1e-30 to 1e\+30"),
+        ({"weight": 1e-50}, "'weight'=1e-50 must be 0 or from"),
+        ({"weight": 10**400}, "'weight'=1000.* must be 0 or from"),
+        ({"tools": "[" * 100_000}, "is nested too deeply"),
+        ({"chat_template_kwargs": {"a": json.loads("[" * 900 + "]" * 900)}}, "nested too deeply"),
+    ],
+)
+def test_a_row_that_is_out_of_bounds_is_named(row, message, workspace, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages} | row) + "\n")
+    with pytest.raises(SystemExit, match=rf"rows.jsonl:1: .*{message}"):
+        main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
+
+
+def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path, capfd):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages, "k\ud800": 1}) + "\n")
+    code = "import sys\nfrom tigon.train import main\nmain(sys.argv[1:])"
+    settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
+    subprocess.run([sys.executable, "-c", code, *settings], cwd=ROOT, check=True)
+    assert r"k\ud800" in capfd.readouterr().out

@@ -90,6 +90,9 @@ def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: in
         return None
 
     mine = sorted(name for name in sums if wanted(name))[rank::size]
+    strange = [p for p in checkpoint.glob("*.safetensors") if p.name not in sums and rank == 0]
+    if strange:  # it would be read too
+        return [f"{path} is not in {SUMS}: it is no part of the checkpoint" for path in strange]
     with ThreadPoolExecutor(4) as pool:
         return [found for found in pool.map(fault, mine) if found]
 

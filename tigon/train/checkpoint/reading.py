@@ -54,8 +54,17 @@ def _check_names(
     unexpected = sorted(stored.keys() - state.keys())
     if not any(optional(name) for name in state):
         unexpected = [name for name in unexpected if not optional(name)]
-    wrong = sorted(n for n in state.keys() & stored.keys() if stored[n].size != state[n].size())
-    for fault, names in (("lacks", missing), ("also has", unexpected), ("resizes", wrong)):
+    both = state.keys() & stored.keys()
+    wrong = sorted(n for n in both if stored[n].size != state[n].size())
+    holes = sorted(
+        n for n in both if sum(c.sizes.numel() for c in stored[n].chunks) != state[n].numel()
+    )
+    for fault, names in (
+        ("lacks", missing),
+        ("also has", unexpected),
+        ("resizes", wrong),
+        ("lacks or repeats rows of", holes),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(

@@ -103,9 +103,13 @@ def _read_sums(path: Path) -> dict[str, str]:
     sums = {}
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
-        if len(digest) != 64 or not name.endswith("\n") or ".." in Path(name).parts:
+        if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
             raise ValueError(f"{path} is damaged: it has the line {line!r}")
         sums[name.removesuffix("\n")] = digest
     if files.RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {files.RUN}")
     return sums
+
+
+def _is_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts

@@ -49,7 +49,10 @@ def _check_names(
     reader: HuggingFaceStorageReader,
     optional: Callable[[str], bool],
 ) -> None:
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    try:
+        stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
     missing = sorted(state.keys() - stored.keys())
     unexpected = sorted(stored.keys() - state.keys())
     if not any(optional(name) for name in state):

@@ -43,6 +43,7 @@ class Count(Encoder):
     """
 
     per_token = {"supervised": np.bool_, "loss_weights": np.float32}
+    skip_bad_rows = True
 
     def __init__(self, option: int = 0, kill: str = ""):
         self.option, self.kill = option, kill

@@ -1,5 +1,6 @@
 """What befalls runs: kills between two files, damaged leftovers, logs that nobody reads."""
 
+import gzip
 import json
 import os
 import shutil
@@ -284,3 +285,23 @@ def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path, capfd):
     settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
     subprocess.run([sys.executable, "-c", code, *settings], cwd=ROOT, check=True)
     assert r"k\ud800" in capfd.readouterr().out
+
+
+def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "only here"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages}) + '\n{"messages": 5}\n')
+    settings = workspace.settings("x", data=data, batch_size=1, steps=1)
+    main([*settings, f"run_dir={tmp_path}/skip", "bad_rows=skip"])
+    with pytest.raises(SystemExit, match=r"rows.jsonl:2: 'messages' must be a list"):
+        main([*settings, f"run_dir={tmp_path}/error"])
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, monkeypatch):
+    """A gigabyte of it may be a few kilobytes on the disk."""
+    monkeypatch.setattr("tigon.data.lines.LARGEST", 2**20)
+    data = tmp_path / "rows.jsonl.gz"
+    with gzip.open(data, "wb") as file:
+        file.write(b'{"messages": []}\n{"messages": "' + b"a" * 2**24)
+    with pytest.raises(SystemExit, match=r"rows.jsonl.gz:2: a row of more than 1,048,576 bytes"):
+        main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))

@@ -58,6 +58,8 @@ def tokenised(
     if len(parts) < len(sources):
         raise RuntimeError(f"something removes or damages files below {root} while they are made")
     for source, part in zip(sources, parts, strict=True):
+        if part.report.skipped and not encoder.skip_bad_rows:  # made where they were skipped
+            raise ValueError(part.report.errors[0])
         if not part.count:
             raise ValueError(f"{source.name} {part.report.why_empty()}")
     return parts

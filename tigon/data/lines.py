@@ -44,7 +44,11 @@ class JsonFile(Source):
                 yield from self._items(raw + file.read())
                 return
             while raw:
-                raw += file.readline()
+                end = file.readline(LARGEST)
+                if len(end) == LARGEST and not end.endswith(b"\n"):
+                    at = line + raw.count(b"\n")
+                    raise ValueError(f"{self.name}:{at}: a row of more than {LARGEST:,} bytes")
+                raw += end
                 yield JsonBlock(self.name, self.format, line, raw)
                 line += raw.count(b"\n")
                 raw = file.read(SIZE)

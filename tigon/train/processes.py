@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tigon.train.board import LAUNCHED, Failure, prefixed, read_failure
-from tigon.train.signals import NUMBERS
+from tigon.train.signals import NUMBERS, heeded
 
 POLL = 0.1  # seconds
 GRACE = 15.0  # seconds that ranks have to end after one has failed
@@ -58,7 +58,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
     received: list[int] = []
     with ExitStack() as stack:
         # In sessions of their own, so that Ctrl-C comes from here alone
-        for number in NUMBERS:
+        for number in heeded():
 
             def forward(number: int, frame: FrameType | None) -> None:
                 received.append(number)

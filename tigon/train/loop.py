@@ -19,7 +19,7 @@ from tigon.train.step import backward
 
 
 def train(run: Run) -> int:
-    """To the last step, or until SIGTERM, SIGINT or SIGHUP: then a checkpoint. Returns the exit code."""
+    """To the last step, or until a signal: then a checkpoint. Returns the exit code."""
     config, world = run.config, run.world
     over = run.start >= run.steps or run.state.is_out_of(config.patience)
     if over and not world.most(world.main and unfinished(config, run.start)):

@@ -166,7 +166,8 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.text:
-            self.compressed = self.compressed or self.file.read(2**17)
+            # Four bytes may become 128 KiB, all at once
+            self.compressed = self.compressed or self.file.read(2**12)
             if not self.compressed:
                 if self.frame is not None:
                     raise EOFError("its end is missing")

@@ -231,3 +231,34 @@ def test_a_source_without_rows(tmp_path):
     path.write_text('{"first": 1, "sizes": []}\n')
     with pytest.raises(ValueError, match=r"a\.jsonl has no good row of 1: nothing"):
         tokenised([File(str(path), Format())], Count())
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_taken_for_what_it_was(tmp_path, root):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    before = Path(source.name).read_bytes()
+
+    class Changing(Counting):
+        def __call__(self, block):
+            Path(source.name).write_text('{"first": 5, "sizes": [2]}\n')
+            return super().__call__(block)
+
+    with pytest.raises(ValueError, match=r"a.jsonl was changed while it was read: start again"):
+        tokenised([source], Changing(), workers=0)
+    assert not directories(root)
+    Path(source.name).write_bytes(before)
+    (part,) = tokenised([source], Count(), workers=0)
+    assert_same(part.open()[0], in_memory(source))
+
+
+def test_other_content_of_the_same_size_and_time_is_other_content(tmp_path):
+    """As `cp --preserve` and rsync leave it."""
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    path = Path(source.name)
+    tokenised([source], Count(), workers=0)
+    status, content = path.stat(), bytearray(path.read_bytes())
+    digit = content.index(b'"first": ') + len(b'"first": ')
+    content[digit : digit + 1] = b"8" if content[digit : digit + 1] != b"8" else b"7"
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (part,) = tokenised([source], Count(), workers=0)
+    assert_same(part.open()[0], in_memory(source))

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ import pytest
 from tests.small import write_chats, write_model
 from tests.train.checkpoints import State
 from tests.train.ranks import no_plot
-from tigon.train import main, record
+from tigon.train import loop, main, record
 from tigon.train.parallel import World, start
 from tigon.train.record import read_metrics
+from tigon.train.step import backward
 
 PLOT = record.plot
 
@@ -74,3 +76,22 @@ def finished(workspace: Workspace) -> Path:
     """A run of three steps, each of which is saved."""
     main(workspace.settings("finished", steps=3, save_every=1, keep_last=0))
     return workspace.root / "finished"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Makes the gradients of chosen data steps NaN, before they are measured."""
+
+    def poison(*steps: int, factor: float = math.nan) -> None:
+        def then(run, step, **options):
+            values = backward(run, step, **options)
+            if step in steps:
+                values["grad_norm"] *= factor
+                values["loss"] *= factor
+                for p in run.model.parameters():
+                    p.grad *= factor
+            return values
+
+        monkeypatch.setattr(loop, "backward", then)
+
+    return poison

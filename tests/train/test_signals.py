@@ -166,3 +166,19 @@ def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):
     record._append({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 1e-3})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.001}\n'
+
+
+def test_a_terminal_that_goes_away_costs_no_step(workspace):
+    settings = workspace.settings("hung-up", steps=50)
+    done = signalled(settings, "loop", "update", f"args[1] == 2 and {kill('SIGHUP')}")
+    assert done.returncode == 129, done.stderr
+    newest = checkpoint.latest(workspace.root / "hung-up/checkpoints")
+    assert newest is not None and newest.name == "step-00000004"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Signals() as signals, signals.deferred():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.received
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

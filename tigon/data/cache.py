@@ -58,6 +58,8 @@ def tokenised(
     if len(parts) < len(sources):
         raise RuntimeError(f"something removes or damages files below {root} while they are made")
     for source, part in zip(sources, parts, strict=True):
+        if part.report.skipped and not encoder.skip_bad_rows:  # made where they were skipped
+            raise ValueError(part.report.errors[0])
         if not part.count:
             raise ValueError(f"{source.name} {part.report.why_empty()}")
         if part.report.skipped and not encoder.skip_bad_rows:  # a run with bad_rows=skip made it
@@ -92,7 +94,8 @@ def _digest(root: Path, source: Source) -> str:
     if not path.is_file():
         return source.digest()
     status = path.stat()
-    stamp = [str(path.resolve()), status.st_size, status.st_mtime_ns, status.st_ino]
+    times = status.st_mtime_ns, status.st_ctime_ns  # the second one cannot be set by hand
+    stamp = [str(path.resolve()), status.st_size, *times, status.st_ino]
     name = hashlib.blake2b(repr((source, stamp)).encode(), digest_size=16).hexdigest()
     memo = root / f"{name}.digest"
     if memo.exists():
@@ -127,7 +130,7 @@ def _make(root: Path, missing: dict[str, Source], encoder: Encoder, workers: int
     with ExitStack() as stack:
         pool = stack.enter_context(Pool(encoder, workers))
         progress = stack.enter_context(Progress(len(missing)))
-        makers = [_Maker(root, key, missing[key], stack) for key in sorted(missing)]
+        makers = [_Maker(root, key, missing[key], encoder, stack) for key in sorted(missing)]
         blocks_of: list[_Maker] = []  # whose each block is, in the order that they are encoded
 
         def blocks() -> Iterator[Block]:
@@ -152,8 +155,10 @@ def _make(root: Path, missing: dict[str, Source], encoder: Encoder, workers: int
 class _Maker:
     """One directory of the cache in the making."""
 
-    def __init__(self, root: Path, key: str, source: Source, stack: ExitStack) -> None:
-        self.root, self.key, self.source = root, key, source
+    def __init__(
+        self, root: Path, key: str, source: Source, encoder: Encoder, stack: ExitStack
+    ) -> None:
+        self.root, self.key, self.source, self.encoder = root, key, source, encoder
         self.stack = stack
         self.lock = ExitStack()
         self.store: Store | None = None
@@ -181,6 +186,10 @@ class _Maker:
         if self.store is None:
             return
         final = self.root / self.key
+        name = self.source.name
+        if Path(name).is_file() and _key(self.root, self.source, self.encoder) != self.key:
+            # Under its key, the content that it had before would be this one for ever
+            raise ValueError(f"{name} was changed while it was read: start again when it is whole")
         with disk_errors(self.store.directory, self._size()):
             self.store.finish(self.key, source=self.source.name)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one

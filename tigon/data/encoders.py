@@ -41,8 +41,10 @@ class FormatEncoder(Encoder):
                     raise row
                 form = source.format.told(row, self.formats)
                 return source.as_format(self.begin(row, form))
-            except ValueError as error:
-                first = first or ValueError(f"{source.name}:{line}: {error}")
+            except (ValueError, RecursionError) as error:
+                deep = isinstance(error, RecursionError)
+                what = "is nested too deeply" if deep else error
+                first = first or ValueError(f"{source.name}:{line}: {what}")
                 if not self.skip_bad_rows or tried == TRIED:
                     raise first from error
         raise first or ValueError(f"{source.name} has no rows")

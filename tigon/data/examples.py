@@ -161,6 +161,8 @@ class Encoder:
                 yield self.row(row, form)
             except ValueError as error:
                 yield error
+            except RecursionError:
+                yield ValueError("is nested too deeply")
 
     def ignored(self, row: Row, form: Format) -> set[str]:
         """The keys of a row that are not read."""

@@ -38,6 +38,7 @@ EXPLAINED = {
     "instruction": '"instruction" and "output", with or without "input"',
     "text": '"text"',
 }
+SMALLEST, LARGEST = 1e-30, 1e30  # weights; what is learned with them stays within float32
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
@@ -241,6 +242,8 @@ def _weight(value: Any, name: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, not {value!r:.100}")
+    if value and not SMALLEST <= value <= LARGEST:
+        raise ValueError(f"{name}={value!r:.100} must be 0 or from {SMALLEST} to {LARGEST}")
     return float(value)
 
 

@@ -44,7 +44,11 @@ class JsonFile(Source):
                 yield from self._items(raw + file.read())
                 return
             while raw:
-                raw += file.readline()
+                end = file.readline(LARGEST)
+                if len(end) == LARGEST and not end.endswith(b"\n"):
+                    at = line + raw.count(b"\n")
+                    raise ValueError(f"{self.name}:{at}: a row of more than {LARGEST:,} bytes")
+                raw += end
                 yield JsonBlock(self.name, self.format, line, raw)
                 line += raw.count(b"\n")
                 raw = file.read(SIZE)
@@ -162,7 +166,8 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self.text:
-            self.compressed = self.compressed or self.file.read(2**17)
+            # Four bytes may become 128 KiB, all at once
+            self.compressed = self.compressed or self.file.read(2**12)
             if not self.compressed:
                 if self.frame is not None:
                     raise EOFError("its end is missing")

@@ -43,7 +43,8 @@ class Board:
             return [text]
         self._round += 1
         keys = [f"{self._round}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], text)
+        # Names of files may hold any byte
+        self.store.set(keys[self.rank], text.encode(errors="backslashreplace").decode())
         with suppress(RuntimeError):  # dist.DistStoreError is one
             self.store.wait(keys, late)
         return [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]

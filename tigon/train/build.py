@@ -146,9 +146,9 @@ def seed_everything(config: Config, world: World) -> None:
 def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     """The settings', or the one in the checkpoint `source` while the settings are the same."""
     if source is not None and not checkpoint.is_legacy(source):
-        was = checkpoint.facts(source)["config"]
+        was = checkpoint.facts(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
-        if all(was[name] == getattr(config, name) for name in named):
+        if all(name in was and was[name] == getattr(config, name) for name in named):
             # A copy: the checkpoint may go while the run saves the tokenizer's files again
             copy = tempfile.mkdtemp(prefix="tigon-tokenizer-")
             atexit.register(shutil.rmtree, copy, ignore_errors=True)

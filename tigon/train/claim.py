@@ -13,6 +13,7 @@ from tigon.train import checkpoint
 from tigon.train.config import Config
 
 LOCK = ".lock"
+HELD: set[tuple[int, int]] = set()  # device and inode of the locks of this process
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -43,6 +44,7 @@ def claim(config: Config) -> Iterator[None]:
                 with suppress(OSError):  # not empty
                     for folder in missing:
                         folder.rmdir()
+            HELD.discard(_identity(descriptor))
             os.close(descriptor)
 
 
@@ -50,13 +52,14 @@ def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock; None where this process has it, or nobody can."""
     me = f"process {os.getpid()} on {socket.gethostname()}"
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 1000).decode()
+            holder = os.read(descriptor, 1000).decode(errors="replace")
+            held = _identity(descriptor) in HELD
             os.close(descriptor)
-            if holder == me:  # a run that was prepared here before
+            if held:  # a run that was prepared here before
                 return None
             raise FileExistsError(
                 f"{path.parent} is in use by {holder or 'another process'}: wait until it ends, "
@@ -72,9 +75,15 @@ def _lock(path: Path) -> int | None:
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
         os.close(descriptor)  # of a file that its holder has just removed
+    HELD.add(_identity(descriptor))
     os.truncate(descriptor, 0)
     os.write(descriptor, me.encode())
     return descriptor
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _check_files(path: Path, begun: bool, resume: bool) -> None:

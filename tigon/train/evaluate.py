@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,6 @@ from tigon.train.build import Run
 from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
-from tigon.train.record import Record
 from tigon.train.step import numbers, summed, total
 from tigon.train.watch import Watch
 
@@ -21,8 +21,9 @@ class Interrupted(Exception):
 
 
 @torch.no_grad()
-def evaluate(run: Run, step: int, record: Record) -> float | None:
-    """The loss of the held-out data as one step of training would have it; None without any.
+def evaluate(run: Run, step: int) -> dict[str, Any] | None:
+    """The row of metrics.jsonl: the loss of the held-out data as one step of training would have
+    it, and what else is logged; None without any.
 
     Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
     of them keeps a signal for the loop.
@@ -57,5 +58,4 @@ def evaluate(run: Run, step: int, record: Record) -> float | None:
     reshard(model)
     values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
     tokens, seconds = data.targets, time.perf_counter() - began
-    record.evaluation({"step": step, **values, "eval_tokens": tokens, "seconds": seconds})
-    return values["eval_loss"]
+    return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}

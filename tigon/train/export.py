@@ -90,8 +90,13 @@ def export(run: Run, target: Path) -> None:
     dist.broadcast_object_list(fault, src=0)
     if fault[0] is not None:
         raise checkpoint.SaveError(f"{target} was not written: {fault[0]}")
-    with checkpoint.named_if_full(temporary, needed):
-        run.model.save_pretrained(temporary, tokenizer=run.tokenizer, dtype=dtype)
+    try:
+        with checkpoint.named_if_full(temporary, needed):
+            run.model.save_pretrained(temporary, tokenizer=run.tokenizer, dtype=dtype)
+    except OSError:
+        if run.world.main:  # a full disk needs the room
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if run.world.main:
         if target.exists():
             target.rename(old)

@@ -152,12 +152,13 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     if state.rollbacks >= config.max_rollbacks:
         raise stop(run, trouble, f"max_rollbacks={config.max_rollbacks} are used up")
     run.saver.wait()
-    latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
-    # All ranks take what the first one sees
-    chosen = run.world.board.gather("" if latest is None else str(latest))[0]
-    if not chosen:
+    try:
+        directory = Path(config.run_dir, "checkpoints")
+        source = checkpoint.newest_whole(directory, run.world.say, until=step)
+    except ValueError as error:
+        raise stop(run, trouble, f"No rollback: {error}") from None
+    if source is None:
         raise stop(run, trouble, "A rollback needs a checkpoint: save_every")
-    source = Path(chosen)
     checkpoint.load(source, run.model, run.optimizer)
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back

@@ -5,6 +5,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
@@ -21,6 +22,8 @@ LINGER = 10.0  # seconds for a failed rank to leave the process group
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exits with one line on bad settings and bad data."""
     rest = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, TextIOWrapper):  # what it cannot encode ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")
     if "--help" in rest or "-h" in rest:
         print(help_text())
         return

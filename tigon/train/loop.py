@@ -19,7 +19,7 @@ from tigon.train.step import backward
 
 
 def train(run: Run) -> int:
-    """To the last step, or until SIGTERM or SIGINT: then a checkpoint. Returns the exit code."""
+    """To the last step, or until a signal: then a checkpoint. Returns the exit code."""
     config, world = run.config, run.world
     over = run.start >= run.steps or run.state.is_out_of(config.patience)
     owed = owes_export(run)
@@ -117,14 +117,15 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
     if world.most(world.main and was_evaluated(metrics, step)):
         return
     try:
-        loss = evaluate(run, step, record)
+        row = evaluate(run, step)
     except Interrupted:
         run.model.train()
         reshard(run.model)
         return
-    if loss is not None:
-        run.state.note_evaluation(step, loss)
+    if row is not None:
+        run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
+        record.evaluation(row)  # last: a run that is killed in the export evaluates again
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:

@@ -52,12 +52,17 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
-    values = json.loads((source / "config.json").read_text())
+    values, generation = (
+        json.loads((source / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    )
+    if not isinstance(values, dict) or not isinstance(generation, dict):
+        raise ValueError(f"{source} is damaged: config.json and generation_config.json are objects")
     model = _from_values(values, source, dtype, "meta")
     stacked = bool(checkpoint.facts(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
-    model.generation_config = json.loads((source / "generation_config.json").read_text())
+    model.generation_config = generation
     return model
 
 

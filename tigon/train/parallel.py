@@ -2,9 +2,11 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -36,7 +38,8 @@ class World:
 
     def say(self, text: str) -> None:
         if self.main:
-            print(text, flush=True)
+            with outlived(sys.stdout):
+                print(text, flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -72,6 +75,19 @@ class World:
         if problems := told(answers):
             self.board.close()
             raise InputError(problems) from None
+
+
+@contextmanager
+def outlived(output: TextIO) -> Iterator[None]:
+    """A run goes on where nobody reads what it says, such as a `tee` that Ctrl-C has ended, and
+    where the disk of its log is full."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError, ValueError):  # later writes, and the last flush, go nowhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output.fileno())
+            os.close(nowhere)
 
 
 def pick_device(name: str) -> torch.device:

@@ -6,13 +6,14 @@
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from tigon.data import MicroBatch
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
+from tigon.train.checkpoint import named_if_full
 from tigon.train.hooks import View
 from tigon.train.parallel import World
 
@@ -38,13 +39,22 @@ class Predictions:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        self.file.close()
+        part = self.parts[self.world.rank]
         if kind is not None:
-            self.parts[self.world.rank].unlink()
+            with suppress(OSError):  # what could not be written still cannot
+                self.file.close()
+            part.unlink()
             return
-        self.world.barrier()
-        if self.world.main:
-            merge(self.parts, self.target)
+        try:
+            with named_if_full(part, part.stat().st_size):
+                self.file.close()
+            self.world.barrier()
+            if self.world.main:
+                with named_if_full(self.target, sum(part.stat().st_size for part in self.parts)):
+                    merge(self.parts, self.target)
+        except OSError:  # a full disk needs the room
+            part.unlink(missing_ok=True)
+            raise
 
     def write(self, view: View, micro_batch: MicroBatch) -> None:
         """This rank's next micro-batch; an empty line is its end."""
@@ -84,6 +94,7 @@ def merge(parts: Sequence[Path], target: Path) -> None:
     """The micro-batches of the ranks' files in turn, as one rank would have written them."""
     temporary = target.with_name(f".{target.name}.partial")
     with ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)
         files = [stack.enter_context(open(part, encoding="utf-8")) for part in parts]
         merged = stack.enter_context(open(temporary, "w", encoding="utf-8"))
         line = "\n"
@@ -93,6 +104,6 @@ def merge(parts: Sequence[Path], target: Path) -> None:
                     merged.write(line)
         merged.flush()
         os.fsync(merged.fileno())
-    temporary.replace(target)
+        temporary.replace(target)
     for part in parts:
         part.unlink()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tigon.train.board import LAUNCHED, Failure, prefixed, read_failure
-from tigon.train.signals import NUMBERS
+from tigon.train.signals import NUMBERS, heeded
 
 POLL = 0.1  # seconds
 GRACE = 15.0  # seconds that ranks have to end after one has failed
@@ -55,11 +55,13 @@ def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
         LAUNCHED: uuid4().hex,
     }
     children: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
     with ExitStack() as stack:
         # In sessions of their own, so that Ctrl-C comes from here alone
-        for number in NUMBERS:
+        for number in heeded():
 
             def forward(number: int, frame: FrameType | None) -> None:
+                received.append(number)
                 for child in children:
                     if child.poll() is None:
                         child.send_signal(number)
@@ -70,6 +72,8 @@ def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
             ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             command = [sys.executable, "-m", "tigon.train", *arguments]
             children.append(subprocess.Popen(command, env=ranked, start_new_session=True))
+            if received:  # before this one was there
+                children[-1].send_signal(received[0])
         codes = _wait(children, store)
     failure = read_failure(store)
     if failure is None or failure.code in STOPPED:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from tigon.train.config import Config, dump
-from tigon.train.parallel import World
+from tigon.train.parallel import World, outlived
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
@@ -78,8 +79,9 @@ class Record:
 
     def say(self, text: str) -> None:
         if self.main:
-            self.bar.write(text)
-            sys.stdout.flush()
+            with outlived(sys.stdout):
+                self.bar.write(text)
+                sys.stdout.flush()
 
     def close(self) -> None:
         if self.main:
@@ -87,8 +89,11 @@ class Record:
             plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(_line(row))
+        try:
+            with self.metrics.open("a") as file:
+                file.write(_line(row))
+        except OSError as error:  # a full disk does not say of what
+            raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
         kept = [row for row in read_metrics(self.metrics) if step and row["step"] <= step]
@@ -108,8 +113,10 @@ def was_evaluated(metrics: Path, step: int) -> bool:
 
 def exported(path: Path) -> int | None:
     """The step whose weights are in run_dir/hf."""
-    marker = path / EXPORTED
-    return int(marker.read_text()) if (path / "hf").exists() and marker.exists() else None
+    try:
+        return int((path / EXPORTED).read_text()) if (path / "hf").exists() else None
+    except (FileNotFoundError, ValueError):  # a crash of the machine may have left it empty
+        return None
 
 
 def note_export(path: Path, step: int) -> None:
@@ -117,9 +124,18 @@ def note_export(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without a last one that a killed run left unfinished."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows of a metrics.jsonl, without what a kill, a full disk or a crash of the machine left
+    of others: a beginning, or zeros."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [row for line in lines if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def plot(metrics: Path, image: Path) -> None:
@@ -137,18 +153,21 @@ def plot(metrics: Path, image: Path) -> None:
     axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(image, dpi=120)
+    with suppress(OSError):  # no picture is worth a run
+        figure.savefig(image, dpi=120)
 
 
 def _versions(world: World) -> str:
     packages = " ".join(f"{name} {version(name)}" for name in PACKAGES)
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    commit = f"commit {git.stdout.strip()}" if git.returncode == 0 else "no git"
+    commit = "no git"
+    with suppress(OSError):  # it is not installed
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+        )
+        commit = f"commit {git.stdout.strip()}" if git.returncode == 0 else commit
     ranks = f"{world.size} rank{'s' * (world.size > 1)} on {world.device.type}"
     return f"# {ranks}, {commit}, python {platform.python_version()} {packages}\n"
 
@@ -164,5 +183,6 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
+    temporary.unlink(missing_ok=True)  # never written through, should it be a link
     temporary.write_text(text)
     os.replace(temporary, path)

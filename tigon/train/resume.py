@@ -44,6 +44,11 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     in another order, so that the steps of their checkpoints cannot be compared.
     """
     was, now = checkpoint.facts(source), facts(config, data)
+    if was.get("step", step := checkpoint.step_of(source)) != step:
+        raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
+    for name in ("config", "data"):
+        if name not in was:
+            raise ValueError(f"{source / 'run.json'} lacks {name}: it is no run's checkpoint")
     settings = {field.name: field for field in fields(Config)}
     before = {name: field.default for name, field in settings.items()} | was["config"]
     changed = {

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, from the start of a run to its end."""
+"""SIGTERM, SIGINT and SIGHUP, from the start of a run to its end."""
 
 import os
 import signal
@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
+# SIGHUP: the terminal is gone, unless nohup has it ignored
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGAIN = 0.5  # seconds; launchers that forward a signal may send the same one twice
 PATIENCE = 5.0  # seconds for an orderly exit, before the process is ended
 
@@ -40,7 +41,7 @@ class Signals:
         read, write = os.pipe()
         os.set_blocking(write, False)
         self._fds = read, write
-        self._before: dict[int, Any] = {n: signal.signal(n, self._handle) for n in NUMBERS}
+        self._before: dict[int, Any] = {n: signal.signal(n, self._handle) for n in heeded()}
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
         self._thread.start()
@@ -101,6 +102,12 @@ class Signals:
         if not self.silent:
             with suppress(OSError):
                 os.write(2, f"\ntigon.train: {text}\n".encode())
+
+
+def heeded() -> list[int]:
+    """The signals that end a run: all but a SIGHUP that was ignored already."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in NUMBERS if number != signal.SIGHUP or not ignored]
 
 
 def _end(code: int) -> None:

@@ -24,7 +24,11 @@ class State:
     def of(cls, facts: dict[str, Any]) -> Self:
         """As a checkpoint's facts have it; older ones have none."""
         known = facts.get("state", {})
-        return cls(**{**known, "best_loss": known.get("best_loss", None) or math.inf})
+        best = known.get("best_loss")
+        try:
+            return cls(**{**known, "best_loss": math.inf if best is None else float(best)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the state of another version of Tigon: {error}") from None
 
     def facts(self) -> dict[str, Any]:
         best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity

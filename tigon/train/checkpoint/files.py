@@ -21,10 +21,11 @@ NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
 
 
-def every(directory: Path) -> list[Path]:
-    """The complete checkpoints, by step."""
-    found = [path for path in directory.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def every(directory: Path, until: int | None = None) -> list[Path]:
+    """The complete checkpoints, by step; not of steps after `until`."""
+    named = ((NAME.fullmatch(path.name), path) for path in directory.glob("step-*"))
+    found = [(int(name[1]), path) for name, path in named if name and path.is_dir()]
+    return [path for step, path in sorted(found) if until is None or step <= until]
 
 
 def latest(directory: Path) -> Path | None:
@@ -49,6 +50,9 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: not a JSON object")
+    for name in ("config", "state"):
+        if not isinstance(content.get(name, {}), dict):
+            raise ValueError(f"{path} is damaged: its {name} is no JSON object")
     return content
 
 
@@ -80,7 +84,10 @@ def remove(checkpoint: Path) -> bool:
         doomed = checkpoint
         if not checkpoint.name.startswith("."):
             doomed = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.removed"))
-        shutil.rmtree(doomed)
+        if doomed.is_symlink():  # to a checkpoint that was moved to another disk, where it stays
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
     finally:
         os.close(descriptor)
     return True
@@ -89,4 +96,5 @@ def remove(checkpoint: Path) -> bool:
 def clean(directory: Path) -> None:
     """Remove what runs that were killed left half written or half removed."""
     for left in directory.glob(".step-*"):
-        remove(left)
+        with suppress(OSError):  # it stays, and so does what else cannot be removed
+            remove(left)

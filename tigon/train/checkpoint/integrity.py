@@ -46,12 +46,15 @@ def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: Tru
         raise ValueError("; ".join(dict.fromkeys(found)))
 
 
-def newest_whole(directory: Path, say: Callable[[str], None] = print) -> Path | None:
+def newest_whole(
+    directory: Path, say: Callable[[str], None] = print, *, until: int | None = None
+) -> Path | None:
     """The newest checkpoint that is not damaged; None if there is none at all.
 
-    Every rank calls this. `say` hears of those that are passed over.
+    Every rank calls this. `say` hears of those that are passed over. With `until`, those of later
+    steps are not of the run that asks: it went on from an earlier one.
     """
-    listed = [files.every(directory)]
+    listed = [files.every(directory, until)]
     if dist.is_initialized():  # all look at the same ones
         dist.broadcast_object_list(listed, src=0)
     faults = []
@@ -87,6 +90,9 @@ def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: in
         return None
 
     mine = sorted(name for name in sums if wanted(name))[rank::size]
+    strange = [p for p in checkpoint.glob("*.safetensors") if p.name not in sums and rank == 0]
+    if strange:  # it would be read too
+        return [f"{path} is not in {SUMS}: it is no part of the checkpoint" for path in strange]
     with ThreadPoolExecutor(4) as pool:
         return [found for found in pool.map(fault, mine) if found]
 
@@ -97,9 +103,13 @@ def _read_sums(path: Path) -> dict[str, str]:
     sums = {}
     for line in path.read_text(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
-        if len(digest) != 64 or not name.endswith("\n") or ".." in Path(name).parts:
+        if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
             raise ValueError(f"{path} is damaged: it has the line {line!r}")
         sums[name.removesuffix("\n")] = digest
     if files.RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {files.RUN}")
     return sums
+
+
+def _is_outside(name: str) -> bool:
+    return Path(name).is_absolute() or ".." in Path(name).parts

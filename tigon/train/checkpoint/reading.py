@@ -49,13 +49,25 @@ def _check_names(
     reader: HuggingFaceStorageReader,
     optional: Callable[[str], bool],
 ) -> None:
-    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    try:
+        stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
     missing = sorted(state.keys() - stored.keys())
     unexpected = sorted(stored.keys() - state.keys())
     if not any(optional(name) for name in state):
         unexpected = [name for name in unexpected if not optional(name)]
-    wrong = sorted(n for n in state.keys() & stored.keys() if stored[n].size != state[n].size())
-    for fault, names in (("lacks", missing), ("also has", unexpected), ("resizes", wrong)):
+    both = state.keys() & stored.keys()
+    wrong = sorted(n for n in both if stored[n].size != state[n].size())
+    holes = sorted(
+        n for n in both if sum(c.sizes.numel() for c in stored[n].chunks) < state[n].numel()
+    )
+    for fault, names in (
+        ("lacks", missing),
+        ("also has", unexpected),
+        ("resizes", wrong),
+        ("lacks rows of", holes),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(

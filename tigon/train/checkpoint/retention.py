@@ -33,7 +33,7 @@ class Keep:
         if self.hours:
             last = -math.inf
             for s in ordered:
-                if s.time >= last + 3600 * self.hours:
+                if abs(s.time - last) >= 3600 * self.hours:  # a clock may have been put back
                     last = s.time
                     kept.add(s.step)
         return kept

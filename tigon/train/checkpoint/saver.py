@@ -152,12 +152,15 @@ class Saver:
             raise OSError("one of that name is being read by another process")
         os.rename(partial, target)
         fsync(self.directory)
-        losses = {
-            row["step"]: row["eval_loss"]
-            for row in read_metrics(self.metrics)
-            if row.get("eval_loss") is not None
-        }
-        prune(self.directory, step, self.keep, losses)
+        try:
+            losses = {
+                row["step"]: row["eval_loss"]
+                for row in read_metrics(self.metrics)
+                if row.get("eval_loss") is not None
+            }
+            prune(self.directory, step, self.keep, losses)
+        except OSError as error:  # the new one is whole
+            self.world.say(f"an older checkpoint could not be removed: {error}")
 
     def wait(self) -> None:
         """Until the save in flight is on the disk; raises SaveError, on all ranks, if it failed."""

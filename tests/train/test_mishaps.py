@@ -1,0 +1,330 @@
+"""What befalls runs: kills between two files, damaged leftovers, logs that nobody reads."""
+
+import gzip
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.train.test_claim import ROOT
+from tigon.data.lines import _Frames
+from tigon.train import checkpoint, loop, main, processes, record
+from tigon.train.checkpoint import files, retention
+from tigon.train.checkpoint.retention import Keep, Saved
+from tigon.train.claim import claim
+from tigon.train.config import load
+from tigon.train.record import read_metrics
+
+
+def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
+    """A damaged one of a later step was passed over when the run went on from one before it."""
+    run = shutil.copytree(finished, workspace.root / "later")
+    damaged = run / "checkpoints/step-00000003/weights-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 0x7F
+    damaged.write_bytes(content)
+    poisoned(2)
+    settings = {"steps": 4, "save_every": 10, "nonfinite": "rollback", "keep_last": 0}
+    main(workspace.settings("later", **settings, resume="auto"))
+    state = checkpoint.facts(run / "checkpoints/step-00000004")["state"]
+    assert (state["rollbacks"], state["offset"]) == (1, 1)
+    assert workspace.metrics("later", "step") == [1, 2, 3, 4]
+
+
+def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):
+    poisoned(3)
+    judge = loop.guard.judge
+
+    def damage(run, step, values):
+        if step == 3:
+            run.saver.wait()
+            weights = run.saver.directory / "step-00000003/weights-00000.safetensors"
+            content = bytearray(weights.read_bytes())
+            content[-5] ^= 0x7F
+            weights.write_bytes(content)
+        return judge(run, step, values)
+
+    monkeypatch.setattr(loop.guard, "judge", damage)
+    settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
+    main(workspace.settings("rot", **settings))
+    printed = capsys.readouterr().out
+    assert "step-00000003/weights-00000.safetensors is damaged" in printed
+    assert "step-00000002: step 3 takes the rows after" in printed
+    assert workspace.metrics("rot", "step") == [1, 2, 3, 4]
+
+
+def test_processes_of_one_name_do_not_share_a_run(workspace, tmp_path):
+    """In two containers both may be process 1 of one host."""
+    config = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
+    code = (
+        "import fcntl, os, sys, time\n"
+        "f = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "fcntl.flock(f, fcntl.LOCK_EX)\n"
+        "os.write(f, sys.argv[2].encode())\n"
+        "print('held', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with claim(config):
+        me = Path(config.run_dir, ".lock").read_text()
+    Path(config.run_dir).mkdir()
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, f"{config.run_dir}/.lock", me], stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(FileExistsError, match=f"is in use by {me}"), claim(config):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_lock_is_no_link_to_a_file_of_somebody(workspace, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("as it was")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock").symlink_to(precious)
+    (tmp_path / "run/.config.yaml.partial").symlink_to(precious)
+    settings = workspace.settings("x", run_dir=tmp_path / "run")
+    with pytest.raises(SystemExit, match=r"\.lock"):
+        main(settings)
+    (tmp_path / "run/.lock").unlink()
+    (tmp_path / "run/.lock").touch()
+    main([*settings, "steps=1"])
+    assert precious.read_text() == "as it was"
+
+
+def test_killed_in_the_export_of_the_best_it_is_exported_again(workspace, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    settings = workspace.settings(
+        "best", steps=2, eval_data=workspace.held_out, hf_best="true", save_every=1, resume="auto"
+    )
+
+    def killed(run, target):
+        raise Killed
+
+    export = loop.export_best.__globals__["export"]
+    monkeypatch.setitem(loop.export_best.__globals__, "export", killed)
+    with pytest.raises(Killed):
+        main(settings)
+    monkeypatch.setitem(loop.export_best.__globals__, "export", export)
+    main(settings)
+    assert (workspace.root / "best/hf-best/model.safetensors").exists()
+    assert len(workspace.metrics("best", "eval_loss")) == 1
+
+
+def test_rows_that_a_crash_has_left_in_pieces(workspace, finished, tmp_path):
+    """A machine that loses power may leave zeros where rows were."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0" * 300 + b'\n{"step": 4, "lo\n\xff\n[4]\n{"step": 5}')
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+    (run / ".exported").write_text("")
+    main(workspace.settings("x", run_dir=run, steps=4, resume="auto", export="true"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(workspace, monkeypatch, capsys):
+    def busy(path):
+        raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(files.shutil, "rmtree", busy)
+    main(workspace.settings("busy", steps=4, save_every=1, keep_last=1))
+    assert "could not be removed: [Errno 16]" in capsys.readouterr().out
+    assert checkpoint.step_of(checkpoint.latest(workspace.root / "busy/checkpoints")) == 4
+
+
+def test_a_checkpoint_that_was_moved_elsewhere_and_linked(tmp_path):
+    (tmp_path / "disk/step-00000001").mkdir(parents=True)
+    (tmp_path / "disk/step-00000001/run.json").write_text("{}")
+    directory = tmp_path / "checkpoints"
+    for step in (2, 3):
+        (directory / f"step-{step:08d}").mkdir(parents=True)
+    (directory / "step-00000001").symlink_to(tmp_path / "disk/step-00000001")
+    (directory / "step-00000009").write_text("no directory")
+    retention.prune(directory, 3, Keep(last=1), {})
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000003", "step-00000009"]
+    assert (tmp_path / "disk/step-00000001/run.json").exists()
+    assert checkpoint.latest(directory) == directory / "step-00000003"
+
+
+def test_a_clock_that_was_put_back_still_keeps_one_every_hour():
+    hours = [900, 0, 1, 2]
+    saved = [Saved(step, 3600.0 * hour) for step, hour in enumerate(hours)]
+    assert Keep(last=1, hours=1).choose(saved) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": [1]}, "its config is no JSON object"),
+        ({"state": 3}, "its state is no JSON object"),
+        ({"state": {"wisdom": 1}}, "the state of another version"),
+        ({"state": {"best_loss": "low"}}, "the state of another version"),
+        ({"config": None}, "its config is no JSON object"),
+        ({"step": 2}, "is of step 2: give it its own name back"),
+    ],
+)
+def test_facts_of_the_wrong_kind(change, message, workspace, finished, tmp_path):
+    source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
+    facts = json.loads((source / "run.json").read_text()) | change
+    (source / "run.json").write_text(json.dumps(facts))
+    (source / "SHA256SUMS").unlink()
+    known = {"run.json": checkpoint.integrity.checksum(source / "run.json")}
+    checkpoint.integrity.write_sums(source, known)
+    with pytest.raises(SystemExit, match=message):
+        main(workspace.settings("x", run_dir=tmp_path / "run", resume=source))
+
+
+@pytest.mark.parametrize("how", ["closed", "full"])
+def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
+    """As with `| tee log`, which Ctrl-C ends before the run has saved its checkpoint."""
+    run = f"unread-{how}"
+    code = (
+        "import sys, torch\ntorch.set_num_threads(1)\n"
+        "from tigon.train import main\nmain(sys.argv[1:])"
+    )
+    settings = workspace.settings(run, steps=2, log_every=1)
+    read, write = os.pipe()
+    if how == "full":
+        os.close(write)
+        write = os.open("/dev/full", os.O_WRONLY)
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *settings], cwd=ROOT, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert checkpoint.latest(workspace.root / run / "checkpoints") is not None
+
+
+def test_a_run_needs_no_git(workspace, world, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "no git" in record._versions(world)
+
+
+def test_a_signal_before_there_are_ranks_reaches_them(monkeypatch):
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        os.kill(os.getpid(), signal.SIGTERM)  # between the handler and the rank
+        return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    code, _ = processes.run_ranks(1, [])
+    assert code == 128 + signal.SIGTERM
+
+
+def test_an_export_on_a_full_disk_leaves_nothing(workspace, monkeypatch):
+    def full(self, directory, **options):
+        Path(directory).mkdir()
+        Path(directory, "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tigon.models.CausalLM.save_pretrained", full)
+    with pytest.raises(SystemExit, match=r"became full while .*hf.partial was written"):
+        main(workspace.settings("no-room", steps=1, export="true"))
+    assert not list((workspace.root / "no-room").glob(".hf*"))
+    assert torch.is_grad_enabled()
+
+
+def test_a_tensor_file_without_a_checksum_is_not_read(finished, tmp_path):
+    source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
+    shutil.copy(source / "weights-00000.safetensors", source / "weights-00001.safetensors")
+    with pytest.raises(ValueError, match=r"weights-00001.safetensors is not in SHA256SUMS"):
+        checkpoint.verify(source)
+
+
+def test_rows_that_no_file_has_are_missed(state, tmp_path):
+    """Memory that nothing was read into would be taken for weights."""
+    with checkpoint.Saver(tmp_path, state.world) as to:
+        target = state.save(to, 1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    file = target / "weights-00000.safetensors"
+    tensors = load_file(file)
+    offsets = {n: {"saved_offsets": [0] * t.dim()} for n, t in tensors.items()}
+    tensors[name] = tensors[name][5:].contiguous()
+    offsets[name] = {"saved_offsets": [5, 0]}
+    save_file(tensors, file, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    with pytest.raises(ValueError, match=f"lacks rows of {name}"):
+        checkpoint.load(target, state.model)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"weight": 1e39}, r"'weight'=1e\+39 must be 0 or from 1e-30 to 1e\+30"),
+        ({"weight": 1e-50}, "'weight'=1e-50 must be 0 or from"),
+        ({"weight": 10**400}, "'weight'=1000.* must be 0 or from"),
+        ({"tools": "[" * 100_000}, "is nested too deeply"),
+        ({"chat_template_kwargs": {"a": json.loads("[" * 900 + "]" * 900)}}, "nested too deeply"),
+    ],
+)
+def test_a_row_that_is_out_of_bounds_is_named(row, message, workspace, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages} | row) + "\n")
+    with pytest.raises(SystemExit, match=rf"rows.jsonl:1: .*{message}"):
+        main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
+
+
+def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path, capfd):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages, "k\ud800": 1}) + "\n")
+    code = "import sys\nfrom tigon.train import main\nmain(sys.argv[1:])"
+    settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
+    subprocess.run([sys.executable, "-c", code, *settings], cwd=ROOT, check=True)
+    assert r"k\ud800" in capfd.readouterr().out
+
+
+def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_path):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "only here"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages}) + '\n{"messages": 5}\n')
+    settings = workspace.settings("x", data=data, batch_size=1, steps=1)
+    main([*settings, f"run_dir={tmp_path}/skip", "bad_rows=skip"])
+    with pytest.raises(SystemExit, match=r"rows.jsonl:2: 'messages' must be a list"):
+        main([*settings, f"run_dir={tmp_path}/error"])
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, monkeypatch):
+    """A gigabyte of it may be a few kilobytes on the disk."""
+    monkeypatch.setattr("tigon.data.lines.LARGEST", 2**20)
+    data = tmp_path / "rows.jsonl.gz"
+    with gzip.open(data, "wb") as file:
+        file.write(b'{"messages": []}\n{"messages": "' + b"a" * 2**24)
+    with pytest.raises(SystemExit, match=r"rows.jsonl.gz:2: a row of more than 1,048,576 bytes"):
+        main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
+
+
+def test_zeros_that_are_compressed_well_do_not_fill_the_memory():
+    zstandard = pytest.importorskip("zstandard")
+    bomb = zstandard.compress(bytes(2**29))  # 16 KiB
+    sizes = []
+
+    class Frame:
+        def __init__(self):
+            self.frame = zstandard.ZstdDecompressor().decompressobj()
+
+        def __getattr__(self, name):
+            return getattr(self.frame, name)
+
+        def decompress(self, data):
+            sizes.append(len(text := self.frame.decompress(data)))
+            return text
+
+    with io.BufferedReader(_Frames(io.BytesIO(bomb), Frame), 2**20) as file:
+        assert sum(map(len, iter(lambda: file.read(2**22), b""))) == 2**29
+    assert max(sizes) < 2**28

@@ -63,8 +63,9 @@ def test_data_of_another_kind_says_what_it_is(fails, tmp_path):
 
 
 def test_what_is_left_out_says_why(workspace, capsys):
-    for truncate, why in (("true", "has nothing to learn within"), ("false", "is longer than")):
-        settings = workspace.settings("x", seq_len=24, truncate=truncate, steps=1)
+    reasons = ((24, "true", "has nothing to learn within"), (40, "false", "is longer than"))
+    for seq_len, truncate, why in reasons:
+        settings = workspace.settings("x", seq_len=seq_len, truncate=truncate, steps=1)
         data = [s for s in settings if s.startswith(("model=", "data=", "seq_len=", "truncate="))]
         pack(data)
         assert f"left out: what {why} seq_len" in capsys.readouterr().out

@@ -44,7 +44,12 @@ def test_help_names_every_setting_with_its_default():
         ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
         ("report_to=wandb", "a run writes metrics.jsonl"),
         ("lora_r=8", "there are no adapters"),
-        ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; known: model, "),
+        ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
+        ("train_on_inputs=true", "here: train_on: assistant .* is false, all is true"),
+        ("roles_to_train=[user]", "here: train_on"),
+        ("load_best_model_at_end=true", "here: hf_best=true exports the best to run_dir/hf-best"),
+        ("dataset.source=a", "unknown setting 'dataset.source'; here: data: files"),
+        ("optimizer.lr=1", "unknown setting 'optimizer.lr'; here: lr"),
         ("lr=inf", "lr=inf must be finite"),
         ("patience=2", "patience=2 needs eval_data and eval_every"),
         ("batchsize=1", "unknown setting 'batchsize'; did you mean 'batch_size'"),
@@ -61,7 +66,7 @@ def test_help_names_every_setting_with_its_default():
         ("lr=nan", "lr=nan must be at least 0"),
         ("batch_size=0", "batch_size=0 must be at least 1"),
         ("micro_batch_size=3", "batch_size=8 must be a multiple of micro_batch_size=3"),
-        ("init=config.json", "exactly one of model .* and init"),
+        ("init=c.json", "exactly one of model .* and init .* there are model=m and init=c.json"),
         ("run_dir=", "run_dir is required"),
         ("seed", "'seed': settings are given as key=value or --key value"),
         ("dtype=float32 --param-dtype bfloat16", "dtype='float32 --param-dtype bfloat16' is not"),
@@ -86,6 +91,21 @@ def test_bad_pairs_of_settings():
         load(None, [*NEEDED, "param_dtype=bfloat16", "dtype=float32"])
     with pytest.raises(ValueError, match="tokenizer is required with init"):
         load(None, ["run_dir=a", "data=b", "init=c.json"])
+
+
+def test_all_unknown_settings_are_named_at_once():
+    with pytest.raises(ValueError, match="3 unknown settings") as error:
+        load(None, [*NEEDED, "base_model=m", "num_epochs=2", "val_set_size=0.1"])
+    told = str(error.value).splitlines()[1:]
+    assert told[:2] == ["  'base_model'; here: model", "  'num_epochs'; here: epochs"]
+    assert told[2].startswith("  'val_set_size'; here: eval_data")
+
+
+def test_data_in_place_of_a_config(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(ValueError, match=r"no YAML file of settings: give data as data=.*chats"):
+        load(path)
 
 
 def test_bad_files_are_named(tmp_path):

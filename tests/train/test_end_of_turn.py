@@ -11,7 +11,7 @@ import tigon
 from tests.small import CHATML
 from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer
-from tigon.train import main
+from tigon.train import main, pack
 from tigon.train.matching import stop_at
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -102,7 +102,12 @@ def test_the_tokenizers_eos_stays_where_the_template_writes_it(base: Path) -> No
         assert tokenizer.eos_token_id == expected
 
 
-def test_seq_len_beyond_the_models_context(workspace: Any, tmp_path: Path) -> None:
+def test_seq_len_beyond_the_models_context(
+    workspace: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="seq_len=513 is more than the model's context of 512 tok"):
         main(workspace.settings("x", run_dir=tmp_path / "run", seq_len=513))
     assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="seq_len=513 is more than the model's context of 512 tok"):
+        pack([f"model={workspace.model}", f"data={workspace.data}", "seq_len=513"])
+    assert capsys.readouterr().out == ""  # before the data are made, which may take long

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.small import LLAMA, write_model
-from tigon.train import main
+from tigon.train import load, main, pack
+from tigon.train.build import without_effect
 
 
 @pytest.fixture
@@ -47,7 +48,57 @@ def test_data(fails, workspace, tmp_path):
     fails(r"no example of .* has anything to learn within seq_len 4", "seq_len=4")
 
 
+def test_data_of_another_kind_says_what_it_is(fails, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "a"}\n')
+    fails(r"data\.jsonl:1: its keys 'text' are those of task=pretrain", f"data={path}")
+    fails("its keys 'messages' are those of task=sft", "task=pretrain")
+    path.write_text('{\n  "messages": []\n}\n')
+    fails("data.jsonl:1: not valid JSON: .*; each line must be a whole object", f"data={path}")
+    path.write_text("[]\n")
+    fails(r"not a list; one list of all rows is a \.json file", f"data={path}")
+    path.write_text('{"dialog": [{"role": "user", "content": "a"}]}\n')
+    renamed = "columns={messages: dialog}"
+    fails(r"by columns=, 'messages' is called 'dialog' \(an entry of", renamed)
+
+
+def test_what_is_left_out_says_why(workspace, capsys):
+    reasons = ((24, "true", "has nothing to learn within"), (40, "false", "is longer than"))
+    for seq_len, truncate, why in reasons:
+        settings = workspace.settings("x", seq_len=seq_len, truncate=truncate, steps=1)
+        data = [s for s in settings if s.startswith(("model=", "data=", "seq_len=", "truncate="))]
+        pack(data)
+        assert f"left out: what {why} seq_len" in capsys.readouterr().out
+
+
+def test_settings_without_effect_are_noted(workspace, tmp_path):
+    def notes(**settings):
+        given = {"steps": 6, "eval_data": "[]", **settings}
+        config = load(None, workspace.settings("x", run_dir=tmp_path / "run", **given))
+        return " ".join(without_effect(config, 6))
+
+    assert notes() == notes(warmup_steps=5) == notes(spike="stop", spike_sigma=6) == ""
+    assert notes(warmup_steps=6) == "lr=0.003 is not reached: warmup_steps=6"
+    assert notes(eval_every=2, eval_metrics="nll") == (
+        "without eval_data, nothing comes of eval_every, eval_metrics"
+    )
+    assert "spike=stop needs spike_sigma" in notes(spike="stop")
+    held_out = {"eval_data": workspace.data, "keep_best": 1}
+    assert "keep_best=1: no step before the last" in notes(**held_out, eval_every=2)
+    assert "keep_best" in notes(**held_out, eval_every=2, save_every=3)
+    assert notes(**held_out, eval_every=2, save_every=4) == ""
+
+
+def test_run_dir_that_cannot_be_made(workspace, tmp_path):
+    (tmp_path / "file").write_text("")
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(SystemExit, match=f"run_dir={run_dir} cannot be made: "):
+            main(workspace.settings("x", run_dir=run_dir))
+
+
 def test_models(fails, workspace, tmp_path):
+    (tmp_path / "old" / "checkpoints").mkdir(parents=True)
+    fails("old is a run or a checkpoint of one: give its run_dir/hf", f"model={tmp_path}/old")
     fails("nowhere", f"model={tmp_path}/nowhere")
     config = tmp_path / "config.json"
     tokenizer = f"tokenizer={workspace.model}"

@@ -67,7 +67,8 @@ class Format:
         for ours, theirs in self.columns.items():
             if ours not in KEYS:
                 raise ValueError(
-                    f"columns: {ours!r} is no key that is read; they are {', '.join(KEYS)}"
+                    f"columns: {ours!r} is no key of a row that is read; they are "
+                    f"{', '.join(KEYS)}, as in columns={{messages: dialog}}"
                 )
             if not isinstance(theirs, str):
                 raise ValueError(f"columns: {ours}={theirs!r} must be the name of a key")
@@ -104,10 +105,21 @@ class Format:
                 f"its keys {_names(row)} fit several formats: say which with "
                 f"format={' or format='.join(fits)}"
             )
+        other = [kind for kind in REQUIRED if kind not in accepted and form._fits(row, kind)]
+        if self.kind is None and other:
+            task = "pretrain" if other[0] in TEXTS else "sft"
+            raise ValueError(f"its keys {_names(row)} are those of task={task}")
         raise ValueError(
             f"needs the keys of one of the formats {expected}; its keys are {_names(row)}; "
-            "columns= gives keys of other names, as in columns={messages: dialog}"
+            + self._about_columns()
         )
+
+    def _about_columns(self) -> str:
+        """For an error; the columns may be those of all sources, and not meant for this one."""
+        if not self.columns:
+            return "columns= gives keys of other names, as in columns={messages: dialog}"
+        named = ", ".join(f"{ours!r} is called {theirs!r}" for ours, theirs in self.columns.items())
+        return f"by columns=, {named} (an entry of data or eval_data may have columns of its own)"
 
     def _fits(self, row: Row, kind: str) -> bool:
         if any(self.get(row, ours) is None for ours in REQUIRED[kind]):

@@ -188,11 +188,15 @@ def _suffix(name: str) -> str:
 
 def _parse(raw: bytes) -> Row | ValueError:
     try:
-        return _checked(json.loads(raw))
+        row = json.loads(raw)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
-        return ValueError(f"not valid JSON: {error}")
+        split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
+        return ValueError(f"not valid JSON: {error}{split}")
     except RecursionError:
         return ValueError("not valid JSON: nested too deeply")
+    if isinstance(row, list):
+        return ValueError("needs a JSON object, not a list; one list of all rows is a .json file")
+    return _checked(row)
 
 
 def _checked(row: Any) -> Row | ValueError:

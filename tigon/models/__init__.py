@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import _load, families
 from tigon.models._batch import Batch
-from tigon.models._load import LoadOptions, build, load_weights, materialize
+from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._save import write_description
@@ -46,6 +46,7 @@ __all__ = [
     "from_pretrained",
     "load_weights",
     "materialize",
+    "read_config",
     "write_description",
 ]
 if not TYPE_CHECKING:  # type checkers read the import of families instead

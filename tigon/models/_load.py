@@ -69,25 +69,31 @@ def build(
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
     """
-    source = _text_config(_read_json(repository.file("config.json")))
-    kind = source.get("model_type")
+    cls, config = read_config(repository, models)
     with _named(f"{repository.name}/config.json"):
-        if not isinstance(kind, str) or kind not in models:
-            raise ConfigError(f"model_type {kind!r} is not {' or '.join(map(repr, models))}")
-        config = models[kind].config_class.from_dict(source)
         checkpoint = Checkpoint.open(repository)  # may download: after all that needs no weights
         config = _settle_tie(config, checkpoint)
         if dtype == "auto":
             dtype = _dtype_of(config, checkpoint)
         elif dtype not in DTYPES:
             raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
-        stacked = models[kind].checkpoint_names.stacked_in(checkpoint.tensors)
+        stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         config = replace(config, source=replace(config.source, stacked_experts=stacked))
-        model = on_meta(models[kind], config, dtype)
+        model = on_meta(cls, config, dtype)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = _read_json(generation)
     return model, checkpoint
+
+
+def read_config(repository: Repository, models: Mapping[str, type[M]]) -> tuple[type[M], Config]:
+    """The class of the repository's model and its config.json; no weights are looked at."""
+    source = _text_config(_read_json(repository.file("config.json")))
+    kind = source.get("model_type")
+    with _named(f"{repository.name}/config.json"):
+        if not isinstance(kind, str) or kind not in models:
+            raise ConfigError(f"model_type {kind!r} is not {' or '.join(map(repr, models))}")
+        return models[kind], models[kind].config_class.from_dict(source)
 
 
 @contextmanager

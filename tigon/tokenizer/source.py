@@ -30,8 +30,9 @@ def find_files(repository: Repository) -> dict[str, Path]:
         kin = [
             n for n in repository.listing() if re.search(r"token|tekken|vocab|merges|\.model", n)
         ]
+        only = f", only {', '.join(kin)}" if kin else ""
         raise FileNotFoundError(
-            f"{repository.name} has no tokenizer.json, only {', '.join(kin) or 'nothing like it'}: "
+            f"{repository.name} has no tokenizer.json{only}: "
             "make one with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     files = {name: path for name in _FILES if (path := repository.optional_file(name))}

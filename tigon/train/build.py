@@ -71,6 +71,7 @@ def prepare(config: Config, world: World) -> Run:
             cursor = checkpoint.facts(source).get("cursor")
     with world.together():
         tokenizer = load_tokenizer(config, source)
+        check_context(config, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.eval_data:
@@ -85,7 +86,6 @@ def prepare(config: Config, world: World) -> Run:
     with world.together():
         seed_everything(config, world)
         model = build_model(config, world, source)
-        check_context(model, config)
         stop_at(model, tokenizer, objective.ends)
         for loader in filter(None, (data, eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
@@ -98,10 +98,13 @@ def prepare(config: Config, world: World) -> Run:
     steps = config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
     size = sum(p.numel() for p in model.parameters())
     where = f"{world.size} x {world.device.type}"
+    each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     world.say(
         f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
-        f"steps: {start} to {steps}, {data.steps_per_epoch or 'unknown'} an epoch"
+        f"steps: {start} to {steps}{each}"
     )
+    for notice in without_effect(config, steps):
+        world.say(f"note: {notice}")
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
@@ -112,6 +115,28 @@ def prepare(config: Config, world: World) -> Run:
         config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
         saver,
     )  # fmt: skip
+
+
+def without_effect(config: Config, steps: int) -> list[str]:
+    """Settings that cannot do what they are for, given the others."""
+    found = []
+    if config.warmup_steps >= steps > 0:
+        found.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
+    if not config.eval_data:
+        default = Config.__dataclass_fields__
+        names = [n for n in default if n.startswith("eval_")]
+        idle = [n for n in names if getattr(config, n) not in (default[n].default, ())]
+        if idle:
+            found.append(f"without eval_data, nothing comes of {', '.join(idle)}")
+    both = math.lcm(config.eval_every, config.save_every)
+    if config.keep_best and not 0 < both < steps:
+        found.append(
+            f"keep_best={config.keep_best}: no step before the last is both evaluated and saved; "
+            "give eval_every and save_every a common multiple"
+        )
+    if config.spike != Config.spike and not config.spike_sigma:
+        found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
+    return found
 
 
 def check_machine(config: Config, world: World) -> None:
@@ -154,6 +179,12 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
             atexit.register(shutil.rmtree, copy, ignore_errors=True)
             Tokenizer.from_pretrained(source).save_pretrained(copy)
             return Tokenizer.from_pretrained(copy)
+    base = Path(config.model)
+    if config.model and ((base / "checkpoints").is_dir() or (base / "run.json").is_file()):
+        raise ValueError(
+            f"model={base} is a run or a checkpoint of one: give its run_dir/hf, or what "
+            f"`tigon export {base} DIRECTORY` makes of it"
+        )
     tokenizer = Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )

@@ -26,7 +26,10 @@ def claim(config: Config) -> Iterator[None]:
     """
     path = Path(config.run_dir)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"run_dir={path} cannot be made: {error}") from None
     begun = (path / LOCK).exists() or (path / "metrics.jsonl").exists()
     descriptor = _lock(path / LOCK)
     try:

@@ -29,6 +29,8 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
   --print-config   the settings as they would be used, as YAML
 """
 
+DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
+
 
 @dataclass(frozen=True)
 class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings):
@@ -40,8 +42,9 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
             if not getattr(self, name):
                 raise ValueError(f"{name} is required: {_help(name)}")
         if bool(self.model) == bool(self.init):
+            both = f"; there are model={self.model} and init={self.init}" if self.model else ""
             raise ValueError(
-                "exactly one of model (to fine-tune) and init (from scratch) is needed"
+                f"exactly one of model (to fine-tune) and init (from scratch) is needed{both}"
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
@@ -72,6 +75,8 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     if path is not None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"no config file {path}")
+        if Path(path).suffix in DATA:
+            raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
         try:
             read = yaml.load(Path(path).read_text(), _Unique) or {}
         except yaml.YAMLError as error:
@@ -90,9 +95,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
     known = Config.__dataclass_fields__
-    for name in values:
-        if name not in known:
-            raise strict.ConfigError(f"unknown setting {name!r}; {answer(str(name), known)}")
+    wrong = [f"{name!r}; {answer(str(name), known)}" for name in values if name not in known]
+    if len(wrong) > 1:
+        raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
+    if wrong:
+        raise strict.ConfigError(f"unknown setting {wrong[0]}")
     return strict.read(Config, values, parse=parse)
 
 

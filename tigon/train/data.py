@@ -104,6 +104,9 @@ def describe(
         f"{report.examples:,} examples, {report.tokens:,} tokens, {report.rows:,} rows{waste}; "
         f"{report.truncated:,} cut to seq_len {config.seq_len}, {report.dropped:,} left out"
     ]
+    if report.dropped:
+        why = "has nothing to learn within" if config.truncate else "is longer than"
+        lines[0] += f": what {why} seq_len"
     if order.weights is not None:
         lines += shares(order, entries)
     rows = sum((part.report for part in windows.corpus.parts), Report())

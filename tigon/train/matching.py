@@ -2,15 +2,19 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.model import context_of
 
 
-def check_context(model: CausalLM, config: Config) -> None:
-    """ValueError for rows that are longer than what the model can read."""
-    context = model.config.max_position_embeddings
+def check_context(config: Config, source: Path | None = None) -> None:
+    """ValueError for rows that are longer than what the model can read. Before they are made:
+    that may take long, and a cache for such a run would be of no use.
+    """
+    context = context_of(config, source)
     if config.seq_len > context:
         raise ValueError(
             f"seq_len={config.seq_len} is more than the model's context of {context} tokens "

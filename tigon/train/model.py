@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tigon.layers import SparseMoE
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize, read_config
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
@@ -31,7 +31,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
     elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
-        model = _from_config(Path(config.init), dtype)
+        model = _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "cpu")
         if sharded:
             shard(model, world, compute)
         model.to(world.device)
@@ -66,6 +66,17 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
     return model
 
 
+def context_of(config: Config, source: Path | None = None) -> int:
+    """The tokens that the model can read at once, from its config.json alone."""
+    if source is not None and not checkpoint.is_legacy(source):
+        read = _config_of(json.loads((source / "config.json").read_text()), source)
+    elif config.init:
+        read = _config_of(_read_init(Path(config.init)), Path(config.init))
+    else:
+        read = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+    return read.max_position_embeddings
+
+
 def has_experts(model: CausalLM) -> bool:
     """Whether any of its layers is a mixture of experts."""
     return any(isinstance(module, SparseMoE) for module in model.modules())
@@ -87,14 +98,19 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
 
 
-def _from_config(path: Path, dtype: torch.dtype) -> CausalLM:
+def _read_init(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"init={path} is not a config.json file")
-    return _from_values(json.loads(path.read_text()), path, dtype, "cpu")
+    return json.loads(path.read_text())
 
 
-def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
+def _config_of(values: dict[str, Any], origin: Path) -> Any:
     kind = values.get("model_type")
     if kind not in MODELS:
         raise ValueError(f"{origin}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    return MODELS[kind].from_config(values, dtype=dtype, device=device)
+    return MODELS[kind].config_class.from_dict(values)
+
+
+def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
+    config = _config_of(values, origin)
+    return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)

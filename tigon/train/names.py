@@ -9,7 +9,10 @@ ADAPTERS = "all weights are trained: there are no adapters"
 NOT_LOGGED = "a run writes metrics.jsonl and loss.png, and sends nothing anywhere"
 SHARDING = "nothing to set: weights, gradients and AdamW's state are sharded over all ranks"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
-BEST = "patience ends a run that no longer improves; its best evaluation is reported"
+BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
+LEARNED = "train_on: assistant (the default), last or all"
+AHEAD = "nothing to set: a thread makes the next batches ahead"
+END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
@@ -18,7 +21,7 @@ OTHERS = {
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
-    "assistant_only_loss": "nothing to set: task=sft learns what the assistant says",
+    "assistant_only_loss": LEARNED,
     "attn_implementation": "attention",
     "attention_backend": "attention",
     "attn_type": "attention",
@@ -28,7 +31,7 @@ OTHERS = {
     "checkpoint": "model, to start from; resume, to go on from one",
     "checkpointing_steps": "save_every",
     "chat_template_path": "chat_template",
-    "completion_only_loss": "nothing to set: task=sft learns what the assistant says",
+    "completion_only_loss": LEARNED,
     "dataset": "data: files or globs",
     "dataset_name": "data: files or globs",
     "dataset_path": "data: files or globs",
@@ -122,7 +125,39 @@ OTHERS = {
     "total_steps": "steps",
     "train_data": "data",
     "train_file": "data",
-    "train_on_inputs": "task=sft learns what the assistant says",
+    "train_on_inputs": "train_on: assistant (the default) is false, all is true",
+    "train_on_input": "train_on: assistant (the default) is false, all is true",
+    "train_on_prompt": "train_on: assistant (the default) is false, all is true",
+    "mask_prompt": "train_on: assistant (the default) is true, all is false",
+    "roles_to_train": LEARNED,
+    "train_on_eos": END,
+    "eos_token": END,
+    "special_tokens": "the tokenizer's own: tokenizer= takes a directory with others",
+    "dataloader_num_workers": AHEAD,
+    "dataloader_prefetch_factor": AHEAD,
+    "dataset_num_proc": "workers",
+    "dataset_processes": "workers",
+    "preprocessing_num_workers": "workers",
+    "dataset_prepared_path": "nothing to set: $TIGON_CACHE is where tokenised data is kept",
+    "dataset_text_field": "columns={text: NAME}, with task=pretrain",
+    "dataset_kwargs": "data: files or globs",
+    "group_by_length": "nothing to set: rows are packed, and dealt to ranks by their cost",
+    "length_column_name": "nothing to set: rows are packed, and dealt to ranks by their cost",
+    "padding_free": "packing",
+    "pad_to_sequence_len": "nothing to set: packed rows have seq_len tokens",
+    "eval_packing": "packing, which is for both",
+    "eval_sample_packing": "packing, which is for both",
+    "neftune_noise_alpha": "no noise is added to embeddings",
+    "metric_for_best_model": "nothing to set: the best has the lowest eval loss",
+    "greater_is_better": "nothing to set: the best has the lowest eval loss",
+    "saves_per_epoch": "save_every: steps between checkpoints",
+    "logging_dir": "run_dir",
+    "use_cpu": "device=cpu",
+    "no_cuda": "device=cpu",
+    "streaming_multipack_buffer_size": "shuffle_window",
+    "shuffle_buffer_size": "shuffle_window",
+    "shuffle": "nothing to set: training data is shuffled, by seed",
+    "test_datasets": "eval_data",
     "train_steps": "steps",
     "use_liger_kernel": "nothing to set: the kernels are fused already",
     "val_set_size": "eval_data: files that are held out",
@@ -139,8 +174,13 @@ def answer(name: str, known: Iterable[str]) -> str:
     known = list(known)
     if name in OTHERS:
         return f"here: {OTHERS[name]}"
+    if "." in name:  # optimizer.lr, dataset.source
+        first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
+        for part in (last, first):
+            if part in known or part in OTHERS:
+                return f"here: {OTHERS.get(part, part)}"
     close = difflib.get_close_matches(name, [*known, *OTHERS], n=1, cutoff=0.7)
     if close and close[0] in OTHERS and close[0] not in known:
         return f"if {close[0]!r} is meant, here: {OTHERS[close[0]]}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "`tigon train --help` lists all"

@@ -7,6 +7,7 @@ from tigon.data import cache_root
 from tigon.train.build import load_tokenizer
 from tigon.train.config import load
 from tigon.train.data import build_loader
+from tigon.train.matching import check_context
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import start
 
@@ -30,6 +31,7 @@ def pack(arguments: Sequence[str]) -> None:
     with start("cpu") as world:
         objective = find_objective(config.task)(config, world)
         tokenizer = load_tokenizer(config)
+        check_context(config)
         build_loader(objective, config.data, tokenizer)
         if config.eval_data:
             build_loader(objective, config.eval_data, tokenizer, held_out=True)

@@ -10,6 +10,8 @@ from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
 
+AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
+
 
 def find(config: Config, world: World) -> Path | None:
     """The checkpoint to resume from, or None to begin; `claim` has seen to the run directory.
@@ -52,7 +54,7 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     settings = {field.name: field for field in fields(Config)}
     before = {name: field.default for name, field in settings.items()} | was["config"]
     changed = {
-        name: f"{name} {before[name]!r} -> {value!r}"
+        name: f"{name} {json.dumps(before[name])} -> {json.dumps(value)}"
         for name, value in now["config"].items()
         if name not in ("resume", "run_dir") and json.loads(json.dumps(before[name])) != value
     }
@@ -60,7 +62,10 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
         return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
     wrong = [text for name, text in changed.items() if settings[name].metadata["stream"]]
     if wrong:
-        raise ValueError(f"{source} was made with another order of the data: {', '.join(wrong)}")
+        raise ValueError(
+            f"{source} was made with another order of the data: {', '.join(wrong)}; {AFRESH}"
+        )
     if was["data"] != now["data"]:
-        raise ValueError(f"{source} was made with other data than data={config.data}")
+        paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
+        raise ValueError(f"{source} was made with other data than {paths}; {AFRESH}")
     return list(changed.values())

@@ -37,7 +37,9 @@ def latest(directory: Path) -> Path | None:
 def step_of(checkpoint: Path) -> int:
     match = NAME.fullmatch(checkpoint.name)
     if match is None or not (checkpoint / RUN).is_file():
-        raise FileNotFoundError(f"{checkpoint} is not a checkpoint (a directory step-N)")
+        newest = latest(checkpoint / "checkpoints")
+        hint = f"; its newest is {newest}" if newest else ""
+        raise FileNotFoundError(f"{checkpoint} is not a checkpoint (a directory step-N){hint}")
     return int(match[1])
 
 

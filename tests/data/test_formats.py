@@ -160,5 +160,5 @@ def test_later_rows_must_have_the_format_of_the_first() -> None:
 def test_settings_that_name_nothing() -> None:
     with pytest.raises(ValueError, match="format='alpaca' is not one of messages, sharegpt"):
         Format("alpaca")
-    with pytest.raises(ValueError, match="columns: 'mesages' is no key that is read"):
+    with pytest.raises(ValueError, match="columns: 'mesages' is no key of a row that is read"):
         Format(None, {"mesages": "x"})

@@ -207,7 +207,7 @@ def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', 2, "not valid JSON"),
         ("a.jsonl", '{"text": "\xff"}\n'.encode("latin-1"), 1, "not valid JSON"),
-        ("a.jsonl", "[1]\n", 1, "needs a JSON object, not list"),
+        ("a.jsonl", "[1]\n", 1, "needs a JSON object, not a list"),
         ("a.jsonl", "[" * 100_000, 1, "not valid JSON"),
         ("a.json", '[{"a": 1},\n 2]', 2, "needs a JSON object, not int"),
     ],

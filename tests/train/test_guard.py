@@ -225,10 +225,10 @@ def test_an_interrupted_evaluation_ends_the_run_that_makes_it(workspace, monkeyp
     changes = {"eval_data": workspace.held_out, "eval_every": 2, "patience": 1, "steps": 8, "lr": 0}
     settings = workspace.settings("impatient", **changes, resume="auto")
 
-    def interrupted(run, step, record):
+    def interrupted(run, step):
         if step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return evaluate(run, step, record)
+        return evaluate(run, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", interrupted)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from tigon.hub import Repository
 from tigon.tokenizer import chat
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
@@ -19,7 +20,6 @@ from tigon.tokenizer.stream import DecodeStream
 
 if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
     import torch
-from tigon.hub import Repository
 
 NO_LIMIT = int(1e30)  # what transformers writes where a model sets no length
 # Arguments of transformers' method that would be taken for template variables here
@@ -244,9 +244,8 @@ class Tokenizer:
         chat.check_messages(messages)
         template = self._template(chat_template, tools)
         given = {"tools": tools, **self._variables(variables)}
-        text, spans = weighted_spans(
-            template, messages, train_on=train_on, weights=weights, **given
-        )
+        given = given | {"train_on": train_on, "weights": weights}
+        text, spans = weighted_spans(template, messages, **given)
         encoding = self._encoding(text)
         counted = token_weights(encoding.offsets, spans)
         if not any(counted) and any(span.weight for span in spans):
@@ -287,9 +286,8 @@ class Tokenizer:
             said.pop()
         added = self.backend.get_added_tokens_decoder()
         if said[-1] not in added and said[-1] != self.eos_token_id:
-            end = self.decode(said[-24:])
             after = self.decode(ids[max(i for i, w in enumerate(weights) if w) + 1 :])
-            raise never_ends(end, after)
+            raise never_ends(self.decode(said[-24:]), after)
         return said[-1]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:

@@ -93,9 +93,7 @@ def test_a_pickle_cannot_run_code(state, tmp_path):
     with pytest.raises(Exception, match="is a pickled object, not a tensor"):
         checkpoint.load(target, state.model)
     (target / ".metadata").write_bytes(good)  # and where a tensor is announced
-    with pytest.raises(
-        Exception, match=r"Weights only load|UnpicklingError|invalid|cannot be"
-    ):
+    with pytest.raises(Exception, match=r"Weights only load|UnpicklingError|invalid|cannot be"):
         checkpoint.load(target, state.model)
     assert not sign.exists()
     (target / ".metadata").write_bytes(good)

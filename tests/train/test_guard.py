@@ -253,3 +253,12 @@ def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monk
     assert workspace.metrics("fixed", "loss") == workspace.metrics("free", "loss")
     with pytest.raises(ValueError, match="'cudnn' cannot do this: its backward pass is not det"):
         choose(Request(dtype=torch.bfloat16, grad=True, deterministic=True), "cudnn")
+
+
+def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace):
+    changes = {"eval_data": workspace.held_out, "eval_every": 2, "lr": 0, "resume": "auto"}
+    main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
+    main(workspace.settings("longer-patience", steps=4, **changes))
+    newest = checkpoint.latest(workspace.root / "longer-patience/checkpoints")
+    state = checkpoint.facts(newest)["state"]
+    assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)

@@ -1,5 +1,6 @@
 """The training loop, from top to bottom."""
 
+import math
 import resource
 import sys
 import time
@@ -14,7 +15,7 @@ from tigon.train.evaluate import Interrupted, evaluate
 from tigon.train.export import export, export_best, export_step, exported_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
-from tigon.train.record import Record, exported, note_export, unfinished, was_evaluated
+from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward
 
 
@@ -31,7 +32,8 @@ def train(run: Run) -> int:
     with world.signals, run.saver, run.feed:
         if owed:
             export_step(run, run.start)
-        if not over and config.eval_every and run.start % config.eval_every == 0:
+        due = config.eval_every > 0 and run.start % config.eval_every == 0
+        if not over and (due or evaluated_loss(run, run.start) is not None):
             evaluate_once(run, run.start, record)
             over = run.state.is_out_of(config.patience)
         with world.signals.deferred():
@@ -113,8 +115,10 @@ def row(
 
 def evaluate_once(run: Run, step: int, record: Record) -> None:
     """Unless its row is there. A signal that is kept for the loop ends it: it is made later."""
-    world, metrics = run.world, Path(run.config.run_dir, "metrics.jsonl")
-    if world.most(world.main and was_evaluated(metrics, step)):
+    known = evaluated_loss(run, step)
+    if known is not None:
+        if run.state.evaluated < step:  # after the step's checkpoint, by a run that had ended
+            run.state.note_evaluation(step, known)
         return
     try:
         row = evaluate(run, step)
@@ -126,6 +130,16 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
         record.evaluation(row)  # last: a run that is killed in the export evaluates again
+
+
+def evaluated_loss(run: Run, step: int) -> float | None:
+    """Of the evaluation that metrics.jsonl has of this step, on all ranks; None: it has none."""
+    known = None
+    if run.world.main:
+        known = eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
+    found = torch.tensor(-math.inf if known is None else known, dtype=torch.double)
+    loss = float(run.world.top(found))
+    return None if loss == -math.inf else loss
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:

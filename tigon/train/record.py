@@ -103,12 +103,17 @@ class Record:
 def unfinished(config: Config, step: int) -> bool:
     """Whether a run that ends with `step` lacks its last evaluation or its export."""
     path = Path(config.run_dir)
-    evaluated = not config.eval_data or was_evaluated(path / "metrics.jsonl", step)
+    evaluated = not config.eval_data or eval_loss(path / "metrics.jsonl", step) is not None
     return not evaluated or (config.export and exported(path) != step)
 
 
-def was_evaluated(metrics: Path, step: int) -> bool:
-    return any(row["step"] == step and "eval_loss" in row for row in read_metrics(metrics))
+def eval_loss(metrics: Path, step: int) -> float | None:
+    """Of the evaluation at this step, inf if it was no number; None if there was none."""
+    rows = [row for row in read_metrics(metrics) if row["step"] == step and "eval_loss" in row]
+    if not rows:
+        return None
+    loss = rows[0]["eval_loss"]
+    return math.inf if loss is None else loss
 
 
 def exported(path: Path) -> int | None:

@@ -16,6 +16,7 @@ class State:
     skips: int = 0  # in a row
     losses: list[float] = field(default_factory=list)  # of the last WINDOW steps
     grad_norms: list[float] = field(default_factory=list)
+    evaluated: int = -1  # step of the last evaluation
     best_step: int | None = None  # of the evaluation with the lowest loss
     best_loss: float = math.inf
     evaluations_since: int = 0  # the best one
@@ -40,6 +41,7 @@ class State:
             self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
 
     def note_evaluation(self, step: int, loss: float) -> None:
+        self.evaluated = step
         if loss < self.best_loss:
             self.best_step, self.best_loss, self.evaluations_since = step, loss, 0
         else:

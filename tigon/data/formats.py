@@ -105,9 +105,9 @@ class Format:
                 f"its keys {_names(row)} fit several formats: say which with "
                 f"format={' or format='.join(fits)}"
             )
-        other = [kind for kind in REQUIRED if kind not in accepted and form._fits(row, kind)]
-        if self.kind is None and other:
-            task = "pretrain" if other[0] in TEXTS else "sft"
+        elsewhere = [kind for kind in REQUIRED if kind not in accepted and form._fits(row, kind)]
+        if self.kind is None and elsewhere:
+            task = "pretrain" if elsewhere[0] in TEXTS else "sft"
             raise ValueError(f"its keys {_names(row)} are those of task={task}")
         raise ValueError(
             f"needs the keys of one of the formats {expected}; its keys are {_names(row)}; "

@@ -262,3 +262,13 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
     newest = checkpoint.latest(workspace.root / "longer-patience/checkpoints")
     state = checkpoint.facts(newest)["state"]
     assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)
+
+
+def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
+    changes = {"eval_data": workspace.held_out, "eval_every": 2, "save_every": 2, "lr": 0}
+    main(workspace.settings("here", steps=4, **changes))
+    source = workspace.root / "here/checkpoints/step-00000002"
+    main(workspace.settings("there", steps=3, **changes, resume=source))  # evaluates 2 again, and 3
+    state = checkpoint.facts(workspace.root / "there/checkpoints/step-00000003")["state"]
+    assert workspace.metrics("there", "eval_loss")
+    assert (state["evaluated"], state["evaluations_since"]) == (2, 1)

@@ -244,7 +244,7 @@ class Tokenizer:
         chat.check_messages(messages)
         template = self._template(chat_template, tools)
         given = {"tools": tools, **self._variables(variables)}
-        given = given | {"train_on": train_on, "weights": weights}
+        given |= {"train_on": train_on, "weights": weights}
         text, spans = weighted_spans(template, messages, **given)
         encoding = self._encoding(text)
         counted = token_weights(encoding.offsets, spans)

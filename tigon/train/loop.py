@@ -116,9 +116,8 @@ def row(
 def evaluate_once(run: Run, step: int, record: Record) -> None:
     """Unless its row is there. A signal that is kept for the loop ends it: it is made later."""
     known = evaluated_loss(run, step)
-    if known is not None:
-        if run.state.evaluated < step:  # after the step's checkpoint, by a run that had ended
-            run.state.note_evaluation(step, known)
+    if known is not None:  # perhaps made after the step's checkpoint, by a run that had ended
+        run.state.note_evaluation(step, known)
         return
     try:
         row = evaluate(run, step)

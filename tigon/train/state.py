@@ -41,6 +41,9 @@ class State:
             self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
 
     def note_evaluation(self, step: int, loss: float) -> None:
+        """Once a step, though a run that goes on in another directory evaluates it again."""
+        if step <= self.evaluated:
+            return
         self.evaluated = step
         if loss < self.best_loss:
             self.best_step, self.best_loss, self.evaluations_since = step, loss, 0

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tigon.train.config import load
-from tigon.train.optim import adamw, clip_gradients, learning_rate
+from tigon.train.optim import build_optimizer, clip_gradients, learning_rate
 
 
 def config(*overrides: str):
@@ -45,7 +45,7 @@ def test_a_cosine_is_that_of_torch():
 def test_weight_decay_is_for_matrices_only():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = adamw(model, config("weight_decay=0.5"))
+    optimizer = build_optimizer(model, config("weight_decay=0.5"))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()

@@ -26,7 +26,7 @@ from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
-from tigon.train.optim import adamw
+from tigon.train.optim import build_optimizer
 from tigon.train.parallel import InputError, World
 from tigon.train.state import State
 
@@ -89,7 +89,7 @@ def prepare(config: Config, world: World) -> Run:
         stop_at(model, tokenizer, objective.ends)
         for loader in filter(None, (data, eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
-        optimizer = adamw(model, config)
+        optimizer = build_optimizer(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer)
         held.close()

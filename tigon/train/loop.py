@@ -87,7 +87,7 @@ def steps(run: Run, record: Record) -> int:
 
 def update(run: Run, step: int) -> None:
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.config, step, run.steps)
+        group["lr"] = learning_rate(run.config, step, run.steps) * group["lr_scale"]
     run.optimizer.step()
 
 

@@ -149,6 +149,9 @@ class OptimizerSettings:
     beta2: float = option(0.95, "AdamW's", least=0)
     eps: float = option(1e-8, "AdamW's", least=0)
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", least=0)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = option(
+        "adamw", "docs/training.md describes each"
+    )
 
 
 @dataclass(frozen=True)

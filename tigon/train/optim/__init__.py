@@ -2,13 +2,15 @@
 
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, state_bytes
 from tigon.train.optim.clip import clip_gradients
-from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.schedule import learning_rate
 
 __all__ = [
     "OPTIMIZERS",
     "build_optimizer",
     "clip_gradients",
+    "freeze",
+    "hidden_matrices",
     "learning_rate",
     "parameter_groups",
     "state_bytes",

@@ -51,7 +51,7 @@ def sgd(model: CausalLM, config: Config) -> Optimizer:
         lr=config.lr,
         momentum=config.momentum or 0.0,
         nesterov=bool(config.nesterov),
-        fused=True,
+        foreach=True,  # DTensors know no fused one
     )
 
 

@@ -65,6 +65,13 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
+        if not self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay} must be below 1")
+        if self.optimizer_offload and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer_offload=true is not there for optimizer=muon, whose updates take whole "
+                "matrices: adamw, adamw_bf16 and adamw_8bit have it"
+            )
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 

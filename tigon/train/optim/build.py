@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.optim import low_precision
 from tigon.train.optim.groups import freeze, parameter_groups
 
 
@@ -33,10 +34,23 @@ def item_bytes(config: Config) -> int:
 
 
 def adamw(model: CausalLM, config: Config) -> Optimizer:
+    """States are float32 always: torch's has them like the weights."""
+    if config.param_dtype != "float32" or config.optimizer_offload:
+        return low_precision.build(model, config, "float32")
     groups = parameter_groups(model, config)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 # By the name that `optimizer` has in the settings
-OPTIMIZERS: dict[str, Kind] = {"adamw": Kind(adamw, lambda config: 2.0 * item_bytes(config))}
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": Kind(adamw, lambda _: low_precision.state_bytes("float32")),
+    "adamw_bf16": Kind(
+        lambda model, config: low_precision.build(model, config, "bfloat16"),
+        lambda _: low_precision.state_bytes("bfloat16"),
+    ),
+    "adamw_8bit": Kind(
+        lambda model, config: low_precision.build(model, config, "8bit"),
+        lambda _: low_precision.state_bytes("8bit"),
+    ),
+}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tigon.train import load
 from tigon.train.optim import build_optimizer, eight_bit, low_precision, rounding
+from tigon.weights import Layout, Part
 
 CPU = torch.device("cpu")
 WORD = (1 << 64) - 1
@@ -112,6 +113,9 @@ class Model(torch.nn.Module):
             weight = torch.randn(shape) * 0.05
             self.register_parameter(name, torch.nn.Parameter(weight.to(dtype)))
 
+    def layout(self, stacked_experts: bool = False) -> Layout:
+        return {n: (Part.whole(n, tuple(p.shape)),) for n, p in self.named_parameters()}
+
     def learn(self, step: int) -> None:
         draw = torch.Generator().manual_seed(step)
         for p in self.parameters():
@@ -150,13 +154,35 @@ def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
     monkeypatch.setattr(low_precision, "SIZE", size)
     plain, its = trained(5)
     stored, own = trained(5, optimizer_offload="true")
-    assert type(its) is torch.optim.AdamW and type(own) is low_precision.StoredAdamW
+    assert type(its) is torch.optim.AdamW and type(own) is low_precision.Stored
     for name, p in plain.named_parameters():
         assert torch.equal(stored.get_parameter(name), p), name
     expected = states(plain, its)
     found = states(stored, own)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], state) for name, state in expected.items())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs_bit_for_bit(momentum):
+    changes = {"momentum": momentum, "nesterov": momentum > 0, "weight_decay": 0.1}
+    found, own = trained(5, optimizer="sgd", **changes)
+    expected = Model(torch.float32, SHAPES)
+    groups = [[p for p in expected.parameters() if (p.dim() > 1) == matrix] for matrix in (0, 1)]
+    torchs = torch.optim.SGD(
+        [{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}],
+        1e-2,
+        fused=True,
+        **changes,
+    )
+    for step in range(5):
+        expected.learn(step)
+        torchs.step()
+    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        if momentum:
+            buffer = torchs.state[q]["momentum_buffer"]
+            assert torch.equal(own.state[p]["momentum_buffer"], buffer), name
 
 
 def test_bfloat16_states_follow_float32_ones():

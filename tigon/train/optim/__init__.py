@@ -3,7 +3,7 @@
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, state_bytes
 from tigon.train.optim.clip import clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
-from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.schedule import learning_rate
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "build_optimizer",
     "clip_gradients",
     "ema_bytes",
+    "freeze",
+    "hidden_matrices",
     "learning_rate",
     "parameter_groups",
     "state_bytes",

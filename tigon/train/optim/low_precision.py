@@ -1,22 +1,23 @@
-"""AdamW computed in float32, with weights and states that are kept in fewer bits or on the host.
+"""AdamW and SGD in float32, with weights and states that are kept in fewer bits or on the host.
 
 R rows, C columns: a rank's part of a parameter as a matrix.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.optim import eight_bit
+from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
 from tigon.train.optim.rounding import draws, round_stochastically, sixteen
@@ -24,66 +25,6 @@ from tigon.weights import own_rows
 
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
 ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # AdamW's states
-
-
-States = Mapping[str, Tensor]  # of one parameter, by name
-Shape = Sequence[int]
-
-
-class Format(Protocol):
-    """How a state of the name `kind` is kept: as tensors whose names begin with it."""
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]: ...
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        """float32 [R, C]"""
-        ...
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None: ...
-
-
-class Float32:
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {kind: (shape, torch.float32)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return kept[kind]
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        """Nothing to do: what was read is what is kept."""
-
-
-class BFloat16:
-    """With stochastic rounding: exp_avg_sq changes by a share of 1 - beta2, which is less than
-    half the spacing of bfloat16 where beta2 is above 0.998."""
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        return {kind: (shape, torch.bfloat16)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return kept[kind].float()
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        assert bits is not None
-        kept[kind].copy_(round_stochastically(value, bits))
-
-
-@dataclass(frozen=True)
-class EightBit:
-    signed: bool
-
-    def tensors(self, kind: str, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
-        blocks = (*shape[:-1], shape[-1] // eight_bit.block_size(shape[-1]))
-        return {f"{kind}_codes": (shape, torch.uint8), f"{kind}_scale": (blocks, torch.float32)}
-
-    def read(self, kept: States, kind: str) -> Tensor:
-        return eight_bit.dequantize(kept[f"{kind}_codes"], kept[f"{kind}_scale"], self.signed)
-
-    def write(self, kept: States, kind: str, value: Tensor, bits: Tensor | None) -> None:
-        codes, scale = eight_bit.quantize(value, self.signed)
-        kept[f"{kind}_codes"].copy_(codes)
-        kept[f"{kind}_scale"].copy_(scale)
 
 
 class Piece(NamedTuple):
@@ -91,14 +32,88 @@ class Piece(NamedTuple):
 
     weight: Tensor  # [R, C]
     gradient: Tensor  # [R, C]
-    formats: Mapping[str, Format]  # of each of AdamW's states
+    formats: Mapping[str, Format]  # of each of the rule's states
     states: States  # [R, ...]
     position: int  # of its first element among all of the model
     step: int  # from 1
 
 
-class StoredAdamW(Optimizer):
-    """torch's fused AdamW, equal to it in every bit where weights and states are float32.
+class Rule(Protocol):
+    """An update of tensors in place, all float32."""
+
+    states: Sequence[str]
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        """`steps`: those that were done before."""
+        ...
+
+
+class AdamW:
+    states: Sequence[str] = ("exp_avg", "exp_avg_sq")
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        torch_adamw(
+            weights,
+            gradients,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class SGD:
+    def __init__(self, momentum: float) -> None:
+        self.states: Sequence[str] = ("momentum_buffer",) if momentum else ()
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        torch_sgd(
+            weights,
+            gradients,
+            # torch's begins with the gradient, which is what a momentum of zeros comes to
+            states.get("momentum_buffer", [None] * len(weights)),
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+
+
+class Stored(Optimizer):
+    """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
     Each update takes weights, gradients and states of SIZE elements, in float32, and gives back
     weights and states as they are kept. States are plain tensors of a rank's own rows.
@@ -107,19 +122,20 @@ class StoredAdamW(Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
+        rule: Rule,
+        defaults: dict[str, Any],
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
         format_of: Callable[[Tensor, str], Format],
         positions: Mapping[Tensor, int],
         seed: int,
         stochastic: bool,
         memory: Memory,
     ) -> None:
-        """`format_of(parameter, state)`; `positions`: of each parameter's first element here among
-        all of the model; `stochastic`: rounding of bfloat16 weights, else to nearest."""
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
+        `positions`: of the first element that this rank has of each parameter, among all of the
+        model; `stochastic`: rounding of bfloat16 weights, else to nearest."""
+        super().__init__(groups, defaults)
+        self.rule = rule
         self.format_of, self.positions, self.seed = format_of, positions, seed
         self.stochastic, self.memory = stochastic, memory
 
@@ -141,7 +157,7 @@ class StoredAdamW(Optimizer):
         for p in parameters:
             if p.grad is None:
                 continue
-            formats = {kind: self.format_of(p, kind) for kind in SIGNED}
+            formats = {kind: self.format_of(p, kind) for kind in self.rule.states}
             local, state = _local(p.detach()), self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
@@ -172,72 +188,79 @@ class StoredAdamW(Optimizer):
         """`states`: those of the pieces in turn, on the device."""
         pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
         weights = [piece.weight.float() for piece in pieces]
-        values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in SIGNED}
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights,
-            [piece.gradient.float() for piece in pieces],
-            values["exp_avg"],
-            values["exp_avg_sq"],
-            [],
-            [torch.full((), p.step - 1.0, device=p.weight.device) for p in pieces],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        kinds = self.rule.states
+        values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
+        gradients = [piece.gradient.float() for piece in pieces]
+        steps = [torch.full((), p.step - 1.0, device=p.weight.device) for p in pieces]
+        self.rule(group, weights, gradients, values, steps)
         for i, piece in enumerate(pieces):
-            self._write(piece, weights[i], {kind: values[kind][i] for kind in SIGNED})
+            self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
 
     def _write(self, piece: Piece, weight: Tensor, values: States) -> None:
-        bits: list[Tensor | None] = [None] * 3
+        bits: list[Tensor | None] = [None] * (1 + len(values))
         rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
         if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
             drawn = draws(self.seed, piece.step, piece.position, weight.numel(), weight.device)
-            bits = [sixteen(drawn.view_as(weight), i) for i in range(3)]
+            bits = [sixteen(drawn.view_as(weight), i) for i in range(len(bits))]
+        if rounds:
+            weight = round_stochastically(weight, bits[0])
         if weight is not piece.weight:
-            piece.weight.copy_(round_stochastically(weight, bits[0]) if rounds else weight)
+            piece.weight.copy_(weight)
         for (kind, value), own in zip(values.items(), bits[1:], strict=True):
             piece.formats[kind].write(piece.states, kind, value, own)
 
 
-def build(model: CausalLM, config: Config, states: str) -> Optimizer:
-    """AdamW with states of float32, bfloat16 or 8bit."""
+def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
+    """With states of float32, bfloat16 or 8bit."""
+
+    def format_of(parameter: Tensor, kind: str) -> Format:
+        if states == "bfloat16":
+            return BFloat16()
+        block = eight_bit.block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
+        if states == "8bit" and block >= eight_bit.LEAST:
+            return EightBit(signed=kind == "exp_avg")
+        return Float32()
+
+    betas = (config.beta1, config.beta2)
+    return _stored(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+
+
+def sgd(model: CausalLM, config: Config) -> Optimizer:
+    """With a momentum of float32."""
+    momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+    return _stored(
+        model, config, SGD(momentum), lambda *_: Float32(), momentum=momentum, nesterov=nesterov
+    )
+
+
+def state_bytes(states: str) -> float:
+    """Of AdamW, for each element of a matrix."""
+    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / eight_bit.BLOCK)}[states]
+
+
+def _stored(
+    model: CausalLM,
+    config: Config,
+    rule: Rule,
+    format_of: Callable[[Tensor, str], Format],
+    **defaults: Any,
+) -> Optimizer:
     positions: dict[Tensor, int] = {}
     count = 0
     for name, p in model.named_parameters():
         _, first = own_rows(name, p)
         positions[p] = count + first * math.prod(p.shape[1:])
         count += p.numel()
-    return StoredAdamW(
+    return Stored(
         parameter_groups(model, config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        format_of=lambda p, kind: _format(states, p, kind),
+        rule,
+        {"lr": config.lr, "weight_decay": 0.0, **defaults},
+        format_of=format_of,
         positions=positions,
         seed=config.seed,
         stochastic=config.stochastic_rounding,
         memory=Memory(next(model.parameters()).device, config.optimizer_offload),
     )
-
-
-def state_bytes(states: str) -> float:
-    """Of a matrix's element."""
-    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / eight_bit.BLOCK)}[states]
-
-
-def _format(states: str, parameter: Tensor, kind: str) -> Format:
-    if states == "bfloat16":
-        return BFloat16()
-    block = eight_bit.block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
-    if states == "8bit" and block >= eight_bit.LEAST:
-        return EightBit(SIGNED[kind])
-    return Float32()
 
 
 def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -119,7 +119,7 @@ class Model(torch.nn.Module):
     def learn(self, step: int) -> None:
         draw = torch.Generator().manual_seed(step)
         for p in self.parameters():
-            p.grad = (torch.randn(p.shape, generator=draw) * 1e-3).to(p.dtype)
+            p.grad = (torch.randn(p.shape, generator=draw) * 1e-3).to(p)
 
 
 SHAPES = {"a": (130, 64), "b": (137,), "c": (3, 8, 32), "d": (70, 33)}

@@ -11,7 +11,7 @@ from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train.config import load
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
-from tigon.train.optim.exchange import Matrix
+from tigon.train.optim.exchange import Matrix, deal, plan, rows_of_ranks
 from tigon.train.parallel import shard, start
 
 STEPS, LR, ADAMW_LR, DECAY, MOMENTUM = 3, 0.02, 0.003, 0.1, 0.9

@@ -81,6 +81,8 @@ def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, Param
     apart. Raises ValueError for a pattern that matches nothing or only parts of a parameter, and
     for a group that others before it leave nothing.
     """
+    if not groups:
+        return dict.fromkeys(name for name, _ in model.named_parameters())
     apart, stacked = model.layout(), model.layout(stacked_experts=True)
     names = {p: [[part.name for part in of[p]] for of in (apart, stacked)] for p in apart}
     found: dict[str, ParameterGroup | None] = dict.fromkeys(names)

@@ -149,7 +149,7 @@ def test_runs_with_states_in_host_memory(workspace, optimizer):
 
 def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
     """Stochastic rounding follows float32 weights where rounding to nearest falls behind."""
-    same = {"steps": 40, "lr": 2e-4, "schedule": "constant", "device": "cuda", "dtype": "bfloat16"}
+    same = {"steps": 40, "lr": 1e-4, "schedule": "constant", "device": "cuda", "dtype": "bfloat16"}
     main(workspace.settings("learn-exact", **same))
     losses = {"exact": workspace.metrics("learn-exact", "loss")[-8:]}
     for name, stochastic in (("stochastic", "true"), ("nearest", "false")):
@@ -161,7 +161,7 @@ def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
     print(means)
     start = workspace.metrics("learn-exact", "loss")[0]
     assert abs(means["stochastic"] - means["exact"]) < 0.1 * (start - means["exact"])
-    assert abs(means["nearest"] - means["exact"]) > 2 * abs(means["stochastic"] - means["exact"])
+    assert means["nearest"] - means["exact"] > 0.3 * (start - means["exact"])
 
 
 def test_a_fused_update_equals_the_stored_one_on_two_gpus(workspace):

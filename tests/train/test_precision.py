@@ -1,13 +1,14 @@
 """Rounding, and optimizers whose weights and states have few bits, against fp32 and fp64."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tigon.train import load
-from tigon.train.optim import build_optimizer, eight_bit, low_precision, rounding
+from tigon.train.optim import build_optimizer, eight_bit, low_precision, rounding, state_bytes
 from tigon.weights import Layout, Part
 
 CPU = torch.device("cpu")
@@ -253,6 +254,22 @@ def test_draws_do_not_depend_on_how_a_model_is_divided():
     assert torch.equal(row, whole.a[25:])
 
 
+def test_the_documented_bytes_are_those_that_are_kept():
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    table = text.partition("<!-- precision:begin -->\n")[2].partition("<!-- precision:end -->")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]]
+    assert len(rows) == 8
+    for dtype, name, *sizes in rows:
+        optimizer, _, momentum = name.partition(", with ")
+        changes = {momentum: 0.9} if momentum else {}
+        model, own = trained(1, {"w": (8, 512)}, optimizer=optimizer, param_dtype=dtype, **changes)
+        kept = [s for s in own.state[model.w].values() if s.dim()]
+        found = [model.w.nbytes, model.w.grad.nbytes, sum(s.nbytes for s in kept)]
+        assert [f"{round(x / 4096, 2):g}" for x in [*found, sum(found)]] == sizes, (dtype, name)
+        config = settings(optimizer=optimizer, param_dtype=dtype, **changes)
+        assert state_bytes(config) * 4096 == found[2]
+
+
 def test_eight_bits_are_torchaos(monkeypatch):
     """Its codes and scales, where rows are whole blocks of 256; run without its compiler."""
     torchao = pytest.importorskip("torchao.optim")
@@ -327,6 +344,7 @@ def test_eight_bit_training_stays_near_float32():
     ("changes", "message"),
     [
         ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true is not there"),
+        ({"optimizer": "muon", "param_dtype": "bfloat16"}, "muon rounds bfloat16 weights to near"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"),
         ({"ema_decay": -0.1}, "ema_decay"),
     ],

@@ -21,7 +21,12 @@ BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
 STEPS = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.75, "schedule": "constant"}
 CASES = {
     "bf16": {"optimizer": "adamw_bf16", **BF16},
-    "8bit": {"optimizer": "adamw_8bit", "optimizer_offload": "true"},
+    "8bit": {
+        "optimizer": "adamw_8bit",
+        "optimizer_offload": "true",
+        "parameter_groups": "[{match: 'model.layers.1.*', freeze: true}]",
+        "export": "true",
+    },
     "fp32-states": {"optimizer": "adamw", **BF16},
 }
 
@@ -52,6 +57,12 @@ def test_a_resumed_run_has_the_bits_of_one_without_interruption(workspace, case)
     dtypes = {name.split(".")[1] if name[0] == "o" else "": t.dtype for name, t in expected.items()}
     assert dtypes[""] == (torch.float32 if case == "8bit" else torch.bfloat16)
     if case == "8bit":
+        frozen = {name for name in expected if name.startswith("model.layers.1.")}
+        assert not any(name.endswith(tuple(frozen)) for name in expected.keys() - frozen)
+        average = load_file(workspace.root / case / "hf-ema/model.safetensors")
+        assert average.keys() == {name for name in expected if name.startswith("model.")}
+        for name, tensor in average.items():
+            assert torch.equal(tensor, expected[name if name in frozen else f"ema.{name}"])
         assert dtypes["exp_avg_codes"] == dtypes["exp_avg_sq_codes"] == torch.uint8
     else:
         assert dtypes["exp_avg"] == (torch.bfloat16 if case == "bf16" else torch.float32)

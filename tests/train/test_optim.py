@@ -136,7 +136,7 @@ def test_adamw_and_sgd_are_those_of_torch_bit_for_bit(settings, reference):
     ]
     expected = trained(reference(groups), theirs)
     found = trained(build_optimizer(ours, config("weight_decay=0.1", *settings)), ours)
-    assert found.keys() == expected.keys()
+    assert {n for n in found if "step" not in n} == {n for n in expected if "step" not in n}
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
 
@@ -163,7 +163,10 @@ def test_steps_are_the_same_bits_on_parameters_that_one_rank_shards(optimizer, w
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "sgd momentum=0.9"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", "adamw_bf16", "muon stochastic_rounding=false", "sgd", "sgd momentum=0.9"],
+)
 def test_state_bytes_are_those_that_the_optimizer_keeps(optimizer, dtype):
     settings = config(*f"optimizer={optimizer}".split(), f"param_dtype={dtype}")
     model = MODELS["llama"].from_config(LLAMA, dtype=getattr(torch, dtype))

@@ -26,7 +26,7 @@ from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
-from tigon.train.optim import build_optimizer
+from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.parallel import InputError, World
 from tigon.train.state import State
 
@@ -45,6 +45,7 @@ class Run:
     steps: int
     state: State
     saver: checkpoint.Saver
+    ema: Ema | None
 
     @cached_property
     def feed(self) -> Feed:
@@ -90,8 +91,9 @@ def prepare(config: Config, world: World) -> Run:
         for loader in filter(None, (data, eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
         optimizer = build_optimizer(model, config)
+        ema = build_ema(model, config)
     if source is not None:
-        checkpoint.load(source, model, optimizer)
+        checkpoint.load(source, model, optimizer, ema)
         held.close()
         world.say(f"resumed from {source}")
     epochs = 1.0 if config.epochs is None else config.epochs
@@ -113,7 +115,7 @@ def prepare(config: Config, world: World) -> Run:
     )
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
-        saver,
+        saver, ema,
     )  # fmt: skip
 
 

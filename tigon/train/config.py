@@ -77,8 +77,27 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
         check_optimizer(self)
+        check_precision(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
+
+
+def check_precision(config: Config) -> None:
+    """Raises ValueError for what is not there for an optimizer."""
+    if not config.ema_decay < 1:
+        raise ValueError(f"ema_decay={config.ema_decay} must be below 1")
+    if config.optimizer != "muon":
+        return
+    if config.optimizer_offload:
+        raise ValueError(
+            "optimizer_offload=true is not there for optimizer=muon, whose updates take whole "
+            "matrices: the other optimizers have it"
+        )
+    if config.param_dtype == "bfloat16" and config.stochastic_rounding:
+        raise ValueError(
+            "optimizer=muon rounds bfloat16 weights to nearest, which loses small updates: give "
+            "param_dtype=float32, or stochastic_rounding=false to have it so"
+        )
 
 
 def check_optimizer(config: Config) -> None:

@@ -16,14 +16,17 @@ from tigon.weights import Repository
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """In param_dtype; sharded when there are ranks to share it, or dtype is another.
+    """In param_dtype; sharded when there are ranks to share it, or dtype is another, or
+    gradients of bfloat16 weights add up in float32.
 
     Each rank reads only the rows that it keeps. Of a run's checkpoint `source` the model is only
     allocated, for `checkpoint.load`.
     """
     dtype = getattr(torch, config.param_dtype)
     compute = compute_dtype(config, world.device)
-    sharded = world.size > 1 or compute != dtype
+    # FSDP2 adds up gradients over micro-batches in float32, on one rank too
+    in_fp32 = config.accumulate_fp32 and dtype != torch.float32
+    sharded = world.size > 1 or compute != dtype or in_fp32
     if source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
         if sharded:

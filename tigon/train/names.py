@@ -15,6 +15,14 @@ AHEAD = "nothing to set: a thread makes the next batches ahead"
 SHARE = "warmup_steps: below 1 it is a share of all steps"
 GROUPS = "parameter_groups: [{match: '*.mlp.*', lr: 2e-5, weight_decay: 0.0}]"
 FREEZE = "parameter_groups: [{match: '*.layers.0.*', freeze: true}]"
+OPTIMIZER = (
+    "optimizer: adamw (adamw_torch_fused), adamw_bf16, adamw_8bit (adamw_bnb_8bit, "
+    "adamw_torch_8bit), muon or sgd; optimizer_offload=true in place of paged ones"
+)
+STATES = "optimizer: adamw_bf16 has states of bfloat16, adamw_8bit of 8 bits"
+PURE = "param_dtype=bfloat16"
+OFFLOAD = "optimizer_offload=true keeps optimizer states in host memory; weights stay on the GPU"
+AVERAGE = "ema_decay, such as 0.999"
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
@@ -98,8 +106,24 @@ OTHERS = {
     "nproc_per_node": "--nproc N, in front of the settings or behind them",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
-    "optim": "optimizer: adamw, adamw_bf16, adamw_8bit, muon or sgd",
-    "optimizer_type": "optimizer: adamw, adamw_bf16, adamw_8bit, muon or sgd",
+    "optim": OPTIMIZER,
+    "optimizer_type": OPTIMIZER,
+    "optimizer_name": OPTIMIZER,
+    "exp_avg_dtype": STATES,
+    "exp_avg_sq_dtype": STATES,
+    "bf16_stochastic_round": "stochastic_rounding",
+    "stochastic_round": "stochastic_rounding",
+    "pure_bf16": PURE,
+    "full_bf16": PURE,
+    "optimizer_cpu_offload": OFFLOAD,
+    "offload_optimizer": OFFLOAD,
+    "optimizer_in_bwd": "no: all gradients are clipped together; optimizer_offload saves memory",
+    "cpu_offload": OFFLOAD,
+    "fsdp_cpu_offload": OFFLOAD,
+    "accumulate_allreduce_grads_in_fp32": "accumulate_fp32; over ranks they always add up so",
+    "ema": AVERAGE,
+    "use_ema": AVERAGE,
+    "ema_beta": AVERAGE,
     "optim_args": "momentum, nesterov, ns_steps, adjust_lr_fn, adamw_lr",
     "muon_lr": "lr; adamw_lr is that of what muon leaves to AdamW",
     "muon_momentum": "momentum",

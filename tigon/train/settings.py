@@ -36,9 +36,7 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
-    param_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "of the weights being trained and of AdamW's state"
-    )
+    param_dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights being trained")
 
 
 @dataclass(frozen=True)
@@ -187,6 +185,19 @@ class OptimizerSettings:
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (), "settings of some parameters: match, lr, weight_decay, freeze; docs/training.md"
+    )
+    stochastic_rounding: bool = option(
+        True, "of bfloat16 weights (param_dtype=bfloat16) after each update; false: to nearest"
+    )
+    optimizer_offload: bool = option(
+        False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
+    )
+    ema_decay: float = option(
+        0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",
+        least=0,
+    )  # fmt: skip
+    accumulate_fp32: bool = option(
+        False, "add up the gradients of bfloat16 weights over micro-batches in float32"
     )
 
 

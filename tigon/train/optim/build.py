@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.optim import low_precision
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.muon import Muon
 
@@ -40,19 +41,12 @@ def item_bytes(config: Config) -> int:
 
 
 def adamw(model: CausalLM, config: Config) -> Optimizer:
+    """States are float32 always: torch's has them like the weights."""
+    if config.param_dtype != "float32" or config.optimizer_offload:
+        return low_precision.adamw(model, config, "float32")
     groups = parameter_groups(model, config)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-def sgd(model: CausalLM, config: Config) -> Optimizer:
-    return torch.optim.SGD(
-        parameter_groups(model, config),
-        lr=config.lr,
-        momentum=config.momentum or 0.0,
-        nesterov=bool(config.nesterov),
-        foreach=True,  # DTensors know no fused one
-    )
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
@@ -74,7 +68,15 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
 
 # By the name that `optimizer` has in the settings
 OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(adamw, lambda config: 2.0 * item_bytes(config)),
+    "adamw": Kind(adamw, lambda _: low_precision.state_bytes("float32")),
+    "adamw_bf16": Kind(
+        lambda model, config: low_precision.adamw(model, config, "bfloat16"),
+        lambda _: low_precision.state_bytes("bfloat16"),
+    ),
+    "adamw_8bit": Kind(
+        lambda model, config: low_precision.adamw(model, config, "8bit"),
+        lambda _: low_precision.state_bytes("8bit"),
+    ),
     "muon": Kind(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
-    "sgd": Kind(sgd, lambda config: item_bytes(config) if config.momentum else 0.0),
+    "sgd": Kind(low_precision.sgd, lambda config: 4.0 if config.momentum else 0.0),
 }

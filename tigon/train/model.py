@@ -43,11 +43,24 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
         if source is None:
             load_weights(model, weights)
+    return finish(model, config)
+
+
+def finish(model: CausalLM, config: Config) -> CausalLM:
+    """The settings that do not depend on its weights."""
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
     model.use_attention(config.attention)
     return model.train()
+
+
+def outline(config: Config, dtype: torch.dtype) -> CausalLM:
+    """The model of a run on the meta device, from its config.json alone."""
+    if config.init:
+        return _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "meta")
+    values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+    return MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
 
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:

@@ -51,6 +51,7 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
+    model.activation_offload = config.activation_offload
     model.use_attention(config.attention)
     return model.train()
 

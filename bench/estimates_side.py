@@ -10,38 +10,25 @@ if not __package__:
 
 import torch
 
-from tigon.tokenizer import Tokenizer
 from tigon.train import load, start
-from tigon.train.build import Run
-from tigon.train.checkpoint import Saver
-from tigon.train.data import build_loader
+from tigon.train.build import make_run, read_inputs
 from tigon.train.estimate.memory import estimate
 from tigon.train.estimate.steps import measure, random_model
-from tigon.train.model import finish, outline
-from tigon.train.objectives import find_objective
+from tigon.train.model import outline
 from tigon.train.optim import build_optimizer
-from tigon.train.state import State
 
 
 def main(out: str, *arguments: str) -> None:
     config = load(None, arguments)
     with start(config.device) as world:
-        objective = find_objective(config.task)(config, world)
-        tokenizer = Tokenizer.from_pretrained(config.tokenizer)
-        data = build_loader(objective, config.data, tokenizer)
+        inputs = read_inputs(config, world)
         model = random_model(config, world)
-        optimizer = build_optimizer(model, config)
-        saver = Saver(Path(config.run_dir), world)
-        steps = config.steps or 1
-        run = Run(
-            config, world, objective, tokenizer, data, None, model, optimizer, 0, steps, State(),
-            saver,
-        )  # fmt: skip
-        found = measure(run, steps)
+        run = make_run(config, world, inputs, model, build_optimizer(model, config))
+        found = measure(run, run.steps)
         if world.main:
             began = time.perf_counter()
-            meta = finish(outline(config, getattr(torch, config.param_dtype)), config)
-            planned = estimate(meta, objective, config, world.size, torch.bfloat16)
+            meta = outline(config, getattr(torch, config.param_dtype))
+            planned = estimate(meta, inputs.objective, config, world.size, torch.bfloat16)
             record = {
                 "parameters": sum(p.numel() for p in meta.parameters()),
                 "estimate": planned.kinds,

@@ -1,7 +1,7 @@
 """Activations in host memory between forward and backward.
 
-Of each block, what autograd keeps is copied out while the next block computes, and copied back while
-the block behind it is differentiated. The values are the same bits; only where they wait is not.
+What autograd keeps of a block is copied out while the next block computes, and copied back while
+the block behind it is differentiated. The values are the same bits.
 """
 
 import functools
@@ -114,9 +114,10 @@ class Offload:
             self._let_go()
 
     def _let_go(self) -> None:
-        copied, _ = self._leaving.popleft()
+        copied, leaving = self._leaving.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
+        leaving.clear()  # autograd keeps `pack`, which has it
 
     def _beside(self) -> Any:
         """The side stream, behind what is under way on the current one."""

@@ -56,12 +56,16 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     return model.train()
 
 
-def outline(config: Config, dtype: torch.dtype) -> CausalLM:
+def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
     """The model of a run on the meta device, from its config.json alone."""
-    if config.init:
-        return _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "meta")
-    values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
-    return MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
+    if source is not None and not checkpoint.is_legacy(source):
+        model = described(source, dtype)
+    elif config.init:
+        model = _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "meta")
+    else:
+        values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+        model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
+    return finish(model, config)
 
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:

@@ -51,7 +51,7 @@ class Estimate:
 def estimate(
     model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
 ) -> Estimate:
-    """For a model on the meta device, in any dtype; it is not changed but for its dtype.
+    """For a model on the meta device, which is used up: hooks stay on it.
 
     `world` is the number of GPUs, `compute` the dtype of the computation there.
     """

@@ -3,6 +3,7 @@
 import gc
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,7 +12,7 @@ from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.loop import update
-from tigon.train.model import compute_dtype, finish, outline
+from tigon.train.model import compute_dtype, outline
 from tigon.train.parallel import World, shard
 from tigon.train.step import backward
 
@@ -27,10 +28,10 @@ class Measured:
     peak: int  # bytes allocated on the GPU that holds most; 0 on the CPU
 
 
-def random_model(config: Config, world: World) -> CausalLM:
+def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """The model of a run as `build_model` makes it, with random weights: none are read."""
     dtype, compute = getattr(torch, config.param_dtype), compute_dtype(config, world.device)
-    model = outline(config, dtype)
+    model = outline(config, dtype, source)
     if world.size > 1 or compute != dtype:
         shard(model, world, compute)
     materialize(model, world.device)
@@ -38,7 +39,7 @@ def random_model(config: Config, world: World) -> CausalLM:
         for parameter in model.parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             local.normal_(std=0.02)
-    return finish(model, config)
+    return model
 
 
 def measure(run: Run, steps: int = STEPS) -> Measured:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels import _grouped_gemm, grouped_mlp, grouped_mlp_ref
 from tigon.kernels.gated_act import Activation
@@ -389,3 +390,17 @@ def test_bad_input(case: str) -> None:
 def test_an_unknown_activation() -> None:
     with pytest.raises(ValueError, match="act='relu' is not one of"):
         grouped_mlp(*inputs(), "relu")  # type: ignore[arg-type]
+
+
+def test_recomputed_in_backward() -> None:
+    """Activation checkpointing lets saved tensors be looked at once."""
+    given = inputs()
+    for t in given[:3]:
+        t.requires_grad_()
+
+    def gradients(y: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(y.sum(), given[:3]))
+
+    expected = gradients(grouped_mlp(*given, "silu"))
+    again = checkpoint(grouped_mlp, *given, "silu", use_reentrant=False)
+    assert all(map(torch.equal, gradients(again), expected))

@@ -74,6 +74,17 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
+LARGER = {  # of configs/, too large for a case
+    "Llama-3.1-8B": sizes(
+        "llama", 128256, 4096, 14336, 32, 32, 8, 128,
+        rope_theta=5e5, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
+    ),
+    "Mistral-7B": sizes("mistral", 32768, 4096, 14336, 32, 32, 8, 128, sliding_window=None),
+    "Qwen3-30B-A3B": sizes(
+        "qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+}  # fmt: skip
 # Rows of a micro-batch, tokens of a row, micro-batches of a step, dtype of the weights
 SETTINGS = {
     "SmolLM2-135M": (8, 2048, 1, "float32"),

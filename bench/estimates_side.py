@@ -15,7 +15,7 @@ from tigon.train.build import make_run, read_inputs
 from tigon.train.estimate.memory import estimate
 from tigon.train.estimate.steps import measure, random_model
 from tigon.train.model import outline
-from tigon.train.optim import build_optimizer
+from tigon.train.optim import build_ema, build_optimizer
 
 
 def main(out: str, *arguments: str) -> None:
@@ -23,7 +23,8 @@ def main(out: str, *arguments: str) -> None:
     with start(config.device) as world:
         inputs = read_inputs(config, world)
         model = random_model(config, world)
-        run = make_run(config, world, inputs, model, build_optimizer(model, config))
+        optimizer = build_optimizer(model, config)
+        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
         found = measure(run, run.steps)
         if world.main:
             began = time.perf_counter()

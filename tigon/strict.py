@@ -180,7 +180,11 @@ def _fit(value: Any, kind: Any, parse: Parse | None, name: str) -> Any:
             raise TypeError
         return value
     if parse is not None and isinstance(value, str) and kind is not str:
-        value = parse(value)
+        try:
+            value = parse(value)
+        except ValueError:  # `*.jsonl` is no YAML, but a text that may be one of several
+            if origin is not tuple:
+                raise
     number = not isinstance(value, bool)
     if kind is int and isinstance(value, Integral) and number:
         return int(value)

@@ -21,6 +21,7 @@ from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, meta_model
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
+from tigon.train.settings import ParameterGroup
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 2, 24
@@ -93,7 +94,7 @@ def test_every_family_is_weighed(model_type: str, case: str) -> None:
     found = planned(model)
     size = sum(p.numel() for p in model.parameters())
     assert found.kinds["parameters"] == pytest.approx(2 * size, rel=0.5)  # blocks of 512 bytes
-    assert found.kinds["optimizer"] == 4 * size
+    assert found.kinds["optimizer"] == 8 * size
     larger = planned(tiny(model_type, case), micro_batch_size=4 * B, batch_size=4 * B)
     assert larger.total > found.total
 
@@ -162,6 +163,30 @@ def test_less_is_held_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch) ->
     kept = [one.kinds["activations"] for one in found[:2]]
     assert 0.5 * kept[0] < kept[1] < 0.6 * kept[0]  # half of the blocks, and inputs of the others
     assert activations(monkeypatch, activation_offload=True).total < half
+
+
+def test_states_and_an_average_are_where_the_settings_say() -> None:
+    plain, few, host = (
+        planned(tiny("llama", "plain"), ema_decay=0.9, **changes)
+        for changes in ({}, {"optimizer": "adamw_bf16"}, {"optimizer_offload": True})
+    )
+    assert (
+        few.kinds["optimizer"] == plain.kinds["optimizer"] // 2 == plain.kinds["average of weights"]
+    )
+    assert "optimizer" not in host.kinds and "average of weights" not in host.kinds
+    states = plain.kinds["optimizer"] + plain.kinds["average of weights"]
+    assert host.host == plain.host + states
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    """Nor a state, and what only its gradient needs is not kept."""
+    model = tiny("llama", "plain")
+    config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
+    objective = find_objective("pretrain")(config, WORLD)
+    found = estimate(model, objective, config, 1, torch.bfloat16)
+    left = sum(p.numel() for n, p in model.named_parameters() if ".layers." not in n)
+    assert found.kinds["optimizer"] == 8 * left
+    assert found.total < planned(tiny("llama", "plain")).total
 
 
 def test_gradients_of_several_micro_batches_are_whole() -> None:

@@ -1,11 +1,20 @@
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from tests.small import LLAMA
+from tigon.models import MODELS
 from tigon.train.config import load
-from tigon.train.optim import build_optimizer, clip_gradients, learning_rate
+from tigon.train.optim import (
+    build_optimizer,
+    clip_gradients,
+    hidden_matrices,
+    learning_rate,
+    state_bytes,
+)
 
 
 def config(*overrides: str):
@@ -18,7 +27,7 @@ def config(*overrides: str):
         ("constant", [1, 1, 1, 1]),
         ("linear", [1, 0.775, 0.55, 0.1 + 0.9 * 0.1]),
         ("cosine", [1, 0.1 + 0.45 * (1 + math.sqrt(0.5)), 0.55, None]),
-        ("wsd", [1, 1, 1, 0.1 + 0.9 * 0.5]),
+        ("wsd", [1, 1, 1, 0.1 + 0.9 * 0.4]),  # a fifth of 24 steps are 5
     ],
 )
 def test_schedules_after_warmup(schedule, expected):
@@ -29,6 +38,119 @@ def test_schedules_after_warmup(schedule, expected):
         if rate is not None:
             assert rates[step] == pytest.approx(rate)
     assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("linear", [1, 0.75, 0.5, 0.25]),
+        ("cosine", [1, 0.5 + math.sqrt(0.125), 0.5, 0.5 - math.sqrt(0.125)]),
+        ("sqrt", [1, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75)]),
+    ],
+)
+def test_the_last_steps_of_wsd(shape, expected):
+    ends = []
+    for steps in ("4", "0.2"):
+        settings = config(
+            *("schedule=wsd", f"decay_steps={steps}", f"decay_type={shape}", "min_lr_ratio=0")
+        )
+        rates = [learning_rate(settings, step, 20) for step in range(20)]
+        assert rates[:16] == [1.0] * 16
+        ends.append(rates[16:])
+    assert ends[0] == ends[1] == pytest.approx(expected)
+
+
+def test_a_warm_up_that_is_a_share_of_all_steps():
+    for warmup in ("5", "0.25"):
+        settings = config(f"warmup_steps={warmup}", "schedule=constant")
+        rates = [learning_rate(settings, step, 20) for step in range(20)]
+        assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 16)
+
+
+def test_wsd_falls_after_the_warm_up_however_long_both_are():
+    settings = config("warmup_steps=8", "schedule=wsd", "decay_steps=8", "min_lr_ratio=0")
+    rates = [learning_rate(settings, step, 12) for step in range(12)]
+    assert rates == pytest.approx([*(i / 8 for i in range(1, 9)), 1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["momentum=0.9"], "momentum=0.9 is a setting of muon and sgd, not of optimizer=adamw"),
+        (["optimizer=sgd", "adamw_lr=1"], "adamw_lr=1.* is a setting of muon, not"),
+        (["optimizer=sgd", "nesterov=true"], "nesterov=true needs a momentum"),
+        (["warmup_steps=2.5"], "warmup_steps=2.5 is neither a number of steps nor a share"),
+        (["decay_steps=10"], "settings of schedule=wsd, not cosine"),
+        (
+            ["lr=0", "parameter_groups={match: '*', lr: 1}"],
+            r"lr=0 leaves parameter_groups\[0\].lr=1",
+        ),
+        (
+            ["parameter_groups={match: '*', lr: 1, freeze: true}"],
+            "with freeze, lr and weight_decay",
+        ),
+        (["parameter_groups={match: '*', lr: .inf}"], "must be finite"),
+    ],
+)
+def test_settings_that_do_not_fit_together(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(*settings)
+
+
+def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters after three steps with fixed gradients, then the states."""
+    for step in range(3):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{kind}.{name}": state for kind, state in optimizer.state[p].items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "reference"),
+    [
+        (
+            ["beta1=0.8", "beta2=0.9", "eps=1e-6"],
+            lambda groups: torch.optim.AdamW(groups, 1.0, (0.8, 0.9), 1e-6, fused=True),
+        ),
+        (["optimizer=sgd"], lambda groups: torch.optim.SGD(groups, 1.0, fused=True)),
+        (
+            ["optimizer=sgd", "momentum=0.9", "nesterov=true"],
+            lambda groups: torch.optim.SGD(groups, 1.0, 0.9, nesterov=True, fused=True),
+        ),
+    ],
+)
+def test_adamw_and_sgd_are_those_of_torch_bit_for_bit(settings, reference):
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(17, 33), nn.LayerNorm(33), nn.Linear(33, 5))
+    theirs = copy.deepcopy(ours)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    expected = trained(reference(groups), theirs)
+    found = trained(build_optimizer(ours, config("weight_decay=0.1", *settings)), ours)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "sgd momentum=0.9"])
+def test_state_bytes_are_those_that_the_optimizer_keeps(optimizer, dtype):
+    settings = config(*f"optimizer={optimizer}".split(), f"param_dtype={dtype}")
+    model = MODELS["llama"].from_config(LLAMA, dtype=getattr(torch, dtype))
+    states = build_optimizer(model, settings)
+    trained(states, model)
+    hidden = hidden_matrices(model)
+    for name, p in model.named_parameters():
+        kept = [s for s in states.state[p].values() if s is not None and s.dim()]
+        size = sum(s.numel() * s.element_size() for s in kept)
+        assert size == p.numel() * state_bytes(settings, hidden=name in hidden), name
 
 
 def test_a_cosine_is_that_of_torch():

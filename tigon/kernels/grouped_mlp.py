@@ -286,9 +286,9 @@ class _GroupedMLP(torch.autograd.Function):
         refuse_second_derivative("grouped_mlp")
         needs = ctx.needs_input_grad
         wanted = [*needs[:3], needs[4]]
-        tensors = ctx.saved_tensors  # once: under activation checkpointing a second look is refused
-        inputs, saved = tensors[:4], tensors[4:]
-        grads = _backward(*inputs, wanted, *saved, dy.contiguous(), ctx.act)
+        # Read once: with activation checkpointing they are there only once
+        x, gate_up, down, weights, *saved = ctx.saved_tensors
+        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy.contiguous(), ctx.act)
         dx, dgate_up, ddown, dweights = (
             g if want else None for g, want in zip(grads, wanted, strict=True)
         )

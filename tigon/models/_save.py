@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tigon.models._config import Config
 from tigon.models._layout import layout
@@ -31,6 +32,7 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
@@ -38,18 +40,19 @@ def save_pretrained(
     empty, and appears whole or not at all. Under a process group every rank calls this; rank 0
     writes, and what stops it stops all of them. `stacked_experts`: one tensor for all experts of a
     layer, or each expert apart; None is what the checkpoint had that the model is from, else apart.
+    `tensors`: in place of the model's parameters, by their names, such as an average of them.
     """
     dtype = dtype or model.dtype
     writes = not dist.is_initialized() or dist.get_rank() == 0
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
-    tensors = entries(dict(model.named_parameters()), parts_of, dtype)
+    found = entries(tensors or dict(model.named_parameters()), parts_of, dtype)
     opened = ExitStack()
     with _rank_0_decides():  # before the others wait in collectives
         root = opened.enter_context(new_directory(directory)) if writes else None
     with _rank_0_decides(), opened:
-        write_checkpoint(root, tensors, max_shard_size=max_shard_size)
+        write_checkpoint(root, found, max_shard_size=max_shard_size)
         if root is not None:
             config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
             write_description(root, config, model.generation_config, tokenizer)

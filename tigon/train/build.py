@@ -26,7 +26,7 @@ from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
-from tigon.train.optim import build_optimizer
+from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.parallel import InputError, World, pick_device
 from tigon.train.state import State
 
@@ -45,6 +45,7 @@ class Run:
     steps: int
     state: State
     saver: checkpoint.Saver
+    ema: Ema | None
 
     @cached_property
     def feed(self) -> Feed:
@@ -124,8 +125,9 @@ def prepare(config: Config, world: World) -> Run:
         model = build_model(config, world, source)
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)
+        ema = build_ema(model, config)
     if source is not None:
-        checkpoint.load(source, model, optimizer)
+        checkpoint.load(source, model, optimizer, ema)
         inputs.held.close()
         world.say(f"resumed from {source}")
     steps = inputs.steps(config)
@@ -138,11 +140,16 @@ def prepare(config: Config, world: World) -> Run:
     )
     for notice in without_effect(config, steps):
         world.say(f"note: {notice}")
-    return make_run(config, world, inputs, model, optimizer)
+    return make_run(config, world, inputs, model, optimizer, ema)
 
 
 def make_run(
-    config: Config, world: World, inputs: Inputs, model: CausalLM, optimizer: torch.optim.Optimizer
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
 ) -> Run:
     saver = checkpoint.Saver(
         Path(config.run_dir),
@@ -155,7 +162,7 @@ def make_run(
     )  # fmt: skip
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
-        inputs.steps(config), inputs.state, saver,
+        inputs.steps(config), inputs.state, saver, ema,
     )  # fmt: skip
 
 

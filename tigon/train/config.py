@@ -30,6 +30,14 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
   --dry-run        check everything, say what the run takes, time a few steps, and stop
 """
 
+# Settings that only some optimizers have
+OF_OPTIMIZERS = {
+    "momentum": ("muon", "sgd"),
+    "nesterov": ("muon", "sgd"),
+    "ns_steps": ("muon",),
+    "adjust_lr_fn": ("muon",),
+    "adamw_lr": ("muon",),
+}
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
 
@@ -61,13 +69,60 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 f"batch_size={self.batch_size} must be a multiple of "
                 f"micro_batch_size={self.micro_batch_size}"
             )
-        for name in ("lr", "weight_decay", "max_grad_norm", "spike_sigma", "eps"):
-            if not math.isfinite(value := getattr(self, name)):
+        for name in (
+            *("lr", "weight_decay", "max_grad_norm", "spike_sigma", "eps"),
+            *("momentum", "adamw_lr"),
+        ):
+            if not math.isfinite(value := getattr(self, name) or 0.0):
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
+        if not self.ema_decay < 1:
+            raise ValueError(f"ema_decay={self.ema_decay} must be below 1")
+        if self.optimizer_offload and self.optimizer == "muon":
+            raise ValueError(
+                "optimizer_offload=true is not there for optimizer=muon, whose updates take whole "
+                "matrices: the other optimizers have it"
+            )
+        check_optimizer(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises ValueError for settings of the optimizer that do not fit together."""
+    for name in ("warmup_steps", "decay_steps"):
+        if (value := getattr(config, name)) >= 1 and value != int(value):
+            raise ValueError(f"{name}={value} is neither a number of steps nor a share below 1")
+    for name, optimizers in OF_OPTIMIZERS.items():
+        given = getattr(config, name)
+        if given != getattr(Config, name) and config.optimizer not in optimizers:
+            raise ValueError(
+                f"{name}={given} is a setting of {' and '.join(optimizers)}, not of "
+                f"optimizer={config.optimizer}"
+            )
+    if config.schedule != "wsd" and (config.decay_steps, config.decay_type) != (
+        Config.decay_steps,
+        Config.decay_type,
+    ):
+        raise ValueError(
+            f"decay_steps and decay_type are settings of schedule=wsd, not {config.schedule}"
+        )
+    if config.nesterov and config.optimizer == "sgd" and not config.momentum:
+        raise ValueError("nesterov=true needs a momentum, such as momentum=0.9")
+    own = [(f"parameter_groups[{i}].lr", g.lr) for i, g in enumerate(config.parameter_groups)]
+    for name, lr in (*own, ("adamw_lr", config.adamw_lr)):
+        if lr and not config.lr:
+            raise ValueError(
+                f"lr=0 leaves {name}={lr} without a schedule: freeze the others instead"
+            )
+    for i, group in enumerate(config.parameter_groups):
+        if group.freeze and (group.lr, group.weight_decay) != (None, None):
+            raise ValueError(
+                f"parameter_groups[{i}]: with freeze, lr and weight_decay mean nothing"
+            )
+        if not math.isfinite((group.lr or 0.0) + (group.weight_decay or 0.0)):
+            raise ValueError(f"parameter_groups[{i}]: lr and weight_decay must be finite")
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

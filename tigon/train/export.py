@@ -2,13 +2,14 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tigon.models import CausalLM, materialize
 from tigon.tokenizer import Tokenizer
@@ -67,8 +68,10 @@ def as_directory(source: Path) -> Iterator[str]:
         yield str(Path(parent, "hf"))
 
 
-def export(run: Run, target: Path) -> None:
+def export(run: Run, target: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Hugging Face format, in the dtype of the checkpoint that the run began with unless told.
+
+    `tensors`: in place of the model's parameters, by their names.
 
     Raises FloatingPointError if a weight is not finite. What was at `target` stays until the new
     one is whole.
@@ -92,7 +95,9 @@ def export(run: Run, target: Path) -> None:
         raise checkpoint.SaveError(f"{target} was not written: {fault[0]}")
     try:
         with checkpoint.named_if_full(temporary, needed):
-            run.model.save_pretrained(temporary, tokenizer=run.tokenizer, dtype=dtype)
+            run.model.save_pretrained(
+                temporary, tokenizer=run.tokenizer, dtype=dtype, tensors=tensors
+            )
     except OSError:
         if run.world.main:  # a full disk needs the room
             shutil.rmtree(temporary, ignore_errors=True)

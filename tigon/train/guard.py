@@ -159,7 +159,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
         raise stop(run, trouble, f"No rollback: {error}") from None
     if source is None:
         raise stop(run, trouble, "A rollback needs a checkpoint: save_every")
-    checkpoint.load(source, run.model, run.optimizer)
+    checkpoint.load(source, run.model, run.optimizer, run.ema)
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back
     state.return_to(State.of(checkpoint.facts(source)), offset)

@@ -87,8 +87,10 @@ def steps(run: Run, record: Record) -> int:
 
 def update(run: Run, step: int) -> None:
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.config, step, run.steps)
+        group["lr"] = learning_rate(run.config, step, run.steps) * group["lr_scale"]
     run.optimizer.step()
+    if run.ema is not None:
+        run.ema.update(run.model)
 
 
 def row(
@@ -144,7 +146,7 @@ def evaluated_loss(run: Run, step: int) -> float | None:
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     record.sync()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
-    run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more)
+    run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more, run.ema)
 
 
 def owes_export(run: Run) -> bool:
@@ -170,6 +172,8 @@ def finish(run: Run, step: int, record: Record) -> None:
     directory = Path(config.run_dir)
     if config.export and world.most(exported(directory) != step):
         export(run, directory / "hf")
+        if run.ema is not None:
+            export(run, directory / "hf-ema", run.ema.tensors(run.model))
         if world.main:
             note_export(directory, step)
 

@@ -16,14 +16,15 @@ from tigon.weights import Repository
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """In param_dtype; sharded when there are ranks to share it, or dtype is another.
+    """In param_dtype; sharded when there are ranks to share it, or dtype is another, or
+    gradients of bfloat16 weights add up in float32.
 
     Each rank reads only the rows that it keeps. Of a run's checkpoint `source` the model is only
     allocated, for `checkpoint.load`.
     """
     dtype = getattr(torch, config.param_dtype)
     compute = compute_dtype(config, world.device)
-    sharded = world.size > 1 or compute != dtype
+    sharded = is_sharded(config, world.size, compute)
     if source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
         if sharded:
@@ -44,6 +45,13 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         if source is None:
             load_weights(model, weights)
     return finish(model, config)
+
+
+def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
+    """Whether FSDP2 holds the weights: it casts them, too, and adds up gradients over
+    micro-batches in float32, on one rank as on many."""
+    dtype = getattr(torch, config.param_dtype)
+    return ranks > 1 or compute != dtype or (config.accumulate_fp32 and dtype != torch.float32)
 
 
 def finish(model: CausalLM, config: Config) -> CausalLM:

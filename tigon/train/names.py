@@ -12,6 +12,9 @@ DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
 LEARNED = "train_on: assistant (the default), last or all"
 AHEAD = "nothing to set: a thread makes the next batches ahead"
+SHARE = "warmup_steps: below 1 it is a share of all steps"
+GROUPS = "parameter_groups: [{match: '*.mlp.*', lr: 2e-5, weight_decay: 0.0}]"
+FREEZE = "parameter_groups: [{match: '*.layers.0.*', freeze: true}]"
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
@@ -95,8 +98,22 @@ OTHERS = {
     "nproc_per_node": "--nproc N, in front of the settings or behind them",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
-    "optim": "nothing to set: the optimizer is AdamW",
-    "optimizer": "nothing to set: the optimizer is AdamW",
+    "optim": "optimizer: adamw, adamw_bf16, adamw_8bit, muon or sgd",
+    "optimizer_type": "optimizer: adamw, adamw_bf16, adamw_8bit, muon or sgd",
+    "optim_args": "momentum, nesterov, ns_steps, adjust_lr_fn, adamw_lr",
+    "muon_lr": "lr; adamw_lr is that of what muon leaves to AdamW",
+    "muon_momentum": "momentum",
+    "newton_schulz_steps": "ns_steps",
+    "lr_groups": GROUPS,
+    "param_groups": GROUPS,
+    "optim_target_modules": GROUPS,
+    "embedding_lr": GROUPS,
+    "embedding_lr_scale": GROUPS,
+    "no_decay_params": GROUPS,
+    "unfrozen_parameters": FREEZE,
+    "freeze_layers": FREEZE,
+    "freeze_trainable_layers": FREEZE,
+    "trainable_modules": FREEZE,
     "out_dir": "run_dir",
     "output_dir": "run_dir",
     "overwrite_output_dir": "a run never overwrites another: choose another run_dir",
@@ -163,7 +180,18 @@ OTHERS = {
     "val_set_size": "eval_data: files that are held out",
     "validation_file": "eval_data",
     "warmup": "warmup_steps",
-    "warmup_ratio": "warmup_steps, a number of steps",
+    "warmup_ratio": SHARE,
+    "lr_warmup_fraction": SHARE,
+    "warmup_proportion": SHARE,
+    "lr_warmup_steps": "warmup_steps",
+    "num_decay_steps": "decay_steps, of schedule=wsd",
+    "num_stable_steps": "decay_steps, of schedule=wsd: what is neither warm-up nor decay is stable",
+    "decay_ratio": "decay_steps, of schedule=wsd: below 1 it is a share of all steps",
+    "lr_decay_style": "schedule",
+    "lr_scheduler_kwargs": "min_lr_ratio; decay_steps and decay_type of schedule=wsd",
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_factor": "min_lr_ratio",
+    "cosine_min_lr_ratio": "min_lr_ratio",
     "num_warmup_steps": "warmup_steps",
     "weight_decay_rate": "weight_decay",
 }

@@ -40,9 +40,7 @@ class ModelSettings:
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
-    param_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "of the weights being trained and of AdamW's state"
-    )
+    param_dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights being trained")
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"
     )
@@ -140,6 +138,16 @@ class LossSettings:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with settings of their own."""
+
+    match: tuple[str, ...]  # patterns of checkpoint tensor names, as in a shell
+    lr: float | None = option(None, "peak learning rate; null: that of the others", least=0)
+    weight_decay: float | None = option(None, "null: that of the others", least=0)
+    freeze: bool = False  # not trained
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer and its schedule."""
 
@@ -147,15 +155,57 @@ class OptimizerSettings:
     steps: int | None = option(None, "optimizer steps, instead of epochs", least=1)
     lr: float = option(1e-5, "peak learning rate", least=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
-        "cosine", "of the learning rate after warm-up; wsd: constant, then linear in the last fifth"
+        "cosine", "of the learning rate after warm-up; wsd: constant, then as decay_type says"
     )
-    warmup_steps: int = option(0, "steps of linear warm-up", least=0)
+    warmup_steps: float = option(
+        0, "steps of linear warm-up; below 1: their share of all steps", least=0
+    )
     min_lr_ratio: float = option(0.1, "learning rate at the end, as a share of lr", least=0)
-    weight_decay: float = option(0.0, "AdamW's, on matrices only", least=0)
+    weight_decay: float = option(0.0, "on matrices only, not on norms and biases", least=0)
     beta1: float = option(0.9, "AdamW's", least=0)
     beta2: float = option(0.95, "AdamW's", least=0)
     eps: float = option(1e-8, "AdamW's", least=0)
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: never", least=0)
+    optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = option(
+        "adamw", "docs/training.md describes each"
+    )
+    momentum: float | None = option(
+        None, "of muon and sgd; null: 0.95 with muon, 0 with sgd", least=0
+    )
+    nesterov: bool | None = option(
+        None, "Nesterov's momentum in muon and sgd; null: true with muon, false with sgd"
+    )
+    ns_steps: int = option(5, "Newton-Schulz iterations of muon", least=1)
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = option(
+        "match_rms_adamw",
+        "how muon's learning rate depends on a matrix's shape; match_rms_adamw: its steps are as "
+        "large as AdamW's with the same lr",
+    )
+    adamw_lr: float | None = option(
+        None, "with muon, lr of what it leaves to AdamW; null: lr", least=0
+    )
+    decay_steps: float = option(
+        0.2, "last steps of wsd, in which lr falls; below 1: their share of all steps", least=0
+    )
+    decay_type: Literal["linear", "cosine", "sqrt"] = option(
+        "linear", "how lr falls in the last steps of wsd; sqrt: 1 - sqrt(share of them done)"
+    )
+    parameter_groups: tuple[ParameterGroup, ...] = option(
+        (), "settings of some parameters: match, lr, weight_decay, freeze; docs/training.md"
+    )
+    stochastic_rounding: bool = option(
+        True, "of bfloat16 weights (param_dtype=bfloat16) after each update; false: to nearest"
+    )
+    optimizer_offload: bool = option(
+        False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
+    )
+    ema_decay: float = option(
+        0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",
+        least=0,
+    )  # fmt: skip
+    accumulate_fp32: bool = option(
+        False, "add up the gradients of bfloat16 weights over micro-batches in float32"
+    )
 
 
 @dataclass(frozen=True)

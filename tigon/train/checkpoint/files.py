@@ -1,7 +1,7 @@
 """The directories of a run's checkpoints: their names, what they say of themselves, who uses them.
 
 checkpoints/step-00000100/
-  weights-RANK.safetensors, optimizer-RANK.safetensors    rows of checkpoint tensors
+  weights-RANK, optimizer-RANK and ema-RANK.safetensors   rows of checkpoint tensors
   config.json, generation_config.json, tokenizer files    as in a Hugging Face checkpoint
   run.json                                                step, settings, which data
   SHA256SUMS                                              of all other files

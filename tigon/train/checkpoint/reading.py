@@ -1,7 +1,7 @@
 """Reads checkpoints into models and optimizers, on any number of ranks."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM
 from tigon.train.checkpoint import files, legacy
 from tigon.train.checkpoint.errors import first_cause
-from tigon.train.checkpoint.tensors import OPTIMIZER, State, optimizer_states, weights
+from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything
+from tigon.train.optim import Ema
 
 
-def load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None = None) -> None:
-    """Fill weights and, if given, optimizer states in place; lr, betas and so on stay.
+def load(
+    checkpoint: Path, model: CausalLM, optimizer: Optimizer | None = None, ema: Ema | None = None
+) -> None:
+    """Fill weights and, if given, optimizer states and average in place; lr, betas and so on stay.
+    An average that the checkpoint does not have begins with its weights.
 
     Each rank reads its own rows only. In a process group every rank calls this. Raises ValueError
     if the checkpoint does not fit the model or cannot be read.
@@ -28,35 +32,52 @@ def load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None = None) 
         try:
             if legacy.is_legacy(checkpoint):
                 _load_legacy(checkpoint, model, optimizer)
+                has_average = False
             else:
-                _load(checkpoint, model, optimizer)
+                has_average = _load(checkpoint, model, optimizer, ema)
         except CheckpointException as error:
             raise ValueError(f"{checkpoint} cannot be read: {first_cause(error)}") from error
+    if ema is not None and not has_average:
+        ema.begin(model)
 
 
-def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None) -> None:
-    state = weights(model)
-    if optimizer is not None:
-        state |= optimizer_states(model, optimizer)
+def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> bool:
+    """Whether it has an average."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    _check_names(checkpoint, state, reader, lambda name: name.startswith(OPTIMIZER))
-    dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
-
-
-def _check_names(
-    checkpoint: Path,
-    state: State,
-    reader: HuggingFaceStorageReader,
-    optional: Callable[[str], bool],
-) -> None:
     try:
         stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
         raise ValueError(f"{checkpoint} cannot be read: {error}") from error
+    has_average = any(name.startswith(EMA) for name in stored)
+    state = everything(model, optimizer, ema if has_average else None)
+    if ema is None:
+        stored = {name: info for name, info in stored.items() if not name.startswith(EMA)}
+    if optimizer is None:
+        stored = {name: info for name, info in stored.items() if not name.startswith(OPTIMIZER)}
+    _check_optimizer(checkpoint, state, stored)
+    _check_names(checkpoint, state, stored)
+    dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
+    return has_average
+
+
+def _check_optimizer(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the states, if another optimizer made the checkpoint's."""
+
+    def kinds(names: Iterable[str]) -> str:
+        found = {name.split(".")[1] for name in names if name.startswith(OPTIMIZER)}
+        return ", ".join(sorted(found)) or "none"
+
+    if (was := kinds(stored)) != (now := kinds(state)):
+        raise ValueError(
+            f"{checkpoint} has the states of another optimizer: {was}; this one has {now}. Give "
+            "the optimizer and settings that it was made with, or begin another run_dir, with "
+            "model= an export of this one"
+        )
+
+
+def _check_names(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:
     missing = sorted(state.keys() - stored.keys())
     unexpected = sorted(stored.keys() - state.keys())
-    if not any(optional(name) for name in state):
-        unexpected = [name for name in unexpected if not optional(name)]
     both = state.keys() & stored.keys()
     wrong = sorted(n for n in both if stored[n].size != state[n].size())
     holes = sorted(

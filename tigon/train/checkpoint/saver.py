@@ -27,7 +27,8 @@ from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import available
 from tigon.train.checkpoint.retention import Keep, prune
 from tigon.train.checkpoint.storage import Writer, named_if_full
-from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, optimizer_states, weights
+from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, everything
+from tigon.train.optim import Ema
 from tigon.train.parallel import World
 from tigon.train.record import read_metrics
 from tigon.weights import fsync
@@ -84,6 +85,7 @@ class Saver:
         optimizer: Optimizer,
         tokenizer: Tokenizer,
         facts: Mapping[str, Any],
+        ema: Ema | None = None,
     ) -> Path:
         """Write checkpoints/step-N, whose run.json has `facts`; then remove what need not stay.
 
@@ -96,7 +98,7 @@ class Saver:
             check_finite(model, optimizer)
         except FloatingPointError as error:
             raise FloatingPointError(f"{target} was not written: {error}") from None
-        state = weights(model) | optimizer_states(model, optimizer)
+        state = everything(model, optimizer, ema)
         needed = sum(rows.numel() * rows.dtype.itemsize for rows in state.values())
         partial = self.directory / f".{target.name}.partial"
         lock = ExitStack()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tigon.train.checkpoint.tensors import OPTIMIZER
+from tigon.train.checkpoint.tensors import EMA, OPTIMIZER
 from tigon.weights import as_bytes, write_header
 
 BLOCK = 16 << 20  # bytes that are hashed and written at a time
@@ -41,7 +41,8 @@ class Written(NamedTuple):
 
 
 class Writer(StorageWriter):
-    """Every rank writes weights-RANK and optimizer-RANK.safetensors; then rank 0 calls `commit`."""
+    """Every rank writes weights-RANK, optimizer-RANK and ema-RANK.safetensors; then rank 0 calls
+    `commit`."""
 
     def __init__(self, directory: Path, commit: Callable[[Mapping[str, str]], None]) -> None:
         """`commit` gets the checksum of every file."""
@@ -118,7 +119,9 @@ def _files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
     for item in items:
         name = item.index.fqn
         count = seen[name] = seen.get(name, -1) + 1
-        kind = "optimizer" if name.startswith(OPTIMIZER) else "weights"
+        kind = "weights"
+        if name.startswith((OPTIMIZER, EMA)):
+            kind = name.partition(".")[0]
         again = f"-{count}" if count else ""
         found.setdefault(f"{kind}-{rank:05d}{again}.safetensors", []).append(item)
     for group in found.values():

@@ -5,6 +5,7 @@ packed parameter holds them and however it is divided.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
+from tigon.train.optim import Ema
 from tigon.weights import Layout, own_rows, own_slices
 
 OPTIMIZER = "optimizer."  # what the names of its states begin with
+EMA = "ema."  # and those of averages
 
 
 class Chunk(NamedTuple):
@@ -79,40 +83,63 @@ class LocalRows(Tensor):
 State = dict[str, LocalRows]
 
 
+def everything(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> State:
+    """Weights and, if given, optimizer states and average."""
+    state = weights(model)
+    if optimizer is not None:
+        state |= optimizer_states(model, optimizer)
+    if ema is not None:
+        state |= averages(model, ema)
+    return state
+
+
 def weights(model: CausalLM) -> State:
     """By name of the checkpoint tensor; a tied one once."""
-    return _by_part(dict(model.named_parameters()), run_layout(model))
+    own = {name: own_rows(name, p) for name, p in model.named_parameters()}
+    return _by_part(own, model)
+
+
+def averages(model: CausalLM, ema: Ema) -> State:
+    """As `weights`, named ema.NAME; of the parameters that are trained."""
+    parameters = dict(model.named_parameters())
+    own = {n: (value, own_rows(n, parameters[n])[1]) for n, value in ema.values.items()}
+    return _by_part(own, model, EMA)
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
     """As `weights`, named optimizer.STATE.NAME; all zeros before the first step.
 
-    What an optimizer counts for a parameter as one number, all parts of the parameter have.
+    A state is sharded as its parameter is, or has the same rows on each rank, perhaps of another
+    length. What an optimizer counts for a parameter as one number, all its parts have.
     """
     layout = run_layout(model)
     parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {}
-    by_parameter: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    for parameter, values in by_parameter["state"].items():
-        for kind, value in values.items():
-            if not isinstance(value, Tensor) or not (
-                value.shape == parameters[parameter].shape or value.numel() == 1
-            ):
-                raise TypeError(
-                    f"the optimizer's {kind} of {parameter} cannot be saved: it is neither one "
-                    f"number nor a tensor like the parameter, but {value!r}"
-                )
-            states.setdefault(kind, {})[parameter] = value
+    rows: dict[str, dict[str, tuple[Tensor, int]]] = {}
     found: State = {}
-    for kind, values in states.items():
-        like = {n: v for n, v in values.items() if v.shape == parameters[n].shape}
-        prefix = f"{OPTIMIZER}{kind}."
-        found |= {prefix + name: rows for name, rows in _by_part(like, layout).items()}
-        for parameter in values.keys() - like.keys():
-            one = Chunk(0, values[parameter].detach().view(1))
-            for part in layout[parameter]:
-                found[prefix + part.name] = LocalRows((1,), one.rows.dtype, [one])
+    by_parameter: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    for name, values in by_parameter["state"].items():
+        own, first = own_rows(name, parameters[name])
+        for kind, value in values.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(local, Tensor) and _same_rows(local, own):
+                rows.setdefault(kind, {})[name] = (local.detach(), first)
+            elif isinstance(local, Tensor) and local.numel() == 1:
+                one = Chunk(0, local.detach().view(1))
+                for part in layout[name]:
+                    found[f"{OPTIMIZER}{kind}.{part.name}"] = LocalRows((1,), one.rows.dtype, [one])
+            else:
+                raise TypeError(
+                    f"the optimizer's {kind} of {name} cannot be saved: it is neither one number "
+                    f"nor a tensor with the parameter's rows, but {value!r}"
+                )
+    for kind, own_of in rows.items():
+        found |= _by_part(own_of, model, f"{OPTIMIZER}{kind}.")
     return found
+
+
+def _same_rows(state: Tensor, own: Tensor) -> bool:
+    """All dimensions of this rank's rows but perhaps the last one of a matrix."""
+    return state.shape == own.shape or (own.dim() > 1 and state.shape[:-1] == own.shape[:-1])
 
 
 def run_layout(model: CausalLM) -> Layout:
@@ -120,14 +147,19 @@ def run_layout(model: CausalLM) -> Layout:
     return model.layout(stacked_experts=True)
 
 
-def _by_part(tensors: Mapping[str, Tensor], layout: Layout) -> State:
+def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str = "") -> State:
+    """`own`: of each parameter this rank's rows, and which of the whole is the first."""
+    layout, parameters = run_layout(model), dict(model.named_parameters())
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     chunks: dict[str, list[Chunk]] = {}
-    for parameter, tensor in tensors.items():
-        local, first = own_rows(parameter, tensor)
+    for parameter, (local, first) in own.items():
+        shape = parameters[parameter].shape
         for part in layout[parameter]:
-            shapes[part.name], dtypes[part.name] = part.shape, tensor.dtype
-            own = own_slices(part, tensor.shape, local, first)
-            chunks.setdefault(part.name, []).extend(Chunk(row, rows) for row, rows in own)
+            if local.shape[-1:] != shape[-1:] and len(shape) > 1:  # a number for several elements
+                part = replace(part, shape=(*part.shape[:-1], local.shape[-1]))
+            name = prefix + part.name
+            shapes[name], dtypes[name] = part.shape, local.dtype
+            slices = own_slices(part, shape, local, first)
+            chunks.setdefault(name, []).extend(Chunk(row, rows) for row, rows in slices)
     return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}

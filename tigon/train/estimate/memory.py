@@ -19,7 +19,9 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, meta_model, rounded, watch_head
+from tigon.train.model import is_sharded
 from tigon.train.objectives import Objective
+from tigon.train.optim import ema_bytes, freeze, hidden_matrices, state_bytes
 
 # What cuBLAS takes once for each of two threads, forward's and backward's, from sm_90 on
 CUBLAS = 2 * 32 * 2**20
@@ -28,6 +30,7 @@ KINDS = (
     "parameters",
     "gradients",
     "optimizer",
+    "average of weights",
     "gathered weights",
     "activations",
     "logits and loss",
@@ -41,7 +44,9 @@ class Estimate:
     """Bytes of each GPU when it holds most, as torch.cuda.max_memory_allocated counts them."""
 
     kinds: dict[str, int]
-    host: int  # bytes of host memory for each rank's copy of weights and states, for async_save
+    host: (
+        int  # bytes of host memory for each rank: a copy for async_save, states that are offloaded
+    )
 
     @property
     def total(self) -> int:
@@ -55,24 +60,29 @@ def estimate(
 
     `world` is the number of GPUs, `compute` the dtype of the computation there.
     """
+    freeze(model, config)
     param_dtype = getattr(torch, config.param_dtype)
-    sharded = world > 1 or compute != param_dtype
-    trained = [p for p in model.parameters() if p.requires_grad]
+    sharded = is_sharded(config, world, compute)
+    hidden = hidden_matrices(model)
+    states = average = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            numbers = padded(parameter, world) / world
+            states += numbers * state_bytes(config, hidden=name in hidden)
+            average += numbers * ema_bytes(config)
     parameters = sum(_held(p, world, param_dtype) for p in model.parameters())
-    states = int(state_bytes(config) * sum(padded(p, world) for p in trained) / world)
+    copied = parameters + states + average  # by async_save
+    kept = states + average if config.optimizer_offload else 0.0
     ledger = _weigh(
         model.to("meta", compute), objective, config, world, param_dtype if sharded else None
     )
-    found = {kind: size for kind, size in ledger.at_peak.items() if size}
-    kinds = dict.fromkeys(KINDS, 0) | found
-    kinds["parameters"], kinds["optimizer"] = parameters, states
+    there = {"parameters": parameters}
+    if not config.optimizer_offload:
+        there |= {"optimizer": int(states), "average of weights": int(average)}
+    kinds = dict.fromkeys(KINDS, 0) | ledger.at_peak | there
     kinds["other"] += CUBLAS
-    return Estimate({k: v for k, v in kinds.items() if v}, parameters + states)
-
-
-def state_bytes(config: Config) -> float:
-    """Of the optimizer for each parameter that is trained: AdamW's two, in the weights' dtype."""
-    return 2 * getattr(torch, config.param_dtype).itemsize
+    host = int(kept + copied * config.async_save)
+    return Estimate({kind: size for kind, size in kinds.items() if size}, host)
 
 
 def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:

@@ -13,7 +13,7 @@ from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
 from tigon.train.flops import model_flops, peak_flops
 from tigon.train.model import compute_dtype, outline
-from tigon.train.optim import build_optimizer
+from tigon.train.optim import build_ema, build_optimizer, freeze
 from tigon.train.parallel import InputError, World
 
 GIB = 2**30
@@ -43,6 +43,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         with world.together():
             model = outline(config, getattr(torch, config.param_dtype), inputs.source)
             inputs.check_model(model)
+            freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
         for notice in without_effect(config, inputs.steps(config)):
             world.say(f"note: {notice}")
@@ -157,7 +158,8 @@ def timed(config: Config, inputs: Inputs, world: World) -> list[str]:
     """A few steps on random weights."""
     try:
         model = random_model(config, world, inputs.source)
-        run = make_run(config, world, inputs, model, build_optimizer(model, config))
+        optimizer = build_optimizer(model, config)
+        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
         found = measure(run)
     except torch.OutOfMemoryError as error:
         lines = advice(config, inputs, world.size) if world.main else []

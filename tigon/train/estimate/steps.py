@@ -12,7 +12,7 @@ from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.loop import update
-from tigon.train.model import compute_dtype, outline
+from tigon.train.model import compute_dtype, is_sharded, outline
 from tigon.train.parallel import World, shard
 from tigon.train.step import backward
 
@@ -32,7 +32,7 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
     """The model of a run as `build_model` makes it, with random weights: none are read."""
     dtype, compute = getattr(torch, config.param_dtype), compute_dtype(config, world.device)
     model = outline(config, dtype, source)
-    if world.size > 1 or compute != dtype:
+    if is_sharded(config, world.size, compute):
         shard(model, world, compute)
     materialize(model, world.device)
     with torch.no_grad():

@@ -1,7 +1,21 @@
-"""Optimizers, learning-rate schedules and clipping."""
+"""Optimizers, parameter groups, learning-rate schedules and clipping."""
 
-from tigon.train.optim.build import build_optimizer
+from tigon.train.optim.build import OPTIMIZERS, build_optimizer, state_bytes
 from tigon.train.optim.clip import clip_gradients
+from tigon.train.optim.ema import Ema, build_ema, ema_bytes
+from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.schedule import learning_rate
 
-__all__ = ["build_optimizer", "clip_gradients", "learning_rate"]
+__all__ = [
+    "OPTIMIZERS",
+    "Ema",
+    "build_ema",
+    "build_optimizer",
+    "clip_gradients",
+    "ema_bytes",
+    "freeze",
+    "hidden_matrices",
+    "learning_rate",
+    "parameter_groups",
+    "state_bytes",
+]

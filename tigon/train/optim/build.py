@@ -1,13 +1,82 @@
 """The optimizer of a run."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
-from torch import nn
+from torch.optim import Optimizer
 
+from tigon.models import CausalLM
 from tigon.train.config import Config
-from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim import low_precision
+from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
+from tigon.train.optim.muon import Muon
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    betas = (config.beta1, config.beta2)
+class Kind(NamedTuple):
+    build: Callable[[CausalLM, Config], Optimizer]
+    state_bytes: Callable[[Config], float]  # per trained parameter
+    hidden_bytes: Callable[[Config], float] | None = None  # of `hidden_matrices`, where it differs
+
+
+def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
+    """For the parameters that `parameter_groups` leaves to train; the others are frozen here."""
+    freeze(model, config)
+    return OPTIMIZERS[config.optimizer].build(model, config)
+
+
+def state_bytes(config: Config, *, hidden: bool = False) -> float:
+    """Bytes of optimizer states per trained parameter, on all ranks together.
+
+    `hidden`: of a parameter in `hidden_matrices`, of which Muon keeps less.
+    """
+    kind = OPTIMIZERS[config.optimizer]
+    of = kind.hidden_bytes if hidden and kind.hidden_bytes is not None else kind.state_bytes
+    return of(config)
+
+
+def item_bytes(config: Config) -> int:
+    """Of a weight that is trained."""
+    return getattr(torch, config.param_dtype).itemsize
+
+
+def adamw(model: CausalLM, config: Config) -> Optimizer:
+    """States are float32 always: torch's has them like the weights."""
+    if config.param_dtype != "float32" or config.optimizer_offload:
+        return low_precision.adamw(model, config, "float32")
     groups = parameter_groups(model, config)
+    betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+def muon(model: CausalLM, config: Config) -> Optimizer:
+    rows = hidden_matrices(model)
+    return Muon(
+        parameter_groups(model, config, rows),
+        {p: rows[name] for name, p in model.named_parameters() if name in rows},
+        lr=config.lr,
+        momentum=0.95 if config.momentum is None else config.momentum,
+        nesterov=config.nesterov is not False,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn=config.adjust_lr_fn,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        # CPUs without bf16 units would take longer for less
+        dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
+    )
+
+
+# By the name that `optimizer` has in the settings
+OPTIMIZERS: dict[str, Kind] = {
+    "adamw": Kind(adamw, lambda _: low_precision.state_bytes("float32")),
+    "adamw_bf16": Kind(
+        lambda model, config: low_precision.adamw(model, config, "bfloat16"),
+        lambda _: low_precision.state_bytes("bfloat16"),
+    ),
+    "adamw_8bit": Kind(
+        lambda model, config: low_precision.adamw(model, config, "8bit"),
+        lambda _: low_precision.state_bytes("8bit"),
+    ),
+    "muon": Kind(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
+    "sgd": Kind(low_precision.sgd, lambda config: 4.0 if config.momentum else 0.0),
+}

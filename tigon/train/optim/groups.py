@@ -1,16 +1,139 @@
 """Which parameters an optimizer trains, and with which settings."""
 
+import difflib
+import operator
+import re
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
-
+from tigon.layers import FusedLinear, Linear, SparseMoE
+from tigon.layers.moe import Experts
+from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.settings import ParameterGroup
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def parameter_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Weight decay on matrices only, not on norms and biases."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def freeze(model: CausalLM, config: Config) -> None:
+    """Parameters of groups with `freeze` will have neither gradients nor optimizer states."""
+    groups = assign(model, config.parameter_groups)
+    for name, p in model.named_parameters():
+        group = groups[name]
+        p.requires_grad_(group is None or not group.freeze)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("parameter_groups freeze all parameters: nothing is left to train")
+
+
+def parameter_groups(
+    model: CausalLM, config: Config, hidden: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """The parameters to train, by their settings, for an optimizer.
+
+    weight_decay is that of matrices, and 0 for norms and biases. `lr_scale` multiplies the
+    schedule's learning rate. Parameters named in `hidden` have groups of their own, with
+    `hidden` true; with any, the others begin with adamw_lr.
+    """
+    groups = assign(model, config.parameter_groups)
+    others_lr = config.lr if not hidden or config.adamw_lr is None else config.adamw_lr
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        own = groups[name] or ParameterGroup(())
+        lr = config.lr if name in hidden else others_lr
+        lr = lr if own.lr is None else own.lr
+        decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+        key = name in hidden, lr / config.lr if lr else 0.0, decay if p.dim() > 1 else 0.0
+        found.setdefault(key, []).append(p)
     return [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": parameters, "hidden": own, "lr_scale": scale, "weight_decay": decay}
+        for (own, scale, decay), parameters in found.items()
     ]
+
+
+def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
+    """The matrices of the blocks but for routers: by parameter, the rows of each in turn.
+
+    q, k and v, gate and up, and all experts are matrices of their own. Rows are those of the
+    parameter's flattening [-1, last dim].
+    """
+    modules = list(model.model.layers.named_modules(prefix="model.layers"))
+    moes = [module for _, module in modules if isinstance(module, SparseMoE)]
+    routers = {id(router) for moe in moes for router in (moe.gate, moe.shared_expert_gate)}
+    found = {}
+    for path, module in modules:
+        if isinstance(module, Linear) and id(module) not in routers:
+            parts = module.parts if isinstance(module, FusedLinear) else (module.out_features,)
+            found[f"{path}.weight"] = parts
+        elif isinstance(module, Experts):
+            experts, both, _ = module.gate_up_proj.shape
+            found[f"{path}.gate_up_proj"] = (both // 2,) * (2 * experts)
+            found[f"{path}.down_proj"] = (module.down_proj.shape[1],) * experts
+    return found
+
+
+def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, ParameterGroup | None]:
+    """The first group that matches each parameter, by its name; None: none does.
+
+    Patterns are matched with the names of checkpoint tensors, all experts of a layer in one or
+    apart. Raises ValueError for a pattern that matches nothing or only parts of a parameter, and
+    for a group that others before it leave nothing.
+    """
+    if not groups:
+        return dict.fromkeys(name for name, _ in model.named_parameters())
+    apart, stacked = model.layout(), model.layout(stacked_experts=True)
+    names = {p: [[part.name for part in of[p]] for of in (apart, stacked)] for p in apart}
+    found: dict[str, ParameterGroup | None] = dict.fromkeys(names)
+    for i, group in enumerate(groups):
+        where, matched = f"parameter_groups[{i}]", set()
+        for parameter, spellings in names.items():
+            hits = [[name for name in s if _matches(name, group.match)] for s in spellings]
+            matched |= {name for hit in hits for name in hit}
+            if found[parameter] is None and any(hits):
+                if not any(map(operator.eq, hits, spellings)):
+                    raise ValueError(f"{where}: {_missed(spellings[0], hits[0], group.match)}")
+                found[parameter] = group
+        for pattern in group.match:
+            if not any(_matches(name, [pattern]) for name in matched):
+                raise ValueError(f"{where}: {pattern!r} matches no tensor; {_near(pattern, names)}")
+        if not any(other is group for other in found.values()):
+            raise ValueError(f"{where}: groups before it match all that {list(group.match)} match")
+    return found
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _missed(names: Sequence[str], hit: Sequence[str], patterns: Sequence[str]) -> str:
+    """Which parts of a parameter no pattern matches, and the patterns that would match all."""
+    missing = [name for name in names if name not in hit]
+    others = []
+    for name in missing:
+        for here, there in zip(hit[0].split("."), name.split("."), strict=True):
+            if here != there:  # with k_proj in place of q_proj
+                word = rf"(?<![^.*]){re.escape(here)}(?![^.*])"
+                others += [re.sub(word, there, pattern) for pattern in patterns]
+    write = list(dict.fromkeys([*patterns, *others]))
+    if len(write) > 6 or not all(_matches(name, write) for name in names):
+        layers = [re.sub(r"\.layers\.\d+\.", ".layers.*.", name) for name in missing]
+        write = [*patterns, *layers]
+        if len(write) > 6:  # experts
+            write = [layers[0].partition(".experts.")[0] + ".experts.*"]
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"{', '.join(map(repr, patterns))} matches {hit[0]}, but not {', '.join(missing[:3])}"
+        f"{more}, which is one parameter with it: write match: {write}"
+    )
+
+
+def _near(pattern: str, names: Mapping[str, Sequence[Sequence[str]]]) -> str:
+    """Names that may be meant."""
+    if HEAD not in names and _matches(HEAD, [pattern]):
+        return f"the model's {HEAD} is tied to its embedding: name {EMBEDDING}"
+    known = {name for spellings in names.values() for name in spellings[0]}
+    kinds = {re.sub(r"\.\d+\.", ".*.", name) for name in known}
+    close = difflib.get_close_matches(pattern, sorted(kinds), n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(close)}"

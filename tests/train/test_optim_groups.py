@@ -1,0 +1,222 @@
+"""Parameter groups by name, and parameters that are frozen."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tigon
+from tests.small import EXPERTS, LLAMA, write_model
+from tests.train.ranks import Ranks
+from tigon.models import MODELS
+from tigon.train import load, main, prepare, start, train
+from tigon.train.optim import build_optimizer
+
+SETTINGS = ("run_dir=a", "model=m", "data=d", "lr=0.5", "optimizer=sgd", "weight_decay=0.25")
+OTHERS = {
+    "llama": {"tie_word_embeddings": False},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "head_dim": 16, "sliding_window": 8},
+    "olmo2": {},
+}
+
+
+def build(kind: str = "llama", **changes):
+    torch.manual_seed(0)
+    values = LLAMA | OTHERS[kind] | {"model_type": kind} | changes
+    return MODELS[kind].from_config(values)
+
+
+def optimizer_of(model, *groups: str) -> torch.optim.Optimizer:
+    text = f"parameter_groups=[{', '.join(f'{{{group}}}' for group in groups)}]"
+    return build_optimizer(model, load(None, [*SETTINGS, text]))
+
+
+def test_the_first_group_that_matches_decides():
+    """One step of SGD from a gradient of 1: w - lr (1 + decay w), seen for each parameter."""
+    model = build()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = optimizer_of(
+        model,
+        "match: [model.embed_tokens.weight, lm_head.weight], weight_decay: 0",
+        "match: 'model.layers.1.*.[qkv]_proj.*', lr: 2",
+        "match: 'model.layers.1.*', lr: 0.25, weight_decay: 0.5",
+        "match: '*.mlp.*', lr: 0",
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5 * group["lr_scale"]  # as the loop does at the peak
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        lr, decay = 0.5, 0.25
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            decay = 0.0
+        elif name == "model.layers.1.self_attn.qkv_proj.weight":
+            lr = 2.0
+        elif "layers.1." in name:
+            lr, decay = 0.25, 0.5
+        elif ".mlp." in name:
+            lr = 0.0
+        decay = decay if p.dim() > 1 else 0.0
+        torch.testing.assert_close(p.detach(), before[name] - lr * (1 + decay * before[name]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "message"),
+    [
+        (
+            "llama",
+            ["match: '*.q_proj.*'"],
+            r"groups\[0\]: '\*.q_proj.\*' matches model.layers.0.self_attn.q_proj.weight, "
+            r"but not model.layers.0.self_attn.k_proj.weight, .*v_proj.weight, which is one "
+            r"parameter with it: write match: \['\*.q_proj.\*', '\*.k_proj.\*', '\*.v_proj.\*'\]",
+        ),
+        (
+            "llama",
+            ["match: '*.norm.*'", "match: [model.norm.weight, '*.0.mlp.g*']"],
+            r"parameter_groups\[1\]: .* matches model.layers.0.mlp.gate_proj.weight, but not "
+            r"model.layers.0.mlp.up_proj.weight",
+        ),
+        (
+            "qwen3_moe",
+            ["match: '*.experts.[0-3].*'"],
+            r"but not model.layers.1.mlp.experts.4.gate_proj.weight, "
+            r"model.layers.1.mlp.experts.4.up_proj.weight, which",
+        ),
+        ("mixtral", ["match: '*.w1.*'"], r"write match: \['\*.w1.\*', '\*.w3.\*'\]"),
+        (
+            "llama",
+            ["match: ['*.mlp.*', '*.down_prj.weight']"],
+            r"'\*.down_prj.weight' matches no tensor; the nearest are model.layers.\*.mlp.down",
+        ),
+        ("llama", ["match: '*'", "match: '*.mlp.*'"], r"\[1\]: groups before it match all"),
+        ("llama", ["match: '*', freeze: true"], "freeze all parameters: nothing is left to train"),
+    ],
+)
+def test_patterns_that_cannot_be_followed(kind, groups, message):
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(build(kind), *groups)
+
+
+def test_a_head_that_is_tied_has_the_embedding_s_name():
+    with pytest.raises(ValueError, match=r"lm_head.weight is tied .*: name model.embed_tokens"):
+        optimizer_of(build(tie_word_embeddings=True), "match: lm_head.weight, freeze: true")
+
+
+def test_experts_may_be_named_together_or_apart():
+    for match in ("'*.mlp.experts.*'", "['*.experts.*.gate_proj.*', '*.experts.*.[ud]*_proj.*']"):
+        model = build("qwen3_moe")
+        optimizer_of(model, f"match: {match}, freeze: true")
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        assert frozen == [f"model.layers.1.mlp.experts.{n}_proj" for n in ("gate_up", "down")]
+    stacked = build("qwen3_moe")
+    optimizer_of(stacked, "match: '*.experts.gate_up_proj', freeze: true")
+    assert [n for n, p in stacked.named_parameters() if not p.requires_grad] == frozen[:1]
+
+
+def gradients(model, recompute: bool) -> dict[str, torch.Tensor | None]:
+    model.train()
+    model.activation_checkpointing = recompute
+    torch.manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (1, 8))
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 2}
+SMALL |= {"num_key_value_heads": 1, "tie_word_embeddings": False}
+
+
+def assert_same_bits(kind: str, recompute: bool, match: str) -> None:
+    """Gradients beside those of a model of which nothing is frozen."""
+    expected = gradients(build(kind, **SMALL), recompute=False)
+    model = build(kind, **SMALL)
+    optimizer = optimizer_of(model, f"match: {match}, freeze: true")
+    found = gradients(model, recompute)
+    left = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert 0 < len(left) < len(found)
+    assert {name for name, g in found.items() if g is not None} == left
+    for name in left:
+        assert torch.equal(found[name], expected[name]), name
+    optimizer.step()
+
+
+FIRST = "['*embed_tokens*', 'model.layers.0.*']"
+FROZEN_SETS = {
+    "first": FIRST,
+    "norms": "['*embed_tokens*', '*norm.weight']",
+    "products": "['*_proj*', lm_head.weight]",
+    "all but the ends": "['model.layers*', model.norm.weight]",
+    "all but the head": "model.*",
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("which", FROZEN_SETS)
+@pytest.mark.parametrize("kind", [*OTHERS])
+def test_the_others_gradients_are_the_same_bits_whatever_is_frozen(kind, which, recompute):
+    match = FROZEN_SETS[which]
+    if kind == "mixtral" and which == "products":
+        match = "['*_proj*', '*experts*', lm_head.weight]"
+    assert_same_bits(kind, recompute, match)
+
+
+FROZEN = "{match: ['*embed_tokens*', 'model.layers.0.*'], freeze: true}"
+RUN = {
+    "optimizer": "muon",
+    "adamw_lr": 3e-3,
+    "lr": 0.02,
+    "steps": 4,
+    "save_every": 2,
+    "keep_last": 0,
+    "export": "true",
+    "parameter_groups": f"[{FROZEN}, {{match: '*.experts.*', lr: 0.01, weight_decay: 0.1}}]",
+}
+
+
+def resumed(settings: list[str], source: str) -> None:
+    """States as the checkpoint has them, whole, and then the rest of the run."""
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+        stored = load_file(f"{source}/optimizer-00000.safetensors")
+        prefix = "optimizer.momentum_buffer."
+        for name, parts in run.model.layout(stacked_experts=True).items():
+            p = run.model.get_parameter(name)
+            state = run.optimizer.state.get(p, {})
+            assert bool(state) == p.requires_grad
+            if "momentum_buffer" in state:
+                whole = state["momentum_buffer"].full_tensor()
+                expected = torch.cat([stored[prefix + part.name] for part in parts])
+                assert torch.equal(whole, expected), name
+        train(run)
+        for name, p in run.model.named_parameters():
+            assert p.grad is None, name
+
+
+def test_what_is_frozen_has_no_states_on_one_rank_and_on_two(workspace, tmp_path):
+    """A run with Muon on one rank; its second half again, on two."""
+    model = write_model(tmp_path / "experts", **EXPERTS)
+    main(workspace.settings("frozen-one", model=model, **RUN))
+    source = workspace.root / "frozen-one/checkpoints/step-00000002"
+    again = workspace.settings("frozen-two", model=model, resume=source, **RUN)
+    Ranks(2, resumed, again, str(source)).finish()
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics("frozen-one", key)[2:]
+        assert workspace.metrics("frozen-two", key) == pytest.approx(expected, rel=1e-4), key
+
+    before = tigon.from_pretrained(model).state_dict()
+    for run in ("frozen-one", "frozen-two"):
+        last = workspace.root / run / "checkpoints/step-00000004"
+        stored = {}
+        for path in last.glob("optimizer-*.safetensors"):
+            stored |= load_file(path)
+        assert any(name.startswith("optimizer.momentum_buffer") for name in stored)
+        for name in stored:
+            assert ".layers.0." not in name and "embed_tokens" not in name
+        after = tigon.from_pretrained(workspace.root / run / "hf").state_dict()
+        assert after.keys() == before.keys()
+        for name, weight in before.items():
+            frozen = "layers.0." in name or "embed_tokens" in name or name == "lm_head.weight"
+            assert torch.equal(after[name], weight) == frozen, name

@@ -1,0 +1,207 @@
+"""Muon beside its definition on whole matrices, on one rank and on several."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.small import EXPERTS
+from tests.train.ranks import Ranks
+from tigon.models import MODELS
+from tigon.train.config import load
+from tigon.train.optim import build_optimizer, hidden_matrices, muon
+from tigon.train.optim.exchange import Matrix, deal, plan, rows_of_ranks
+from tigon.train.parallel import shard, start
+
+STEPS, LR, ADAMW_LR, DECAY, MOMENTUM = 3, 0.02, 0.003, 0.1, 0.9
+SETTINGS = [
+    *("run_dir=a", "model=m", "data=d", "optimizer=muon"),
+    *(f"lr={LR}", f"adamw_lr={ADAMW_LR}", f"weight_decay={DECAY}", f"momentum={MOMENTUM}"),
+]
+
+
+def build():
+    torch.manual_seed(0)
+    return MODELS[EXPERTS["model_type"]].from_config(EXPERTS)
+
+
+def gradient(name: str, step: int, shape) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)) * 10 + step)
+    return torch.randn(shape, generator=draw)
+
+
+def steps(directory: Path, *settings: str) -> None:
+    """Three steps; rank 0 writes weights and momentum, each rank what it has orthogonalised."""
+    done = []
+    whole = muon.orthogonalise
+
+    def counted(x, steps):
+        done.extend([tuple(x.shape[1:])] * len(x))
+        return whole(x, steps)
+
+    muon.orthogonalise = counted
+    try:
+        with start("cpu") as world:
+            model = build()
+            if world.size > 1:
+                shard(model, world, torch.float32)
+            optimizer = build_optimizer(model, load(None, [*SETTINGS, *settings]))
+            for group in optimizer.param_groups:
+                group["lr"] = LR * group["lr_scale"]
+            for step in range(STEPS):
+                for name, p in model.named_parameters():
+                    if not p.requires_grad:
+                        continue
+                    given = gradient(name, step, p.shape)
+                    p.grad = given
+                    if world.size > 1:
+                        own = given.chunk(world.size)
+                        local = own[world.rank] if world.rank < len(own) else given[:0]
+                        p.grad = torch.distributed.tensor.DTensor.from_local(
+                            local, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+                        )
+                optimizer.step()
+            found = {}
+            for name, p in model.named_parameters():
+                found[name] = p.detach()
+                for kind, value in optimizer.state.get(p, {}).items():
+                    found[f"{kind}.{name}"] = value
+            found = {
+                n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()
+            }
+            torch.save(done, directory / f"done-{world.size}-{world.rank}")
+            if world.main:
+                torch.save(found, directory / f"found-{world.size}")
+    finally:
+        muon.orthogonalise = whole
+
+
+def definition(name: str, weight: torch.Tensor, nesterov=True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and momentum of one matrix after all steps, in float64."""
+    w, momentum = weight.double(), torch.zeros_like(weight, dtype=torch.double)
+    for g in name:
+        g = g.double()
+        momentum = MOMENTUM * momentum + (1 - MOMENTUM) * g
+        x = (1 - MOMENTUM) * g + MOMENTUM * momentum if nesterov else momentum
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / x.norm()
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = x.T if tall else x
+        w = w * (1 - LR * DECAY) - LR * 0.2 * math.sqrt(max(x.shape)) * x
+    return w, momentum
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What one, two and four ranks found."""
+    directory = tmp_path_factory.mktemp("muon")
+    steps(directory)
+    both = [Ranks(count, steps, directory) for count in (2, 4)]
+    for ranks in both:
+        ranks.finish()
+    return directory
+
+
+def expected_of(name: str, p: torch.Tensor, heights) -> tuple[torch.Tensor, torch.Tensor]:
+    grads = [gradient(name, step, p.shape).flatten(0, -2) for step in range(STEPS)]
+    both, first = [], 0
+    for height in heights:
+        at = slice(first, first + height)
+        both.append(definition([g[at] for g in grads], p.flatten(0, -2)[at]))
+        first += height
+    w, m = (torch.cat(parts).view(p.shape) for parts in zip(*both, strict=True))
+    return w, m
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_steps_are_those_of_the_definition_on_whole_matrices(runs, count):
+    model, found = build(), torch.load(runs / f"found-{count}")
+    hidden = hidden_matrices(model)
+    assert len(hidden) == 8
+    for name, p in model.named_parameters():
+        if name in hidden:
+            w, m = expected_of(name, p.detach(), hidden[name])
+            torch.testing.assert_close(found[f"momentum_buffer.{name}"].double(), m)
+            step = (w - p.detach().double()).norm()
+            assert (found[name].double() - w).norm() < 1e-5 * step, name
+        else:
+            assert f"momentum_buffer.{name}" not in found
+            reference = torch.nn.Parameter(p.detach().clone())
+            decay = DECAY if p.dim() > 1 else 0.0
+            adamw = torch.optim.AdamW([reference], ADAMW_LR, (0.9, 0.95), 1e-8, decay, fused=True)
+            for step in range(STEPS):
+                reference.grad = gradient(name, step, p.shape)
+                adamw.step()
+            assert torch.equal(found[name], reference.detach()), name
+
+
+def test_no_matrix_is_orthogonalised_by_two_ranks(runs):
+    """Five experts: each is whole on a rank of two, and stays there."""
+    model = build()
+    rows = hidden_matrices(model)
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    once = sorted((height, shapes[name][-1]) for name in rows for height in rows[name])
+    for count in (1, 2, 4):
+        done = [torch.load(runs / f"done-{count}-{rank}") for rank in range(count)]
+        assert sorted(shape for of_rank in done for shape in of_rank) == sorted(once * STEPS)
+        costs = [sum(Matrix(0, 0, *shape).cost for shape in of_rank) for of_rank in done]
+        largest = max(Matrix(0, 0, *shape).cost for shape in once) * STEPS
+        assert max(costs) <= sum(costs) / count + largest
+
+
+def test_experts_stay_on_the_rank_that_has_them():
+    """Eight experts on four ranks, beside matrices of which every rank has some rows."""
+    experts = [Matrix(0, 32 * i, 32, 64) for i in range(16)]
+    dense = [Matrix(i, 0, 64, 64) for i in (1, 2, 3, 4)]
+    shapes = [(8, 64, 64), *[(64, 64)] * 4]
+    rows = [rows_of_ranks(shape, 4) for shape in shapes]
+    assert deal([*dense, *experts], rows) == [0, 1, 2, 3] + [i // 4 for i in range(16)]
+    for rank in range(4):
+        (turn,) = plan([*dense, *experts], rows, rank)
+        here = 4 * 32 * 64
+        assert turn.sizes_out == [16 * 64 + (here if to == rank else 0) for to in range(4)]
+        assert sum(turn.sizes_in) == sum(m.rows * m.cols for m in turn.own)
+        assert len([c for c in turn.out if c.parameter == 0]) == 1  # four matrices, one piece
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [1, 5000, 1 << 26])
+def test_rounds_bring_every_row_to_its_matrix_and_back(ranks, size):
+    """All ranks' plans, carried out here, on shapes that ranks share unevenly or not at all."""
+    shapes, heights = [(11, 4), (3, 6, 5), (2, 9)], [(5, 2, 4), (3,) * 6, (2,)]
+    values = [torch.randn(shape) for shape in shapes]
+    matrices = [
+        Matrix(i, sum(heights[i][:k]), h, shapes[i][-1])
+        for i in range(3)
+        for k, h in enumerate(heights[i])
+    ]
+    rows = [rows_of_ranks(shape, ranks) for shape in shapes]
+    local = [
+        [v.flatten(0, -2)[slice(*of[rank])].flatten() for v, of in zip(values, rows, strict=True)]
+        for rank in range(ranks)
+    ]
+    plans = [plan(matrices, rows, rank, size) for rank in range(ranks)]
+    seen = []
+    for turns in zip(*plans, strict=True):
+        messages = [
+            torch.cat(
+                [torch.empty(0), *(local[r][c.parameter][c.offset :][: c.length] for c in turn.out)]
+            ).split(turn.sizes_out)
+            for r, turn in enumerate(turns)
+        ]
+        for rank, turn in enumerate(turns):
+            got = torch.cat([message[rank] for message in messages])
+            assert [len(message[rank]) for message in messages] == turn.sizes_in
+            whole = torch.empty_like(got)
+            for move in turn.moves:
+                whole[move.target :][: move.length] = got[move.source :][: move.length]
+            for m in turn.own:
+                part, whole = whole.split([m.rows * m.cols, len(whole) - m.rows * m.cols])
+                expected = values[m.parameter].flatten(0, -2)[m.first : m.first + m.rows]
+                assert torch.equal(part.view(m.rows, m.cols), expected)
+                seen.append(m)
+    assert sorted(seen) == sorted(matrices)

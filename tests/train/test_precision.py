@@ -1,0 +1,336 @@
+"""Rounding, and optimizers whose weights and states have few bits, against fp32 and fp64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tigon.train import load
+from tigon.train.optim import build_optimizer, eight_bit, low_precision, rounding
+from tigon.weights import Layout, Part
+
+CPU = torch.device("cpu")
+WORD = (1 << 64) - 1
+
+
+def splitmix64(state: int, count: int) -> list[int]:
+    """The generator as it is published."""
+    found = []
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & WORD
+        z = state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & WORD
+        found.append(z ^ (z >> 31))
+    return found
+
+
+def test_draws_are_splitmix64s_by_position():
+    seed, step = 1234567, 89
+    (inner,) = splitmix64(seed, 1)
+    (start,) = splitmix64(inner + step, 1)
+    expected = splitmix64(start, 1000)
+    found = rounding.draws(seed, step, 0, 1000, CPU)
+    assert [x & WORD for x in found.tolist()] == expected
+    assert torch.equal(rounding.draws(seed, step, 700, 50, CPU), found[700:750])
+    far = rounding.draws(seed, step, 1 << 40, 4, CPU)  # positions beyond 32 bits
+    jump = (start + (1 << 40) * rounding.GOLDEN) & WORD
+    assert [x & WORD for x in far.tolist()] == splitmix64(jump, 4)
+    for other in ((seed + 1, step), (seed, step + 1)):
+        assert not set(rounding.draws(*other, 0, 1000, CPU).tolist()) & set(found.tolist())
+    halves = [rounding.sixteen(found, i) for i in range(4)]
+    assert all(h.min() >= 0 and h.max() < 1 << 16 for h in halves)
+    joined = sum(h.long() << (16 * i) for i, h in enumerate(halves[:3])) + (halves[3].long() << 48)
+    assert torch.equal(joined, found)
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 values toward zero and away from it, by an fp64 ladder of the exponent."""
+    _, exponent = torch.frexp(x.double())
+    spacing = torch.ldexp(torch.ones_like(x).double(), (exponent - 8).clamp(min=-133))
+    toward = (x.double() / spacing).trunc() * spacing
+    return toward, toward + x.double().sign() * spacing
+
+
+VALUES = [1.001, -1.001, 3.14159, -2.7e-5, 1.7e30, 1e-38, 3e-40, -9e-41, 0.9999, 255.3]
+
+
+def test_rounding_is_unbiased_between_the_two_neighbours():
+    """The mean over all 65536 draws is exact; over drawn ones, within 4 standard errors."""
+    x = torch.tensor(VALUES)
+    low, high = neighbours(x)
+    assert torch.equal(low.bfloat16().double(), low)
+    every = torch.arange(1 << 16, dtype=torch.int32).view(-1, 1).expand(-1, len(x))
+    rounded = rounding.round_stochastically(x.expand(1 << 16, -1), every).double()
+    assert ((rounded == low) | (rounded == high)).all()
+    assert torch.equal(rounded.mean(0), x.double())
+
+    count = 1 << 16
+    bits = rounding.draws(3, 5, 0, count * len(x), CPU).view(count, -1)
+    share = ((x.double() - low) / (high - low)).clamp(0, 1)
+    for index in range(3):
+        drawn = rounding.round_stochastically(x.expand(count, -1), rounding.sixteen(bits, index))
+        above = (drawn.double() == high).double().mean(0)
+        error = (share * (1 - share) / count).sqrt()
+        assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
+
+
+def test_draws_of_steps_and_positions_are_independent():
+    """Correlation of neighbouring positions, steps and 16-bit parts: within 4 standard errors."""
+    count = 1 << 16
+    a, b = (rounding.draws(0, step, 0, count, CPU) for step in (1, 2))
+    parts = [rounding.sixteen(x, i).double() for x in (a, b) for i in range(3)]
+    parts.append(parts[0].roll(1))
+    found = torch.corrcoef(torch.stack(parts))
+    assert (found - torch.eye(len(parts))).abs().max() < 4 / math.sqrt(count)
+
+
+def test_what_bfloat16_has_stays():
+    inf, nan = math.inf, math.nan
+    exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, inf, -inf, 3.3895e38])
+    exact[-1] = torch.finfo(torch.bfloat16).max
+    most = torch.full_like(exact, 0xFFFF, dtype=torch.int32)
+    found = rounding.round_stochastically(exact, most)
+    assert torch.equal(found.float(), exact)
+    assert torch.equal(found.float().signbit(), exact.signbit())
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    assert rounding.round_stochastically(nans, most[:3]).isnan().all()
+    tiny = torch.full((4,), 2.0**-149)  # the least denormal: most draws leave zero
+    bits = torch.tensor([0, 0xFFFE, 0xFFFF, 1], dtype=torch.int32)
+    assert rounding.round_stochastically(tiny, bits).tolist() == [0, 0, 2.0**-133, 0]
+    assert rounding.round_stochastically(torch.tensor([nan]), bits[:1]).isnan().all()
+
+
+class Model(torch.nn.Module):
+    """Parameters as a model has them, by which the elements are numbered."""
+
+    def __init__(self, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]):
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in shapes.items():
+            weight = torch.randn(shape) * 0.05
+            self.register_parameter(name, torch.nn.Parameter(weight.to(dtype)))
+
+    def layout(self, stacked_experts: bool = False) -> Layout:
+        return {n: (Part.whole(n, tuple(p.shape)),) for n, p in self.named_parameters()}
+
+    def learn(self, step: int) -> None:
+        draw = torch.Generator().manual_seed(step)
+        for p in self.parameters():
+            p.grad = (torch.randn(p.shape, generator=draw) * 1e-3).to(p)
+
+
+SHAPES = {"a": (130, 64), "b": (137,), "c": (3, 8, 32), "d": (70, 33)}
+
+
+def settings(**changes):
+    values = {"run_dir": "x", "data": "x", "model": "x", "lr": 1e-2, "weight_decay": 0.1} | changes
+    return load(None, [f"{key}={value}" for key, value in values.items()])
+
+
+def trained(steps: int, shapes=SHAPES, **changes):
+    config = settings(**changes)
+    model = Model(getattr(torch, config.param_dtype), shapes)
+    optimizer = build_optimizer(model, config)
+    for step in range(steps):
+        model.learn(step)
+        optimizer.step()
+    return model, optimizer
+
+
+def states(model, optimizer) -> dict[str, Tensor]:
+    return {
+        f"{kind}.{name}": state
+        for name, p in model.named_parameters()
+        for kind, state in optimizer.state[p].items()
+    }
+
+
+@pytest.mark.parametrize("size", [100, 1 << 22])
+def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
+    """Whether a parameter is updated in pieces or in one."""
+    monkeypatch.setattr(low_precision, "SIZE", size)
+    plain, its = trained(5)
+    stored, own = trained(5, optimizer_offload="true")
+    assert type(its) is torch.optim.AdamW and type(own) is low_precision.Stored
+    for name, p in plain.named_parameters():
+        assert torch.equal(stored.get_parameter(name), p), name
+    expected = states(plain, its)
+    found = states(stored, own)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], state) for name, state in expected.items())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_torchs_bit_for_bit(momentum):
+    changes = {"momentum": momentum, "nesterov": momentum > 0, "weight_decay": 0.1}
+    found, own = trained(5, optimizer="sgd", **changes)
+    expected = Model(torch.float32, SHAPES)
+    groups = [[p for p in expected.parameters() if (p.dim() > 1) == matrix] for matrix in (0, 1)]
+    torchs = torch.optim.SGD(
+        [{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}],
+        1e-2,
+        fused=True,
+        **changes,
+    )
+    for step in range(5):
+        expected.learn(step)
+        torchs.step()
+    for (name, p), q in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        if momentum:
+            buffer = torchs.state[q]["momentum_buffer"]
+            assert torch.equal(own.state[p]["momentum_buffer"], buffer), name
+
+
+def test_bfloat16_states_follow_float32_ones():
+    """Without bias: after 300 steps the error of a state's sum is that of independent roundings."""
+    exact, its = trained(300, lr=0.0, weight_decay=0.0, beta2=0.999)
+    rounded, own = trained(300, optimizer="adamw_bf16", lr=0.0, weight_decay=0.0, beta2=0.999)
+    for (name, p), q in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        for kind in ("exp_avg", "exp_avg_sq"):
+            a, b = its.state[p][kind].double(), own.state[q][kind]
+            assert b.dtype == torch.bfloat16
+            ratio = (b.double().sum() / a.sum() if kind == "exp_avg_sq" else torch.ones(())).item()
+            # Each step's rounding is off by at most 2**-7 of the value, and they average out
+            assert ratio == pytest.approx(1, abs=0.02), (name, kind)
+            assert (b - a).norm() < 0.05 * a.norm(), (name, kind)
+
+
+def test_to_nearest_loses_what_stochastic_rounding_keeps():
+    """Weights of 1 move by 1e-4 a step, a fortieth of bfloat16's spacing there."""
+    changes = {"param_dtype": "bfloat16", "optimizer": "adamw_bf16", "lr": 1e-4, "weight_decay": 0}
+    moved = {}
+    for stochastic in ("true", "false"):
+        config = settings(**changes, stochastic_rounding=stochastic)
+        model = Model(torch.bfloat16, {"w": (64, 64)})
+        model.w.data.fill_(1.0)
+        optimizer = build_optimizer(model, config)
+        for _ in range(50):
+            model.w.grad = torch.ones_like(model.w)  # each of Adam's updates is then lr
+            optimizer.step()
+        moved[stochastic] = 1 - model.w.double().mean().item()
+    assert moved["false"] == 0
+    # The spacing below 1 is 2**-8; an element's variance of 50 roundings is at most 50 * 1/4 * that
+    error = 2**-8 * math.sqrt(50 * 0.0256 * (1 - 0.0256) / 64**2)
+    assert moved["true"] == pytest.approx(50 * 1e-4, abs=4 * error + 2e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "adamw_8bit"])
+def test_bfloat16_weights_are_updated_from_their_own_value_in_float32(optimizer):
+    """One step: every weight is a neighbour of what fp32 AdamW makes of it."""
+    exact = Model(torch.float32, SHAPES)
+    for p in exact.parameters():
+        p.data = p.data.bfloat16().float()
+    reference = build_optimizer(exact, settings())
+    exact.learn(0)
+    for p in exact.parameters():
+        p.grad = p.grad.bfloat16().float()
+    reference.step()
+    found, _ = trained(1, optimizer=optimizer, param_dtype="bfloat16")
+    for (name, p), q in zip(found.named_parameters(), exact.parameters(), strict=True):
+        low, high = neighbours(q.detach())
+        near = (p.double() == low) | (p.double() == high) | (p.double() == q.double())
+        assert near.all(), name
+
+
+def test_draws_do_not_depend_on_how_a_model_is_divided():
+    """A parameter's last rows, updated alone at their position, have the bits of the whole."""
+    whole, _ = trained(3, param_dtype="bfloat16", optimizer="adamw_bf16")
+    config = settings(param_dtype="bfloat16", optimizer="adamw_bf16")
+    part = Model(torch.bfloat16, SHAPES)
+    optimizer = build_optimizer(part, config)
+    row = torch.nn.Parameter(part.a.detach()[25:].clone())
+    optimizer.positions[row] = 25 * 64
+    optimizer.param_groups[0]["params"] = [row]
+    for step in range(3):
+        part.learn(step)
+        row.grad = part.a.grad[25:].clone()
+        optimizer.step()
+    assert torch.equal(row, whole.a[25:])
+
+
+def test_eight_bits_are_torchaos(monkeypatch):
+    """Its codes and scales, where rows are whole blocks of 256; run without its compiler."""
+    torchao = pytest.importorskip("torchao.optim")
+    from torchao.optim import quant_utils, subclass_8bit
+
+    for signed in (True, False):
+        table = torch.tensor(quant_utils.create_dynamic_map(signed))
+        assert torch.equal(eight_bit._table(signed, CPU), table)
+    shapes = {"w": (24, 512)}
+    mine, own = trained(5, shapes, optimizer="adamw_8bit")
+    theirs = Model(torch.float32, shapes)
+    optimizer = torchao.AdamW8bit(theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(5):
+            theirs.learn(step)
+            optimizer.step()
+    torch.testing.assert_close(mine.w, theirs.w, rtol=1e-5, atol=1e-6)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state = optimizer.state[theirs.w][kind]
+        assert isinstance(state, subclass_8bit.OptimState8bit)
+        codes = own.state[mine.w][f"{kind}_codes"]
+        # A value within float32's error of the middle between two codes may take either
+        assert (codes.int() - state.codes.int()).abs().max() <= 1
+        assert (codes != state.codes).float().mean() < 1e-3
+        scale = own.state[mine.w][f"{kind}_scale"].flatten()
+        torch.testing.assert_close(scale, state.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_are_the_nearest_code(signed):
+    torch.manual_seed(0)
+    x = torch.randn(6, 576) * torch.logspace(-16, 3, 6).view(-1, 1)
+    x = x if signed else x * x
+    x[2, :64] = 0
+    codes, scale = eight_bit.quantize(x, signed)
+    assert codes.dtype == torch.uint8 and scale.shape == (6, 9)  # 576 is 9 blocks of 64
+    found = eight_bit.dequantize(codes, scale, signed)
+    table = eight_bit._table(signed, CPU).double()
+    share = (x.double().view(6, 9, 64) / scale.double().clamp(min=1e-300).unsqueeze(-1)).view(-1)
+    nearest = (share.unsqueeze(-1) - table).abs().amin(-1).view(6, 576)
+    off = (found.double() - x.double()).abs() / scale.double().repeat_interleave(64, 1).clamp(
+        1e-300
+    )
+    assert (off - nearest).max() < 1e-6
+    # The widest spacing of the table is 0.9 / 64 (signed) and 0.9 / 128 of a block's largest
+    assert off.max() <= 0.9 / (128 if signed else 256) * 1.01
+    assert (found[2, :64] == 0).all()
+    again = eight_bit.quantize(found, signed)
+    assert torch.equal(again[0].int().sign(), codes.int().sign())
+
+
+def test_eight_bit_training_stays_near_float32():
+    """A least-squares problem is learned to the same loss."""
+    torch.manual_seed(0)
+    x, truth = torch.randn(256, 64), torch.randn(64, 64)
+    losses = {}
+    for optimizer in ("adamw", "adamw_8bit", "adamw_bf16"):
+        model = Model(torch.float32, {"w": (64, 64)})
+        learner = build_optimizer(model, settings(optimizer=optimizer, lr=3e-2, weight_decay=0))
+        for _ in range(150):
+            loss = ((x @ model.w - x @ truth) ** 2).mean()
+            learner.zero_grad()
+            loss.backward()
+            learner.step()
+        losses[optimizer] = loss.item()
+    assert losses["adamw"] < 0.2 * 64
+    for optimizer in ("adamw_8bit", "adamw_bf16"):
+        assert losses[optimizer] == pytest.approx(losses["adamw"], rel=0.1), losses
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true is not there"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"),
+        ({"ema_decay": -0.1}, "ema_decay"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)

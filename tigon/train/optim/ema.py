@@ -1,0 +1,109 @@
+"""The exponential moving average of the weights."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from tigon.train.config import Config
+from tigon.train.optim.low_precision import SIZE
+from tigon.train.optim.offload import Memory
+
+
+class Ema:
+    """After each update `decay` times what it was, and 1 - decay times the weights.
+
+    `values`: float32, by name, of the parameters that are trained; each rank has its own rows.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, offload: bool = False) -> None:
+        self.decay, self.average = decay, get_ema_multi_avg_fn(decay)
+        self.memory = Memory(next(model.parameters()).device, offload)
+        self.values = {
+            name: self.memory.zeros(weight.shape, torch.float32)
+            for name, weight in _trained(model).items()
+        }
+        self.begin(model)
+
+    @torch.no_grad()
+    def begin(self, model: nn.Module) -> None:
+        """With the weights as they are."""
+        for name, weight in _trained(model).items():
+            self.values[name].copy_(weight)
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Every rank calls this after each update of the weights."""
+        weights = _trained(model)
+        buckets = list(_buckets(weights))
+        self.memory.visit(
+            [[self.values[name][rows] for name, rows in bucket] for bucket in buckets],
+            lambda i, values: self.average(
+                values, [weights[name][rows].float() for name, rows in buckets[i]], i
+            ),
+        )
+
+    def tensors(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """By name, sharded as the model's parameters; those that are not trained as they are."""
+        return _Tensors(self.values, dict(model.named_parameters()))
+
+
+class _Tensors(Mapping[str, Tensor]):
+    """Made when asked for: those in host memory come to the device one by one."""
+
+    def __init__(self, values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+        self.values_, self.parameters = values, parameters
+
+    def __getitem__(self, name: str) -> Tensor:
+        p = self.parameters[name]
+        if name not in self.values_:
+            return p
+        value = self.values_[name].to(p.device)
+        if not isinstance(p, DTensor):
+            return value
+        return DTensor.from_local(
+            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+
+def build_ema(model: nn.Module, config: Config) -> Ema | None:
+    if not config.ema_decay:
+        return None
+    return Ema(model, config.ema_decay, offload=config.optimizer_offload)
+
+
+def ema_bytes(config: Config) -> float:
+    """Per trained parameter, over all ranks."""
+    return 4.0 if config.ema_decay else 0.0
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's rows."""
+    found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in found.items()}
+
+
+def _buckets(weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
+    """Rows of about SIZE elements together."""
+    bucket: list[tuple[str, slice]] = []
+    size = 0
+    for name, weight in weights.items():
+        if not weight.numel():
+            continue
+        count = max(1, SIZE // (weight.numel() // len(weight)))
+        for row in range(0, len(weight), count):
+            bucket.append((name, slice(row, row + count)))
+            size += weight[row : row + count].numel()
+            if size >= SIZE:
+                yield bucket
+                bucket, size = [], 0
+    if bucket:
+        yield bucket

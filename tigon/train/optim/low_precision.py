@@ -1,0 +1,286 @@
+"""AdamW and SGD in float32, with weights and states that are kept in fewer bits or on the host.
+
+R rows, C columns: a rank's part of a parameter as a matrix.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw as torch_adamw
+from torch.optim.sgd import sgd as torch_sgd
+
+from tigon.models import CausalLM
+from tigon.train.config import Config
+from tigon.train.optim import eight_bit
+from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States
+from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim.offload import Memory
+from tigon.train.optim.rounding import draws, round_stochastically, sixteen
+from tigon.weights import own_rows
+
+SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
+ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter that are updated at once."""
+
+    weight: Tensor  # [R, C]
+    gradient: Tensor  # [R, C]
+    formats: Mapping[str, Format]  # of each of the rule's states
+    states: States  # [R, ...]
+    position: int  # of its first element among all of the model
+    step: int  # from 1
+
+
+class Rule(Protocol):
+    """An update of tensors in place, all float32."""
+
+    states: Sequence[str]
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        """`steps`: those that were done before."""
+        ...
+
+
+class AdamW:
+    states: Sequence[str] = ("exp_avg", "exp_avg_sq")
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        torch_adamw(
+            weights,
+            gradients,
+            states["exp_avg"],
+            states["exp_avg_sq"],
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+class SGD:
+    def __init__(self, momentum: float) -> None:
+        self.states: Sequence[str] = ("momentum_buffer",) if momentum else ()
+
+    def __call__(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: Mapping[str, list[Tensor]],
+        steps: list[Tensor],
+    ) -> None:
+        torch_sgd(
+            weights,
+            gradients,
+            # torch's begins with the gradient, which is what a momentum of zeros comes to
+            states.get("momentum_buffer", [None] * len(weights)),
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+
+
+class Stored(Optimizer):
+    """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
+
+    Each update takes weights, gradients and states of SIZE elements, in float32, and gives back
+    weights and states as they are kept. States are plain tensors of a rank's own rows.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        rule: Rule,
+        defaults: dict[str, Any],
+        *,
+        format_of: Callable[[Tensor, str], Format],
+        positions: Mapping[Tensor, int],
+        seed: int,
+        stochastic: bool,
+        memory: Memory,
+    ) -> None:
+        """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
+        `positions`: of the first element that this rank has of each parameter, among all of the
+        model; `stochastic`: rounding of bfloat16 weights, else to nearest."""
+        super().__init__(groups, defaults)
+        self.rule = rule
+        self.format_of, self.positions, self.seed = format_of, positions, seed
+        self.stochastic, self.memory = stochastic, memory
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = closure() if closure is not None else None
+        buckets = [
+            (group, bucket)
+            for group in self.param_groups
+            for bucket in _buckets(self._pieces(group["params"]))
+        ]
+        self.memory.visit(
+            [[t for piece in bucket for t in piece.states.values()] for _, bucket in buckets],
+            lambda i, states: self._update(*buckets[i], iter(states)),
+        )
+        return loss
+
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[Piece]:
+        for p in parameters:
+            if p.grad is None:
+                continue
+            formats = {kind: self.format_of(p, kind) for kind in self.rule.states}
+            local, state = _local(p.detach()), self.state[p]
+            if not state:
+                state["step"] = torch.zeros(())
+                for kind, form in formats.items():
+                    for name, (shape, dtype) in form.tensors(kind, local.shape).items():
+                        state[name] = self.memory.zeros(shape, dtype)
+            state["step"] += 1
+            if not local.numel():
+                continue
+            weight, gradient = _rows(local), _rows(_local(p.grad).contiguous())
+            rows = {name: _rows(tensor) for name, tensor in state.items() if name != "step"}
+            columns = weight.shape[1]
+            count = max(1, SIZE // columns // ROWS) * ROWS
+            for row in range(0, len(weight), count):
+                here = slice(row, row + count)
+                yield Piece(
+                    weight[here],
+                    gradient[here],
+                    formats,
+                    {name: tensor[here] for name, tensor in rows.items()},
+                    self.positions[p] + row * columns,
+                    int(state["step"]),
+                )
+
+    def _update(
+        self, group: dict[str, Any], pieces: Sequence[Piece], states: Iterator[Tensor]
+    ) -> None:
+        """`states`: those of the pieces in turn, on the device."""
+        pieces = [p._replace(states={name: next(states) for name in p.states}) for p in pieces]
+        weights = [piece.weight.float() for piece in pieces]
+        kinds = self.rule.states
+        values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
+        gradients = [piece.gradient.float() for piece in pieces]
+        steps = [torch.full((), p.step - 1.0, device=p.weight.device) for p in pieces]
+        self.rule(group, weights, gradients, values, steps)
+        for i, piece in enumerate(pieces):
+            self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
+
+    def _write(self, piece: Piece, weight: Tensor, values: States) -> None:
+        bits: list[Tensor | None] = [None] * (1 + len(values))
+        rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
+        if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
+            drawn = draws(self.seed, piece.step, piece.position, weight.numel(), weight.device)
+            bits = [sixteen(drawn.view_as(weight), i) for i in range(len(bits))]
+        if rounds:
+            weight = round_stochastically(weight, bits[0])
+        if weight is not piece.weight:
+            piece.weight.copy_(weight)
+        for (kind, value), own in zip(values.items(), bits[1:], strict=True):
+            piece.formats[kind].write(piece.states, kind, value, own)
+
+
+def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
+    """With states of float32, bfloat16 or 8bit."""
+
+    def format_of(parameter: Tensor, kind: str) -> Format:
+        if states == "bfloat16":
+            return BFloat16()
+        block = eight_bit.block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
+        if states == "8bit" and block >= eight_bit.LEAST:
+            return EightBit(signed=kind == "exp_avg")
+        return Float32()
+
+    betas = (config.beta1, config.beta2)
+    return _stored(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+
+
+def sgd(model: CausalLM, config: Config) -> Optimizer:
+    """With a momentum of float32."""
+    momentum, nesterov = config.momentum or 0.0, bool(config.nesterov)
+    return _stored(
+        model, config, SGD(momentum), lambda *_: Float32(), momentum=momentum, nesterov=nesterov
+    )
+
+
+def state_bytes(states: str) -> float:
+    """Of AdamW, for each element of a matrix."""
+    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / eight_bit.BLOCK)}[states]
+
+
+def _stored(
+    model: CausalLM,
+    config: Config,
+    rule: Rule,
+    format_of: Callable[[Tensor, str], Format],
+    **defaults: Any,
+) -> Optimizer:
+    positions: dict[Tensor, int] = {}
+    count = 0
+    for name, p in model.named_parameters():
+        _, first = own_rows(name, p)
+        positions[p] = count + first * math.prod(p.shape[1:])
+        count += p.numel()
+    return Stored(
+        parameter_groups(model, config),
+        rule,
+        {"lr": config.lr, "weight_decay": 0.0, **defaults},
+        format_of=format_of,
+        positions=positions,
+        seed=config.seed,
+        stochastic=config.stochastic_rounding,
+        memory=Memory(next(model.parameters()).device, config.optimizer_offload),
+    )
+
+
+def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Of at most SIZE elements, unless one piece has more."""
+    bucket: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if bucket and size + piece.weight.numel() > SIZE:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece.weight.numel()
+    if bucket:
+        yield bucket
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[..., C] as [R, C]; a vector has rows of one element."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)

@@ -215,6 +215,20 @@ def _head_pass(
     ]
 
 
+def workspace(
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, index: Tensor | None, *rest: Any
+) -> int:
+    """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
+    live, _, _, words, numbers, needs, logits_bytes, _ = rest
+    if weight is None:
+        return 0
+    plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
+    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, any(needs)))
+    buffers = 1 + (len(plans) > 1 and any(needs)) + any(p.kind == "divergence" for p in plans)
+    widths = buffers * _padded(weight.shape[0]) + (0 if live is None else hidden.shape[1])
+    return rows * widths * hidden.element_size()
+
+
 def _of_head(slot: int) -> bool:
     return slot % SLOTS in (2, 3)
 

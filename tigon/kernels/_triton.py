@@ -71,7 +71,8 @@ def runs_triton(x: Tensor) -> bool:
         return _serves(x.device.index)
     if _mode == "triton" and x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("Triton kernels run on the CPU only with TRITON_INTERPRET=1")
-    return _mode == "triton" and x.device.type == "cpu"
+    # A meta tensor inside `use("triton")` stands for one on a GPU: the ops' outputs are allocated
+    return _mode == "triton" and x.device.type in ("cpu", "meta")
 
 
 _served: dict[int, bool] = {}

@@ -29,6 +29,7 @@ from tigon.kernels._attention_backends import (
     survey,
 )
 from tigon.kernels._attention_mask import AttentionMask, Sequences
+from tigon.kernels._attention_meta import fused_shapes
 
 __all__ = [
     "AttentionMask",
@@ -226,6 +227,8 @@ def attention(
     if the named backend cannot serve the call, with the reason, and for shapes that do not match.
     """
     _check(q, k, v, mask, window, softcap)
+    if q.is_meta and _triton.runs_triton(q):
+        return fused_shapes(q, k, v)
     grad = _wants_grad(q, k, v)
     if torch.compiler.is_compiling():
         plan = _plan(q, mask, window, softcap, scale, grad)

@@ -255,6 +255,24 @@ def _backward(
     return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
 
 
+def forward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, *_: Any) -> int:
+    """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
+    return experts.numel() * sum(down.shape[1:]) * x.element_size()
+
+
+def backward_workspace(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
+) -> int:
+    """The same for `_backward`, whose outputs are made one after the other."""
+    _, c, inner = down.shape
+    slots, size = weights.numel(), x.element_size()
+    sizes = (t.numel() * size * want for t, want in zip((x, gate_up, down), wanted, strict=False))
+    dx, dgate_up, ddown = sizes
+    first = slots * (c + 4 * inner) * size - dx - dgate_up - ddown  # in _act_backward
+    last = slots * (c + 2 * inner) * size
+    return max(first, last)
+
+
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes

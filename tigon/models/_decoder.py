@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
 from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding, State
+from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 
@@ -78,10 +80,15 @@ class Decoder(nn.Module):
         position_ids: Tensor,  # [B or 1, T]
         mask: AttentionMask,
         cache: Cache | None,
-        recompute: bool,
+        recompute: int,
         routing: bool = False,
+        offload: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The normed stream, and with `routing` how each layer of experts routed its tokens."""
+        """The normed stream, and with `routing` how each layer of experts routed its tokens.
+
+        `recompute`: every n-th block is computed again in backward; 0: none. `offload`: what
+        backward needs waits in host memory.
+        """
         if self.input_scale != 1.0:
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
@@ -92,17 +99,27 @@ class Decoder(nn.Module):
         if cache is not None:
             states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
-        recompute = recompute and cache is None and torch.is_grad_enabled()
+        learns = cache is None and torch.is_grad_enabled()
+        recompute = int(recompute) if learns else 0
+        away = None
+        if offload and learns:
+            away = Offload(x.device, [t for r in ropes for t in r if t is not None])
         residual, tallies = None, []
-        for block, rope, state in zip(layers, self.rope_of_layer, states, strict=True):
-            if recompute:
-                x, residual, counts = checkpoint(
-                    block, x, residual, ropes[rope], state, ctx, use_reentrant=False
-                )
-            else:
-                x, residual, counts = block(x, residual, ropes[rope], state, ctx)
+        for i, (block, rope, state) in enumerate(
+            zip(layers, self.rope_of_layer, states, strict=True)
+        ):
+            # The last block's would be fetched again at once
+            with away.of(block) if away and i + 1 < len(layers) else nullcontext():
+                if recompute and i % recompute == 0:
+                    x, residual, counts = checkpoint(
+                        block, x, residual, ropes[rope], state, ctx, use_reentrant=False
+                    )
+                else:
+                    x, residual, counts = block(x, residual, ropes[rope], state, ctx)
             if counts is not None:
                 tallies.append(counts)
+        if away is not None:
+            away.end()
         if cache is not None:
             cache.end(mask)
         return self.norm(x, residual)[0], tallies

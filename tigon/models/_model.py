@@ -46,7 +46,9 @@ class LanguageModel(nn.Module):
         self.config = config
         self.generation_config: dict[str, Any] = {}
         self.defaults = Defaults()
-        self.activation_checkpointing = False  # recompute each block in the backward pass
+        # Blocks that backward computes again: True each, n every n-th, False none
+        self.activation_checkpointing: bool | int = False
+        self.activation_offload = False  # what backward needs waits in host memory
         self.attention: Backend = "auto"
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
@@ -198,6 +200,7 @@ class LanguageModel(nn.Module):
             batch.cache,
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
+            self.activation_offload,
         )
         hidden = batch.with_padding(hidden, places)
         logits = given.get("return_logits")

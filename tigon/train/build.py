@@ -27,7 +27,7 @@ from tigon.train.matching import check_context, stop_at
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
-from tigon.train.parallel import InputError, World
+from tigon.train.parallel import InputError, World, pick_device
 from tigon.train.state import State
 
 
@@ -53,13 +53,39 @@ class Run:
         return Feed(self.data, self.world.device)
 
 
-def prepare(config: Config, world: World) -> Run:
-    """Check every input, on all ranks together; every rank calls this.
+@dataclass
+class Inputs:
+    """What a run reads before its model, checked."""
 
-    Until it returns nothing is written but the lock of the run directory.
+    objective: Objective
+    source: Path | None  # the checkpoint that the run goes on from
+    held: ExitStack  # which nobody removes until this is closed
+    tokenizer: Tokenizer
+    data: Loader
+    eval_data: Loader | None
+    start: int
+    state: State
+
+    def check_model(self, model: CausalLM) -> None:
+        """That it fits the data; its configs say what ends a turn."""
+        stop_at(model, self.tokenizer, self.objective.ends)
+        for loader in filter(None, (self.data, self.eval_data)):
+            loader.windows.check_vocabulary(model.config.vocab_size)
+
+    def steps(self, config: Config) -> int:
+        epochs = 1.0 if config.epochs is None else config.epochs
+        return config.steps or math.ceil(epochs * (self.data.steps_per_epoch or 0))
+
+
+def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
+    """Check settings and data, on all ranks together; every rank calls this.
+
+    Nothing is written but the lock of the run directory, while the world lasts. `here`: the run is
+    to be on this machine.
     """
     with world.together():
-        check_machine(config, world)
+        if here:
+            check_machine(config, world)
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
@@ -84,38 +110,59 @@ def prepare(config: Config, world: World) -> Run:
             for change in resume.check(source, config, data):
                 world.say(f"changed since {source}: {change}")
             start, state = checkpoint.step_of(source), State.of(checkpoint.facts(source))
+    return Inputs(objective, source, held, tokenizer, data, eval_data, start, state)
+
+
+def prepare(config: Config, world: World) -> Run:
+    """Check every input, on all ranks together; every rank calls this.
+
+    Until it returns nothing is written but the lock of the run directory.
+    """
+    inputs = read_inputs(config, world)
+    data, source = inputs.data, inputs.source
     with world.together():
         seed_everything(config, world)
         model = build_model(config, world, source)
-        stop_at(model, tokenizer, objective.ends)
-        for loader in filter(None, (data, eval_data)):
-            loader.windows.check_vocabulary(model.config.vocab_size)
+        inputs.check_model(model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
-        held.close()
+        inputs.held.close()
         world.say(f"resumed from {source}")
-    epochs = 1.0 if config.epochs is None else config.epochs
-    steps = config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
+    steps = inputs.steps(config)
     size = sum(p.numel() for p in model.parameters())
     where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     world.say(
         f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
-        f"steps: {start} to {steps}{each}"
+        f"steps: {inputs.start} to {steps}{each}"
     )
     for notice in without_effect(config, steps):
         world.say(f"note: {notice}")
+    return make_run(config, world, inputs, model, optimizer, ema)
+
+
+def make_run(
+    config: Config,
+    world: World,
+    inputs: Inputs,
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+) -> Run:
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
         keep=checkpoint.Keep(config.keep_last, config.keep_best, config.keep_hours),
         background=config.async_save,
     )
+    objective, tokenizer, data, eval_data = (
+        inputs.objective, inputs.tokenizer, inputs.data, inputs.eval_data,
+    )  # fmt: skip
     return Run(
-        config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
-        saver, ema,
+        config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
+        inputs.steps(config), inputs.state, saver, ema,
     )  # fmt: skip
 
 
@@ -136,6 +183,8 @@ def without_effect(config: Config, steps: int) -> list[str]:
             f"keep_best={config.keep_best}: no step before the last is both evaluated and saved; "
             "give eval_every and save_every a common multiple"
         )
+    if config.activation_offload and pick_device(config.device).type == "cpu":
+        found.append("activation_offload=true saves no memory on a CPU")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
     return found

@@ -27,6 +27,7 @@ torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value 
   --nproc N        processes on this host, one for each GPU
   --help           this text
   --print-config   the settings as they would be used, as YAML
+  --dry-run        check everything, say what the run takes, time a few steps, and stop
 """
 
 # Settings that only some optimizers have

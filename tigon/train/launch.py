@@ -7,9 +7,12 @@ import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 
+import torch
+
 from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
 from tigon.train.config import USAGE, Config, dump, help_text, load
+from tigon.train.estimate.report import dry_run
 from tigon.train.loop import train
 from tigon.train.parallel import InputError, World, pick_device, start
 from tigon.train.processes import check_count, run_ranks
@@ -30,25 +33,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not rest:
         print(f"{USAGE}\ntigon.train: settings are needed", file=sys.stderr)
         sys.exit(2)
-    show = "--print-config" in rest
-    rest = [argument for argument in rest if argument != "--print-config"]
+    show, dry = "--print-config" in rest, "--dry-run" in rest
+    rest = [a for a in rest if a not in ("--print-config", "--dry-run")]
     try:
         count, rest = take_count(rest)
         named = rest and "=" not in rest[0] and not rest[0].startswith("-")
         config = load(rest[0], rest[1:]) if named else load(None, rest)
-        if count is not None and not show:
+        gpus = torch.cuda.device_count()
+        alone = dry and count is not None and count > gpus and config.device != "cpu"
+        if count is not None and not (show or alone):
             check_count(count, config.device)
     except (ValueError, OSError) as error:
         sys.exit(f"tigon.train: {error}")
     if show:
         print(dump(config), end="")
         return
-    if count is not None and count > 1:
-        code, problem = run_ranks(count, rest)
+    if count is not None and count > 1 and not alone:
+        code, problem = run_ranks(count, [*(["--dry-run"] if dry else []), *rest])
         if problem is not None:
             print(f"tigon.train: {problem}", file=sys.stderr)
         sys.exit(code)
-    if status := launch(config):
+    if status := launch(config, plan=(count or 1) if dry else None):
         sys.exit(status)
 
 
@@ -66,24 +71,33 @@ def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     return count, rest
 
 
-def launch(config: Config) -> str | int:
-    """Run on this process, or on all that torchrun started; 0, or what sys.exit should be told."""
+def launch(config: Config, plan: int | None = None) -> str | int:
+    """Run on this process, or on all that torchrun started; 0, or what sys.exit should be told.
+
+    `plan`: only say what a run on so many ranks, or on all that there are, would be.
+    """
+    device = config.device
+    if plan and device == "cuda" and not torch.cuda.is_available():
+        device = "cpu"  # where a run for GPUs can be planned
     try:
-        pick_device(config.device)
+        pick_device(device)
     except ValueError as error:
         return f"tigon.train: {error}"
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
-    with signals, start(config.device, signals) as world:
+    with signals, start(device, signals) as world:
         if world.size > 1:
-            return _run_rank(config, world)
+            return _run_rank(config, world, plan)
         try:
-            return _run(config, world)
+            return _run(config, world, plan)
         except EXPECTED as error:
             return f"tigon.train: {error}"
 
 
-def _run(config: Config, world: World) -> int:
+def _run(config: Config, world: World, plan: int | None) -> int:
     try:
+        if plan is not None:
+            dry_run(config, world, max(plan, world.size))
+            return 0
         run = prepare(config, world)
     except InputError:
         raise
@@ -93,11 +107,11 @@ def _run(config: Config, world: World) -> int:
     return train(run)
 
 
-def _run_rank(config: Config, world: World) -> int:
+def _run_rank(config: Config, world: World, plan: int | None) -> int:
     """One of several ranks; a rank that fails tells the others, which end with it."""
     details = ""
     try:
-        return _run(config, world)
+        return _run(config, world, plan)
     except InputError as error:
         text = str(error)
     except EXPECTED as error:

@@ -24,9 +24,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     """
     dtype = getattr(torch, config.param_dtype)
     compute = compute_dtype(config, world.device)
-    # FSDP2 adds up gradients over micro-batches in float32, on one rank too
-    in_fp32 = config.accumulate_fp32 and dtype != torch.float32
-    sharded = world.size > 1 or compute != dtype or in_fp32
+    sharded = is_sharded(config, world.size, compute)
     if source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
         if sharded:
@@ -46,11 +44,36 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
         if source is None:
             load_weights(model, weights)
+    return finish(model, config)
+
+
+def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
+    """Whether FSDP2 holds the weights: it casts them, too, and adds up gradients over
+    micro-batches in float32, on one rank as on many."""
+    dtype = getattr(torch, config.param_dtype)
+    return ranks > 1 or compute != dtype or (config.accumulate_fp32 and dtype != torch.float32)
+
+
+def finish(model: CausalLM, config: Config) -> CausalLM:
+    """The settings that do not depend on its weights."""
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
+    model.activation_offload = config.activation_offload
     model.use_attention(config.attention)
     return model.train()
+
+
+def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
+    """The model of a run on the meta device, from its config.json alone."""
+    if source is not None and not checkpoint.is_legacy(source):
+        model = described(source, dtype)
+    elif config.init:
+        model = _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "meta")
+    else:
+        values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+        model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
+    return finish(model, config)
 
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:

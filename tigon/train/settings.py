@@ -31,12 +31,19 @@ class ModelSettings:
         least=0,
     )
     attention: Backend = option("auto", "its backend: docs/attention.md")  # noqa: RUF009
-    activation_checkpointing: bool = option(False, "recompute blocks in backward to save memory")
+    activation_checkpointing: bool | int = option(
+        False,
+        "recompute blocks in backward to save memory: true each, N every n-th, false none",
+        least=0,
+    )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
     param_dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights being trained")
+    activation_offload: bool = option(
+        False, "keep what backward needs in host memory between forward and backward"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,46 @@
+"""A rank of a case of bench/estimates.py: OUT setting=value ...; rank 0 writes OUT."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from tigon.train import load, start
+from tigon.train.build import make_run, read_inputs
+from tigon.train.estimate.memory import estimate
+from tigon.train.estimate.steps import measure, random_model
+from tigon.train.model import outline
+from tigon.train.optim import build_ema, build_optimizer
+
+
+def main(out: str, *arguments: str) -> None:
+    config = load(None, arguments)
+    with start(config.device) as world:
+        inputs = read_inputs(config, world)
+        model = random_model(config, world)
+        optimizer = build_optimizer(model, config)
+        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        found = measure(run, run.steps)
+        if world.main:
+            began = time.perf_counter()
+            meta = outline(config, getattr(torch, config.param_dtype))
+            planned = estimate(meta, inputs.objective, config, world.size, torch.bfloat16)
+            record = {
+                "parameters": sum(p.numel() for p in meta.parameters()),
+                "estimate": planned.kinds,
+                "estimate_seconds": time.perf_counter() - began,
+                "measured": found.peak,
+                "reserved": torch.cuda.max_memory_reserved() if found.peak else 0,
+                "step_seconds": found.seconds,
+                "tokens": found.tokens,
+            }
+            Path(out).write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,255 @@
+"""The memory estimate against what autograd saves and what is held, and `--dry-run`."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.models.tiny import CASES, FIRST, SIZES
+from tigon.kernels import _triton, use
+from tigon.layers import offload
+from tigon.models import MODELS, CausalLM
+from tigon.train import main
+from tigon.train.config import Config
+from tigon.train.estimate import memory
+from tigon.train.estimate.gathering import Group
+from tigon.train.estimate.memory import Estimate, estimate, stand_in
+from tigon.train.estimate.meter import Ledger, Meter, meta_model
+from tigon.train.objectives import find_objective
+from tigon.train.parallel import World
+from tigon.train.settings import ParameterGroup
+
+WORLD = World(0, 1, torch.device("cpu"))
+B, T = 2, 24
+SHORT = 4  # tokens that the interpreter of kernels computes
+
+
+def settings(**changes: Any) -> Config:
+    values = {"seq_len": T, "micro_batch_size": B, "batch_size": B, "param_dtype": "bfloat16"}
+    given: Any = values | changes
+    return Config(run_dir="run", data=("data",), model="model", task="pretrain", **given)
+
+
+def tiny(model_type: str, case: str, **changes: Any) -> CausalLM:
+    values = {"model_type": model_type} | SIZES | CASES[model_type][case] | changes
+    return MODELS[model_type].from_config(values, device="meta").to("meta").train()
+
+
+def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **changes: Any) -> Any:
+    config = settings(**changes)
+    model.activation_checkpointing = config.activation_checkpointing
+    model.activation_offload = config.activation_offload
+    objective = find_objective("pretrain")(config, WORLD)
+    return estimate(model, objective, config, gpus, compute)
+
+
+def saved_by(model: CausalLM, device: str) -> int:
+    """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
+    own = {t.untyped_storage()._cdata for t in meta_model(model)}
+    kept: dict[int, Any] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # kept, so that no other has its place
+        return x.detach()
+
+    ids = torch.zeros(1, SHORT, dtype=torch.int64, device=device)
+    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+        model(ids, labels=ids)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.skipif(not _triton.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.parametrize(
+    ("model_type", "case"), [f for f in FIRST if f[0] in ("llama", "gemma3_text", "qwen3_moe")]
+)
+def test_meta_tensors_are_saved_like_those_of_the_kernels(model_type: str, case: str) -> None:
+    """Attention apart, which no fused kernel computes on a CPU."""
+    model = tiny(model_type, case, num_hidden_layers=2, layer_types=None)
+    found = saved_by(model, "meta")
+    real = MODELS[model_type].from_config(model.config).train()
+    layers = len(real.model.layers)
+    for layer in (*real.model.layers, *model.model.layers):
+        layer.self_attn.forward = lambda x, *_: x  # type: ignore[method-assign]
+    without = saved_by(model, "meta")
+    assert saved_by(real, "cpu") == without
+    c = model.config
+    # q, out, k and v; qkv, of which v is a part or which q and k are normed from; and lse
+    heads, kv, d = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    numbers = 2 * heads * d + kv * d + (heads + 2 * kv) * d + heads
+    kept = (found - without) / (layers * SHORT * 4)
+    # And the angles, and the input of o_proj, which is out
+    assert numbers <= kept <= numbers + 2 * d + 3 * c.hidden_size
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_every_family_is_weighed(model_type: str, case: str) -> None:
+    """Nothing remains when a step is over but its gradients, and more tokens need more."""
+    model = tiny(model_type, case)
+    found = planned(model)
+    size = sum(p.numel() for p in model.parameters())
+    assert found.kinds["parameters"] == pytest.approx(2 * size, rel=0.5)  # blocks of 512 bytes
+    assert found.kinds["optimizer"] == 8 * size
+    larger = planned(tiny(model_type, case), micro_batch_size=4 * B, batch_size=4 * B)
+    assert larger.total > found.total
+
+
+def test_the_ledger_is_empty_but_for_gradients() -> None:
+    model = tiny("llama", "plain")
+    config = settings()
+    objective = find_objective("pretrain")(config, WORLD)
+    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, 1, None)
+    gc.collect()
+    gradients = sum(
+        -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None
+    )
+    assert {k: v for k, v in ledger.alive.items() if v} == {"gradients": gradients}
+    assert ledger.peak > gradients
+
+
+def test_the_meter_knows_what_is_alive() -> None:
+    ledger = Ledger()
+    weight = torch.ones(64, 64, device="meta", requires_grad=True)
+    with Meter(ledger, [weight]):
+        x = torch.ones(1024, 64, device="meta")
+        y = x @ weight  # 256 KiB each
+        del x  # autograd keeps it for the gradient of the weight
+        assert ledger.total == 2 * 2**18
+        y.sum().backward()
+        del y
+        assert ledger.total == weight.grad.nbytes
+    assert ledger.peak >= 2 * 2**18 and weight.T.shape == (64, 64)
+
+
+def test_gathered_weights_and_reduced_gradients_by_hand() -> None:
+    group = Group([nn.Parameter(torch.empty(5, 3, device="meta"))], 2, torch.bfloat16)
+    assert (group.gathered, group.reduced, group.shard) == (6 * 3 * 2, 6 * 3 * 4, 6 * 3 * 2)
+
+
+def test_sharding_divides_what_is_always_there() -> None:
+    alone, pair = (planned(tiny("llama", "plain"), n, param_dtype="float32") for n in (1, 2))
+    for kind in ("parameters", "optimizer"):
+        assert pair.kinds[kind] == pytest.approx(alone.kinds[kind] / 2, rel=0.1)
+    assert "gathered weights" in alone.kinds  # bfloat16 of float32 weights
+    assert planned(tiny("llama", "plain")).kinds.get("gathered weights") is None
+    assert pair.host < alone.host
+
+
+BIG = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+LONG = {"seq_len": 2048, "max_position_embeddings": 4096}
+
+
+def activations(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Estimate:
+    monkeypatch.setattr(offload, "LEAST", 0)
+    shape = {k: v for k, v in LONG.items() if k != "seq_len"}
+    return planned(tiny("llama", "plain", **BIG, **shape), seq_len=2048, **changes)
+
+
+def test_less_is_held_the_more_is_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"activation_checkpointing": 2},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "activation_offload": True},
+    )
+    found = [activations(monkeypatch, **way) for way in ways]
+    plain, half, every, away = (one.total for one in found)
+    assert away < every < half < plain
+    kept = [one.kinds["activations"] for one in found[:2]]
+    assert 0.5 * kept[0] < kept[1] < 0.6 * kept[0]  # half of the blocks, and inputs of the others
+    assert activations(monkeypatch, activation_offload=True).total < half
+
+
+def test_states_and_an_average_are_where_the_settings_say() -> None:
+    plain, few, host = (
+        planned(tiny("llama", "plain"), ema_decay=0.9, **changes)
+        for changes in ({}, {"optimizer": "adamw_bf16"}, {"optimizer_offload": True})
+    )
+    assert (
+        few.kinds["optimizer"] == plain.kinds["optimizer"] // 2 == plain.kinds["average of weights"]
+    )
+    assert "optimizer" not in host.kinds and "average of weights" not in host.kinds
+    states = plain.kinds["optimizer"] + plain.kinds["average of weights"]
+    assert host.host == plain.host + states
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    """Nor a state, and what only its gradient needs is not kept."""
+    model = tiny("llama", "plain")
+    config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
+    objective = find_objective("pretrain")(config, WORLD)
+    found = estimate(model, objective, config, 1, torch.bfloat16)
+    left = sum(p.numel() for n, p in model.named_parameters() if ".layers." not in n)
+    assert found.kinds["optimizer"] == 8 * left
+    assert found.total < planned(tiny("llama", "plain")).total
+
+
+def test_gradients_of_several_micro_batches_are_whole() -> None:
+    """Every rank holds all of them in float32 until the last one is reduced."""
+    models = [tiny("llama", "plain", num_hidden_layers=8) for _ in range(2)]
+    size = sum(p.numel() for p in models[0].parameters())
+    once, twice = (
+        planned(model, 2, param_dtype="float32", batch_size=n * B * 2).kinds
+        for n, model in enumerate(models, start=1)
+    )
+    assert twice["gradients"] - once.get("gradients", 0) > 0.5 * 4 * size
+
+
+def test_batches_stand_in_for_full_rows() -> None:
+    batch = stand_in(3, 8)
+    assert batch.input_ids.is_meta and batch.input_ids.shape == (3, 8)
+
+
+def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
+    before = sorted(p for p in workspace.root.rglob("*"))
+    main(["--dry-run", "--nproc", "2", *workspace.settings("dry", device="auto", batch_size=8)])
+    said = capsys.readouterr().out
+    assert "82,304 parameters, all of them trained" in said
+    assert "8 rows of 128 tokens, 4 micro-batches of 1 on each of 2 ranks" in said
+    assert "steps: 0 to 3, 3 an epoch" in said
+    assert "sum" in said and "for async_save" in said
+    if not torch.cuda.is_available():
+        assert said.endswith("time of a step: cannot be measured here: there is no GPU\n")
+    assert sorted(p for p in workspace.root.rglob("*")) == before
+
+
+def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
+    main(["--dry-run", *workspace.settings("dry")])
+    said = capsys.readouterr().out
+    assert "a step, measured: " in said and "all steps: about" in said
+    assert not (workspace.root / "dry").exists()
+
+
+def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"data": tmp_path / "none.jsonl"}, "none.jsonl"),
+        ({"seq_len": 4096}, "max_position_embeddings"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(["--dry-run", *workspace.settings("dry", **changes)])
+    with pytest.raises(SystemExit, match="must be a multiple of micro_batch_size 1 x 100 ranks"):
+        main(["--dry-run", "--nproc", "100", *workspace.settings("dry", device="auto")])
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/file").touch()
+    with pytest.raises(SystemExit, match="is not empty"):
+        main(["--dry-run", *workspace.settings("dry", run_dir=tmp_path / "used")])
+    assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
+
+
+def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
+
+    monkeypatch.setattr("tigon.train.estimate.report.measure", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
+    text = str(caught.value)
+    assert "a step does not fit: CUDA out of memory" in text
+    assert "GiB with micro_batch_size=1" in text
+    assert "GiB with activation_checkpointing=true" in text

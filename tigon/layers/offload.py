@@ -1,0 +1,170 @@
+"""Activations in host memory between forward and backward.
+
+What autograd keeps of a block is copied out while the next block computes, and copied back while
+the block behind it is differentiated. The values are the same bits.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+LEAST = 2**20  # bytes; what is smaller stays
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Stored:
+    """The memory of one or more saved tensors, in host memory and perhaps again on the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size, self.device = size, device
+        self.host: Tensor | None = None  # uint8; None on meta, where there is nothing to copy
+        self.fetched: Tensor | None = None  # uint8
+        self.ready: torch.cuda.Event | None = None  # when it is
+
+    def take(self, x: Tensor) -> None:
+        if self.device.type == "meta":
+            return
+        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(x.untyped_storage())
+        gpu = self.device.type == "cuda"
+        self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=gpu)
+        self.host.copy_(source, non_blocking=gpu)
+
+    def fetch(self) -> None:
+        """Called on the side stream; the memory is of the one that uses it."""
+        if self.fetched is not None and self.host is not None:
+            self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
+
+
+class _Saved(NamedTuple):
+    """One tensor that autograd has saved: a view of something stored."""
+
+    block: int  # that saved it
+    stored: _Stored  # perhaps what the block before saved, too
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Offload:
+    """Of one forward pass: `with offload.of(block):` around each block, in order, then `end()`.
+
+    `shared`: tensors that all blocks use, which stay where they are, as parameters do.
+    """
+
+    def __init__(self, device: torch.device, shared: Iterable[Tensor] = ()) -> None:
+        self.device = device
+        self.gpu = device.type == "cuda"
+        self._shared = {_key(x) for x in shared}
+        self._blocks: list[list[_Stored]] = []
+        self._reached: int | None = None  # the block that backward differentiates
+        # Being copied: the memory may be used anew only when the copy is done
+        self._leaving: deque[tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _Stored]]]]
+        self._leaving = deque()
+
+    @contextmanager
+    def of(self, block: nn.Module) -> Iterator[None]:
+        """What the block saves for backward leaves the device."""
+        while len(self._leaving) > 1:
+            self._let_go()
+        index = len(self._blocks)
+        self._blocks.append([])
+        leaving: dict[Any, tuple[Tensor, _Stored]] = {}
+        self._leaving.append((None, leaving))
+        own: set[int] = set()
+
+        def pack(x: Tensor) -> Tensor | _Saved:
+            if not own:  # now they are gathered, where they are sharded
+                own.update(_key(p) for p in block.parameters())
+            storage = x.untyped_storage()
+            small = storage.nbytes() < LEAST
+            if small or x.device != self.device or _key(x) in own or _key(x) in self._shared:
+                return x.detach()
+            key = _key(x), x._version
+            known = next((some[key] for _, some in self._leaving if key in some), None)
+            if known is None:
+                stored = _Stored(storage.nbytes(), x.device)
+                with self._beside():
+                    stored.take(x)
+                self._blocks[index].append(stored)
+                known = leaving[key] = x.detach(), stored
+            where = x.shape, x.stride(), x.storage_offset()
+            return _Saved(index, known[1], x.dtype, *where)
+
+        with saved_tensors_hooks(pack, self._unpack):
+            yield
+        if self.gpu:
+            copied = torch.cuda.Event()
+            copied.record(_stream(self.device))
+            self._leaving[-1] = copied, leaving
+
+    def end(self) -> None:
+        """After the last block: nothing is being copied any more."""
+        while self._leaving:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        copied, leaving = self._leaving.popleft()
+        if copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(copied)
+        leaving.clear()  # autograd keeps `pack`, which has it
+
+    def _beside(self) -> Any:
+        """The side stream, behind what is under way on the current one."""
+        if not self.gpu:
+            return nullcontext()
+        side = _stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(side)
+
+    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved.block != self._reached:
+            self._reach(saved.block)
+        stored = saved.stored
+        if stored.fetched is None:
+            self._fetch([stored])
+        if stored.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(stored.ready)
+        assert stored.fetched is not None
+        values = stored.fetched.view(saved.dtype)
+        return values.as_strided(saved.shape, saved.stride, saved.offset)
+
+    def _reach(self, block: int) -> None:
+        """Backward has come to a block: the one before it is fetched, those behind are done."""
+        self._reached = block
+        for stored in (s for later in self._blocks[block + 1 :] for s in later):
+            stored.fetched = None
+        for some in self._blocks[max(0, block - 1) : block + 1][::-1]:
+            self._fetch([stored for stored in some if stored.fetched is None])
+
+    def _fetch(self, missing: list[_Stored]) -> None:
+        for stored in missing:
+            stored.fetched = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
+        with self._beside():
+            for stored in missing:
+                stored.fetch()
+        if not (self.gpu and missing):
+            return
+        ready = torch.cuda.Event()
+        ready.record(_stream(self.device))
+        for stored in missing:
+            assert stored.fetched is not None
+            stored.fetched.record_stream(_stream(self.device))
+            stored.ready = ready
+
+
+def _key(x: Tensor) -> int:
+    """Of its memory."""
+    return x.untyped_storage()._cdata

@@ -1,0 +1,147 @@
+"""The memory that a run takes on each GPU, by kind; no GPU is needed to know it.
+
+What is there all the time, weights and states of the optimizer, is multiplied out. The rest is that
+of a step of the real model on the meta device, which `meter` weighs, with what FSDP2 allocates
+around it, which `gathering` adds.
+
+# B rows of a micro-batch, T tokens of a row
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.data import MicroBatch
+from tigon.kernels import use
+from tigon.models import CausalLM
+from tigon.train.config import Config
+from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
+from tigon.train.estimate.meter import Ledger, Meter, meta_model, rounded, watch_head
+from tigon.train.model import is_sharded
+from tigon.train.objectives import Objective
+from tigon.train.optim import ema_bytes, freeze, hidden_matrices, state_bytes
+
+# What cuBLAS takes once for each of two threads, forward's and backward's, from sm_90 on
+CUBLAS = 2 * 32 * 2**20
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "average of weights",
+    "gathered weights",
+    "activations",
+    "logits and loss",
+    "communication",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of each GPU when it holds most, as torch.cuda.max_memory_allocated counts them."""
+
+    kinds: dict[str, int]
+    host: (
+        int  # bytes of host memory for each rank: a copy for async_save, states that are offloaded
+    )
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def estimate(
+    model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
+) -> Estimate:
+    """For a model on the meta device, which is used up: hooks stay on it.
+
+    `world` is the number of GPUs, `compute` the dtype of the computation there.
+    """
+    freeze(model, config)
+    param_dtype = getattr(torch, config.param_dtype)
+    sharded = is_sharded(config, world, compute)
+    hidden = hidden_matrices(model)
+    states = average = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            numbers = padded(parameter, world) / world
+            states += numbers * state_bytes(config, hidden=name in hidden)
+            average += numbers * ema_bytes(config)
+    parameters = sum(_held(p, world, param_dtype) for p in model.parameters())
+    copied = parameters + states + average  # by async_save
+    kept = states + average if config.optimizer_offload else 0.0
+    ledger = _weigh(
+        model.to("meta", compute), objective, config, world, param_dtype if sharded else None
+    )
+    there = {"parameters": parameters}
+    if not config.optimizer_offload:
+        there |= {"optimizer": int(states), "average of weights": int(average)}
+    kinds = dict.fromkeys(KINDS, 0) | ledger.at_peak | there
+    kinds["other"] += CUBLAS
+    host = int(kept + copied * config.async_save)
+    return Estimate({kind: size for kind, size in kinds.items() if size}, host)
+
+
+def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
+    return (
+        rounded(parameter, dtype)
+        if world == 1
+        else padded(parameter, world) * dtype.itemsize // world
+    )
+
+
+def _weigh(
+    model: CausalLM, objective: Objective, config: Config, world: int, sharded: torch.dtype | None
+) -> Ledger:
+    """Two micro-batches of a step, if it has several: with the first one's gradients there."""
+    ledger = Ledger()
+    meter = Meter(ledger, meta_model(model))
+    watch_head(meter, model.lm_head)
+    gathering = None
+    if sharded is not None:
+        gathering = Gathering(model, meter, world, model.dtype, sharded)
+    else:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: meter.relabel(p.grad, GRADIENTS)
+                )
+    count = max(1, -(-config.batch_size // (world * config.micro_batch_size)))
+    last = min(count, 2) - 1
+    objective.begin(model)
+    model.train()
+    with use("triton"), meter:
+        for index in range(last + 1):
+            rows = min(config.micro_batch_size, -(-config.batch_size // world))
+            inputs = objective.resolve(model, stand_in(rows, config.seq_len))
+            sums = objective.sums(model, inputs)
+            if gathering is not None:
+                gathering.begin(reduce=index == last)
+            loss = objective.loss(model, inputs, sums).loss
+            meter.phase = "other"
+            loss.backward()
+            del loss, inputs, sums
+            meter.phase = "activations"
+            if gathering is not None:
+                gathering.end()
+    return ledger
+
+
+def stand_in(rows: int, tokens: int) -> MicroBatch:
+    """A micro-batch of full rows on the meta device."""
+    options: dict[str, Any] = {"device": "meta"}
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
+    return MicroBatch(
+        input_ids=ids,
+        position_ids=torch.zeros_like(ids),
+        attention_mask=None,
+        cu_seq_lens=torch.zeros(rows + 1, dtype=torch.int32, **options),
+        longest=tokens,
+        spans=torch.zeros(rows, 2, dtype=torch.int64, **options),
+        per_token={"supervised": torch.ones(rows, tokens, dtype=torch.bool, **options)},
+        per_example={},
+        sources=(),
+    )

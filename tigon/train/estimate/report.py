@@ -1,0 +1,191 @@
+"""`tigon train CONFIG --dry-run`: what a run is, what it takes, and how long a step is."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from tigon.layers import SparseMoE
+from tigon.models import CausalLM
+from tigon.train.build import Inputs, make_run, read_inputs, without_effect
+from tigon.train.config import Config
+from tigon.train.estimate.memory import Estimate, estimate
+from tigon.train.estimate.steps import Measured, measure, random_model
+from tigon.train.flops import model_flops, peak_flops
+from tigon.train.model import compute_dtype, outline
+from tigon.train.optim import build_ema, build_optimizer, freeze
+from tigon.train.parallel import InputError, World
+
+GIB = 2**30
+# Settings that save memory, in the order of what they cost
+SAVING: tuple[dict[str, object], ...] = (
+    {"micro_batch_size": 1},
+    {"activation_checkpointing": 2},
+    {"activation_checkpointing": True},
+    {"activation_checkpointing": True, "micro_batch_size": 1},
+    {"activation_checkpointing": True, "micro_batch_size": 1, "activation_offload": True},
+    {"param_dtype": "bfloat16"},
+)
+
+
+def dry_run(config: Config, world: World, gpus: int) -> None:
+    """Print it; `gpus` is the number that the run is planned for, at least the world's.
+
+    Raises InputError where a step does not fit into memory.
+    """
+    if config.batch_size % (config.micro_batch_size * gpus):
+        raise InputError(
+            f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
+            f"{config.micro_batch_size} x {gpus} ranks"
+        )
+    inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
+    try:
+        with world.together():
+            model = outline(config, getattr(torch, config.param_dtype), inputs.source)
+            inputs.check_model(model)
+            freeze(model, config)
+        world.say("\n".join(described(config, inputs, model, gpus)))
+        for notice in without_effect(config, inputs.steps(config)):
+            world.say(f"note: {notice}")
+        if not on_gpu(config):
+            world.say("memory is estimated for GPUs, and this run is on a CPU")
+        elif world.main:
+            found = plan(config, inputs, gpus)
+            world.say("\n".join(table(found, gpus, world.device)))
+            if (room := memory_of(world.device)) and found.total > room:
+                world.say("\n".join(advice(config, inputs, gpus)))
+        if why := unmeasurable(config, world, gpus):
+            world.say(f"time of a step: cannot be measured here: {why}")
+            return
+        world.say("\n".join(timed(config, inputs, world)))
+    finally:
+        inputs.data.close()
+
+
+def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
+    """Parameters, operations, tokens and steps."""
+    data, steps = inputs.data, inputs.steps(config)
+    every = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
+    size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"
+    if active < every:
+        size += f", {active:,} active for a token"
+    lengths = [
+        int(length)
+        for batch in data.micro_batches(inputs.start)
+        for length in batch.spans.diff(dim=1).flatten()
+    ]
+    flops = model_flops(model, lengths) / max(1, sum(lengths))
+    tokens, targets = data.counts(inputs.start)
+    each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
+    per_rank = config.batch_size // (gpus * config.micro_batch_size)
+    parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
+    return [
+        f"model: {model.config.architecture}, {size}",
+        f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
+        f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts} on each of "
+        f"{gpus} ranks; the first has {tokens:,} tokens, of which {targets:,} are learned",
+        f"steps: {inputs.start:,} to {steps:,}{each}",
+    ]
+
+
+def idle_parameters(layer: SparseMoE) -> int:
+    """Of the experts that a token does not take."""
+    experts = len(layer.experts.down_proj)
+    size = sum(p.numel() for p in layer.experts.parameters())
+    return size - size * layer.per_token // experts
+
+
+def plan(config: Config, inputs: Inputs, gpus: int) -> Estimate:
+    """The estimate for a run of these settings on GPUs."""
+    compute = compute_dtype(config, torch.device("cuda"))
+    model = outline(config, getattr(torch, config.param_dtype), inputs.source)
+    return estimate(model, inputs.objective, config, gpus, compute)
+
+
+def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
+    """In GiB."""
+    lines = ["memory of a GPU, estimated, GiB:" if gpus == 1 else f"of each of {gpus} GPUs, GiB:"]
+    lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
+    room = memory_of(device)
+    beside = f" of {room / GIB:.1f}: {torch.cuda.get_device_name(device)}" if room else ""
+    lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{beside}")
+    host = found.host / GIB
+    lines.append(f"host memory of each rank, for async_save: {host:.2f} GiB")
+    return lines
+
+
+def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
+    """Which settings save how much."""
+    lines = ["less memory:"]
+    for change in SAVING:
+        try:
+            other = replace(config, **change)  # type: ignore[arg-type]
+        except ValueError:
+            continue
+        if other != config:
+            total = plan(other, inputs, gpus).total
+            names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+            lines.append(f"  {total / GIB:8.2f} GiB with {names}")
+    total = plan(config, inputs, 2 * gpus).total if config.batch_size % (2 * gpus) == 0 else None
+    if total is not None and config.batch_size % (2 * gpus * config.micro_batch_size) == 0:
+        lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
+    return lines
+
+
+def on_gpu(config: Config) -> bool:
+    """Whether the run is for GPUs, wherever it is planned."""
+    return config.device != "cpu"
+
+
+def memory_of(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def unmeasurable(config: Config, world: World, gpus: int) -> str | None:
+    """Why no step can be made on this machine."""
+    if on_gpu(config) and world.device.type == "cpu":
+        return "there is no GPU"
+    if gpus != world.size:
+        return f"it has {torch.cuda.device_count()} of {gpus} GPUs"
+    return None
+
+
+def timed(config: Config, inputs: Inputs, world: World) -> list[str]:
+    """A few steps on random weights."""
+    try:
+        model = random_model(config, world, inputs.source)
+        optimizer = build_optimizer(model, config)
+        run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        found = measure(run)
+    except torch.OutOfMemoryError as error:
+        lines = advice(config, inputs, world.size) if world.main else []
+        first = str(error).split(". ")[0]
+        raise InputError("\n".join([f"a step does not fit: {first}", *lines])) from None
+    return answer(config, inputs, world, model, found)
+
+
+def answer(
+    config: Config, inputs: Inputs, world: World, model: CausalLM, found: Measured
+) -> list[str]:
+    speed = found.tokens / found.seconds
+    line = f"a step, measured: {found.seconds:.3g} s, {speed:,.0f} tokens/s"
+    peak = peak_flops(world.device, compute_dtype(config, world.device))
+    if peak is not None:
+        used = model_flops(model, [config.seq_len]) / config.seq_len * speed
+        line += f", {used / (peak * world.size):.1%} MFU"
+    if found.peak:
+        line += f", {found.peak / GIB:.2f} GiB at its peak"
+    left = (inputs.steps(config) - inputs.start) * found.seconds
+    return [line, f"all steps: about {duration(left)}, without evaluations and checkpoints"]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    minutes = math.ceil(seconds / 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{hours} h {rest} min" if hours else f"{minutes} min"

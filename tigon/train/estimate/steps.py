@@ -1,0 +1,67 @@
+"""A few steps of a run, on random weights: how long one takes, and the memory at its peak."""
+
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tigon.models import CausalLM, materialize
+from tigon.train.build import Run
+from tigon.train.config import Config
+from tigon.train.loop import update
+from tigon.train.model import compute_dtype, is_sharded, outline
+from tigon.train.parallel import World, shard
+from tigon.train.step import backward
+
+STEPS = 4  # of which the first two prepare: kernels, the allocator, the optimizer's states
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one step; the same on every rank."""
+
+    seconds: float
+    tokens: float  # of all ranks
+    peak: int  # bytes allocated on the GPU that holds most; 0 on the CPU
+
+
+def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
+    """The model of a run as `build_model` makes it, with random weights: none are read."""
+    dtype, compute = getattr(torch, config.param_dtype), compute_dtype(config, world.device)
+    model = outline(config, dtype, source)
+    if is_sharded(config, world.size, compute):
+        shard(model, world, compute)
+    materialize(model, world.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.normal_(std=0.02)
+    return model
+
+
+def measure(run: Run, steps: int = STEPS) -> Measured:
+    """The last of `steps` steps; raises torch.OutOfMemoryError where the GPU is too small."""
+    device = run.world.device
+    run.objective.begin(run.model)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, tokens = [], []
+    with run.feed:
+        for step in range(steps):
+            began = time.perf_counter()
+            backward(run, step, stop=lambda: False)
+            update(run, step)
+            run.optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            tokens.append(run.data.counts(step)[0])
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    half = slice(steps // 2, None)
+    time_of_one = sum(seconds[half]) / len(seconds[half])
+    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    return Measured(float(highest[1]), sum(tokens[half]) / len(tokens[half]), int(highest[0]))

@@ -45,6 +45,28 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, caps
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
 
+def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_path, capsys):
+    data = write_chats(tmp_path / "data.jsonl", 30)
+    same = {"data": data, "shuffle_window": 8, "batch_size": 2, "workers": 0, "streaming": "true"}
+    settings = workspace.settings("x", run_dir=tmp_path / "run", **same)
+    main([*settings, "steps=2", "log_every=1"])
+    printed = capsys.readouterr().out
+    assert "step 2/2  loss" in printed and "epoch" not in printed  # which nobody knows
+    text = data.read_text()
+    for changed, message in (
+        (
+            text.replace("model", "medal", 1),
+            r"tigon\.train: .*data\.jsonl was changed: what the run",
+        ),
+        (text + text, r"tigon\.train: .*step-00000002 was made with other data than"),
+    ):
+        data.write_text(changed)
+        with pytest.raises(SystemExit, match=message):
+            main([*settings, "steps=3", "resume=auto"])
+    data.write_text(text)
+    main([*settings, "steps=3", "resume=auto"])
+
+
 def test_bad_mixtures(workspace):
     for weight in (0, -1):
         entry = f"[{{path: {workspace.data}, weight: {weight}}}]"

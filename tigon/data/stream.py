@@ -31,6 +31,7 @@ from tigon.data.workers import Pool, cpus
 
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks
+PATIENCE = 10.0  # seconds for a block that is being read or tokenised, at the end
 START = 120.0  # seconds in which all ranks of a host begin
 
 WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
@@ -70,10 +71,10 @@ class Stream:
         self.directory = root() / name if local_rank else stream_directory(name)
         self.local_rank = local_rank
         self.vocabulary: int | None = None  # tokens that the model knows
-        self.names = [source.name for sources in entries for source in sources]
+        self.sources = [source for sources in entries for source in sources]
         if weights is None:  # they follow each other
             entries = [[source for sources in entries for source in sources]]
-        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
+        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0, ""]] * len(entries)}
         start |= {name: cursor[name] for name in start} if cursor else {}
         self._states: dict[int, State] = {}
         self._needed, self._wanted, self._begun = 0, 0, local_rank == 0
@@ -146,8 +147,9 @@ class Stream:
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Changes with the names of the sources, and with what is made of them."""
-        facts = self.names, self.weights, self.encoder.digest(), SIZE  # places count blocks
+        """Changes with the names and sizes of the sources, and with what is made of them."""
+        sources = [(source, source.size()) for source in self.sources]
+        facts = sources, self.weights, self.encoder.digest(), SIZE  # places count blocks
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
@@ -190,7 +192,7 @@ class _Producer(threading.Thread):
         atexit.unregister(self.stop)
         self.stopped.set()
         if self.is_alive():
-            self.join()
+            self.join(PATIENCE)  # it may be reading from a pipe or a network that gives nothing
         shutil.rmtree(self.directory, ignore_errors=True)
         self._unlock()
 

@@ -90,6 +90,8 @@ def prepare(config: Config, world: World) -> Run:
         for loader in filter(None, (data, eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
         optimizer = build_optimizer(model, config)
+    with world.together():
+        data.state(start + state.offset)  # a stream begins here: its files may have changed
     if source is not None:
         checkpoint.load(source, model, optimizer)
         held.close()

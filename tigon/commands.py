@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from tigon import __version__
+from tigon.data import clean_cache
 from tigon.eval import parity, perplexity, report
 from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, from_pretrained
@@ -67,6 +68,11 @@ def generate(args: Namespace) -> int:
 
 def data_pack(args: Namespace) -> int:
     pack(args.arguments)
+    return 0
+
+
+def data_clean(args: Namespace) -> int:
+    print(clean_cache(args.days))
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from tigon.data.blocks import SIZE, Source
-from tigon.data.cache import cache_root, lock, write
+from tigon.data.cache import cache_root, lock, make_directory, write
 from tigon.data.disk import disk_errors
 from tigon.data.examples import Encoder
 from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
@@ -100,13 +100,9 @@ class Stream:
                     if free:
                         raise RuntimeError("the process that tokenises the stream has ended")
             time.sleep(WAIT)
-        facts, parts = read
+        facts, corpus = read
         if self.vocabulary is not None:
-            check_vocabulary(parts, self.vocabulary)
-        corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
-        for i, part in enumerate(parts):
-            if part.count:
-                corpus.open(i)  # the files may be deleted before they are read
+            check_vocabulary(corpus.parts, self.vocabulary)
         groups = np.arange(corpus.first_group[-1])
         state = self._states[number] = facts["state"]
         if self.pattern is not None:
@@ -157,14 +153,22 @@ class Stream:
         if self._producer is not None:
             self._producer.stop()
 
-    def _read(self, path: Path) -> tuple[dict[str, Any], list[Stored]] | None:
+    def _read(self, path: Path) -> tuple[dict[str, Any], Corpus] | None:
+        """None if it is not made yet, or is being deleted. Its files are opened here: they may be
+        deleted before they are read."""
         try:
             facts = json.loads((path / WINDOW).read_text())
-        except OSError:
+            parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
+            found = [part for part in parts if part is not None]
+            if len(found) < len(parts):
+                return None
+            corpus = Corpus(found, always=self.encoder.per_token, most=len(found))
+            for i, part in enumerate(found):
+                if part.count:
+                    corpus.open(i)
+        except FileNotFoundError:
             return None
-        parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
-        found = [part for part in parts if part is not None]
-        return (facts, found) if len(found) == len(parts) else None  # it is being deleted
+        return facts, corpus
 
 
 class _Producer(threading.Thread):
@@ -279,7 +283,7 @@ def root() -> Path:
 def stream_directory(name: str = "") -> Path:
     """A new directory for the windows of a stream; those of killed processes are deleted."""
     with disk_errors(root()):
-        root().mkdir(parents=True, exist_ok=True)
+        make_directory(root())
         with lock(root() / ".lock"):
             for other in filter(Path.is_dir, root().iterdir()):
                 with lock(other / LOCK, wait=False) as free:

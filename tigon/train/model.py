@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from tigon.layers import SparseMoE
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize, read_config
+from tigon.models import (
+    MODELS,
+    CausalLM,
+    build,
+    load_weights,
+    materialize,
+    read_config,
+    torch_dtype,
+)
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
@@ -47,7 +55,21 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         set_balance(model, config.router_aux_loss_coef)
     model.activation_checkpointing = config.activation_checkpointing
     model.use_attention(config.attention)
+    export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()
+
+
+def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
+    """Of the weights in run_dir/hf: the one of the checkpoint that the run began with, unless told.
+
+    ValueError if that is no model's.
+    """
+    if config.export_dtype != "auto":
+        return torch_dtype(config.export_dtype)
+    try:
+        return torch_dtype(model.config.dtype or config.param_dtype)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}; export_dtype= says what to export") from None
 
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:

@@ -71,6 +71,7 @@ class Stream:
         self.directory = root() / name if local_rank else stream_directory(name)
         self.local_rank = local_rank
         self.vocabulary: int | None = None  # tokens that the model knows
+        self._closed = threading.Event()
         self.sources = [source for sources in entries for source in sources]
         if weights is None:  # they follow each other
             entries = [[source for sources in entries for source in sources]]
@@ -90,6 +91,8 @@ class Stream:
         self._say(min(number, self._needed), number)
         path = self.directory / f"{number:08d}"
         while (read := self._read(path)) is None:
+            if self._closed.is_set():  # by another thread
+                raise RuntimeError("the stream is closed")
             if (self.directory / FAILED).exists():
                 raise ValueError((self.directory / FAILED).read_text())
             if self._producer is not None:
@@ -149,7 +152,8 @@ class Stream:
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenising and delete what it has left."""
+        """End the tokenising and delete what it has left; who waits for a window gets an error."""
+        self._closed.set()
         if self._producer is not None:
             self._producer.stop()
 

@@ -83,20 +83,24 @@ def test_a_run_ends_though_the_next_window_of_a_stream_does_not_come(tmp_path, m
     """The thread waits for it, reading ahead."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("tigon.data.stream.PATIENCE", 0.2)
-    go_on, path = threading.Event(), write_rows(tmp_path / "a.jsonl", 40)
+    monkeypatch.setattr("tigon.train.feed.AHEAD", 100)
+    go_on, stalled = threading.Event(), threading.Event()
+    path = write_rows(tmp_path / "a.jsonl", 60)
 
     class Stalled(File):
         def blocks(self):
             for number, block in enumerate(super().blocks()):
-                if number == 3:
+                if number == 5:
+                    stalled.set()
                     go_on.wait()
                 yield block
 
     stream = Stream([[Stalled(path.name, path.format)]], Count(), size=8, workers=0)
-    data = Loader(stream, partial(whole, seq_len=40), batch_size=4, micro_batch_size=2)
+    data = Loader(stream, partial(whole, seq_len=40), batch_size=2, micro_batch_size=2)
     with Feed(data, CPU) as feed:
         feed(0)
-        time.sleep(0.2)
+        assert stalled.wait(10)
+        time.sleep(0.3)  # what there is is read
     assert not threads()
     go_on.set()
     stream._producer.join()

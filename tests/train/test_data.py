@@ -91,5 +91,7 @@ def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_pat
     assert tigon(["data", "pack", str(config), "seq_len=64"]) == 0
     assert sorted(p for p in (tmp_path / "data").iterdir() if p.is_dir()) == made
     assert not (tmp_path / "run").exists()
+    assert tigon(["data", "pack", f"[{{path: {other}}}]", *settings]) == 1
+    assert f"write data='[{{path: {other}}}]'" in capsys.readouterr().err
     assert tigon(["data", "pack", str(config), str(other)]) == 1
     assert "give one config file, or data files" in capsys.readouterr().err

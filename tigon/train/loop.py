@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate
@@ -168,8 +169,9 @@ def finish(run: Run, step: int, record: Record) -> None:
     """What a run does after its last step, where it is not done yet."""
     config, world, state = run.config, run.world, run.state
     if state.is_out_of(config.patience):
+        count = counted(state.evaluations_since, "evaluation")
         world.say(
-            f"ended after step {step}: no eval loss in {state.evaluations_since} evaluations was "
+            f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, record)

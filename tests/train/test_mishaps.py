@@ -58,7 +58,7 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
     monkeypatch.setattr(predictions, "merge", full)
     world = SimpleNamespace(rank=0, size=2, main=True, barrier=lambda: None)
     with (
-        pytest.raises(OSError, match="became full while .*predictions-step-00000003.jsonl was"),
+        pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
         predictions.Predictions(tmp_path, 3, None, world) as file,
     ):
         assert len(file.parts) == 2

@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
 
-    p = commands.add_parser("data", help="make the cache of tokenised data before a run needs it")
+    p = commands.add_parser("data", help="the cache of tokenised data: make it ahead, or clean it")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="WHAT")
     p = kinds.add_parser("pack", help="tokenise, and report examples, tokens, rows and padding")
     p.add_argument(
@@ -113,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
     )
     p.set_defaults(run="data_pack")
+    p = kinds.add_parser("clean", help="remove what no running process uses")
+    p.add_argument(
+        "--days", type=float, default=0.0, metavar="N", help="only what was not used for N days"
+    )
+    p.set_defaults(run="data_clean")
 
     p = commands.add_parser("eval", help="perplexity, or parity with transformers")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="MEASURE")

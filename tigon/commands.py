@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 
 from tigon import __version__
+from tigon.data import clean_cache
 from tigon.eval import parity, perplexity, report
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, build, from_pretrained
+from tigon.models import MODELS, CausalLM, build, from_pretrained, torch_dtype
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, described_checkpoint, find_checkpoint, load_checkpoint
@@ -67,6 +68,11 @@ def generate(args: Namespace) -> int:
 
 def data_pack(args: Namespace) -> int:
     pack(args.arguments)
+    return 0
+
+
+def data_clean(args: Namespace) -> int:
+    print(clean_cache(args.days))
     return 0
 
 
@@ -184,7 +190,7 @@ def _described(args: Namespace) -> tuple[CausalLM, str]:
     kind = config.get("model_type")
     if kind not in MODELS:
         raise ValueError(f"{args.model}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    dtype = torch_dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
     return MODELS[kind].from_config(config, dtype=dtype, device="meta"), "on the hub"
 
 

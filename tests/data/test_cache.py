@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.data.rows import Count, File, write_rows
-from tigon.data import cache, store
+from tigon.cli import main as tigon
+from tigon.data import cache, clean_cache, store, usage
 from tigon.data.cache import tokenised
 from tigon.data.formats import Format
 
@@ -262,3 +263,105 @@ def test_other_content_of_the_same_size_and_time_is_other_content(tmp_path):
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     (part,) = tokenised([source], Count(), workers=0)
     assert_same(part.open()[0], in_memory(source))
+
+
+def forget(monkeypatch) -> None:
+    """As if the process that has used the cache were another, which has ended."""
+    for file in usage._mine.values():
+        file.close()
+    monkeypatch.setattr(usage, "_mine", {})
+
+
+def test_clean_removes_what_nobody_uses(tmp_path, root, monkeypatch, capsys):
+    assert tigon(["data", "clean"]) == 0  # nothing is there yet
+    sources = [write_rows(tmp_path / f"{i}.jsonl", 20, i) for i in range(3)]
+    tokenised(sources, Count(), workers=0)
+    others = [root / "notes.txt", root / "0123", tmp_path / "cache/mine"]
+    for path in others:
+        path.mkdir() if path.name == "0123" else path.write_text("mine")
+    in_use = [path.name for path in directories(root) if path.name != "0123"]
+    capsys.readouterr()
+    assert tigon(["data", "clean"]) == 0
+    assert capsys.readouterr().out == "removed: 0, of 0.00 GiB; 3 in use\n"
+    assert {path.name for path in directories(root)} == {*in_use, "0123"}
+    forget(monkeypatch)
+    (last,) = tokenised(sources[:1], Count(), workers=0)
+    monkeypatch.setattr(usage.time, "time", lambda: time.time_ns() / 1e9 + 86400)
+    assert str(clean_cache(days=2)) == "removed: 0, of 0.00 GiB; 1 in use; 2 used lately"
+    size = sum(f.stat().st_size for key in in_use for f in (root / key).iterdir())
+    cleaned = clean_cache(days=0.5)
+    assert (cleaned.removed, cleaned.used) == (2, 1) and cleaned.bytes < size
+    assert {path.name for path in directories(root)} == {last.directory.name, "0123"}
+    assert len(last.open()[0]) == last.count
+    forget(monkeypatch)
+    assert clean_cache().removed == 1
+    assert {path.name for path in root.iterdir()} == {".lock", "0123", "notes.txt"}
+    assert all(path.exists() for path in others)
+    with pytest.raises(ValueError, match="days=nan"):
+        clean_cache(float("nan"))
+    assert tokenised(sources[:1], Count(), workers=0)[0].count == last.count
+
+
+def test_clean_does_not_interfere_with_a_run_that_tokenises(tmp_path, root):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+
+    class Cleaning(Count):
+        def __call__(self, block):
+            with pytest.raises(OSError, match="is being written by a run that tokenises"):
+                clean_cache()
+            return super().__call__(block)
+
+    (part,) = tokenised([source], Cleaning(), workers=0)
+    assert part.count and clean_cache().used == 1
+
+
+def test_a_cache_that_is_only_read(tmp_path, monkeypatch):
+    """As one that `tigon data pack` has made on a file system that runs cannot write."""
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    (made,) = tokenised([source], Count(), workers=0)
+    forget(monkeypatch)
+    path_open = Path.open
+
+    def os_open(path, flags, *mode):
+        raise OSError(30, "Read-only file system", str(path))
+
+    def only_read(self, mode="r", *rest, **options):
+        return os_open(self, 0) if mode != "r" else path_open(self, mode, *rest, **options)
+
+    monkeypatch.setattr(usage.os, "open", os_open)
+    monkeypatch.setattr(Path, "open", only_read)
+    assert tokenised([source], Count())[0].count == made.count
+
+
+def test_nothing_is_written_through_a_link_that_another_user_has_planted(
+    tmp_path, root, monkeypatch
+):
+    """The cache may be where others can write."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    root.mkdir(parents=True)
+    pid = os.getpid()
+    for name in (f".memo.{pid}", ".memo.0000000000000000", "memo"):
+        (root / name).symlink_to(victim)
+    monkeypatch.setattr(cache.secrets, "token_hex", lambda n: "0" * 2 * n)
+    with pytest.raises(FileExistsError):
+        cache.write(root / "memo", "theirs")
+    monkeypatch.undo()
+    cache.write(root / "memo", "theirs")
+    assert victim.read_text() == "mine" and not (root / "memo").is_symlink()
+    (root / "a.lock").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="symbolic links"), cache.lock(root / "a.lock"):
+        pass
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_cache_is_the_users_alone_unless_it_was_there(tmp_path, root, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", 5)
+    tokenised([source], Count())
+    assert root.parent.stat().st_mode & 0o777 == 0o700
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o775)
+    monkeypatch.setenv("TIGON_CACHE", str(shared))
+    tokenised([source], Count())
+    assert shared.stat().st_mode & 0o777 == 0o775

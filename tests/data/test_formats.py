@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tigon.data import Format
+from tigon.data.examples import Report, counted
 from tigon.data.formats import CHATS, TEXTS, Chat, Text, as_chat, as_text
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -162,3 +163,9 @@ def test_settings_that_name_nothing() -> None:
         Format("alpaca")
     with pytest.raises(ValueError, match="columns: 'mesages' is no key of a row that is read"):
         Format(None, {"mesages": "x"})
+
+
+def test_numbers_of_things_in_words():
+    assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    lines = Report(1, skipped=1, errors=("a:1: bad",)).lines()
+    assert lines == ["1 of 1 row skipped as bad:\n  a:1: bad"]

@@ -167,6 +167,56 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
         assert not (root / "streams/shared").exists()
 
 
+def test_a_source_that_was_edited_under_its_name_is_noticed(entries):
+    """As far as it was read: what is behind that may still be written."""
+    first = Loader(streamed(entries), ROWS, **SHAPE)
+    first.micro_batches(0)
+    cursor = first.state(1)  # in the first file
+    first.close()
+    identity = first.identity()
+    (place,) = cursor["places"]
+    assert place[:2] == [0, 0] and place[2] > 0
+    path = Path(entries[0][0].name)
+    lines = path.read_text().splitlines(keepends=True)
+
+    def goes_on() -> None:
+        data = Loader(streamed(entries, cursor=cursor), ROWS, cursor=cursor, **SHAPE)
+        try:
+            data.micro_batches(1)
+        finally:
+            data.close()
+
+    goes_on()
+    later = Path(entries[0][1].name)
+    later.write_text(later.read_text().replace('"first": ', '"first":1'))
+    goes_on()
+    assert first.identity() == identity  # no byte more or less
+    for edited in ([lines[1], lines[0], *lines[2:]], lines[:5]):
+        path.write_text("".join(edited))
+        with pytest.raises(ValueError, match=r"a0\.jsonl was changed: what the run has read of it"):
+            goes_on()
+    assert first.identity() != identity
+
+
+@pytest.mark.timeout(20)
+def test_a_source_that_gives_nothing_does_not_keep_the_run_from_ending(entries, monkeypatch):
+    """As a pipe that nobody writes to, or a network."""
+    go_on = threading.Event()
+
+    class Pipe(File):
+        def blocks(self):
+            go_on.wait()
+            yield from super().blocks()
+
+    monkeypatch.setattr("tigon.data.stream.PATIENCE", 0.2)
+    stream = streamed([[Pipe(entries[0][0].name, entries[0][0].format)]])
+    stream.close()
+    assert not stream.directory.exists()
+    go_on.set()
+    stream._producer.join()
+    assert not stream.directory.exists()
+
+
 def test_a_stream_keeps_few_windows_and_can_go_back(entries):
     stream = streamed(entries)
     data = Loader(stream, ROWS, **{**SHAPE, "batch_size": 4})

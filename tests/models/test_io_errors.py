@@ -151,6 +151,16 @@ BAD: dict[str, tuple[str, Break, str]] = {
         configure(dtype="float8_e4m3fn"),
         r"single/config.json: dtype='float8_e4m3fn' is none that a model can have; pass dtype=",
     ),
+    "config dtype of a function": (
+        "single",
+        configure(dtype="save"),
+        r"single/config.json: dtype='save' is none that a model can have; pass dtype=",
+    ),
+    "config dtype of an attribute": (
+        "single",
+        configure(dtype="torch.__class__"),
+        r"single/config.json: dtype='torch.__class__' is none that a model can have",
+    ),
     "more layers than the file": (
         "single",
         configure(num_hidden_layers=4),

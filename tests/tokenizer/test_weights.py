@@ -25,6 +25,21 @@ TWO_BLOCKS = (
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 THINKING = [CHAT[0], CHAT[1] | {"thinking": "dog"}, *CHAT[2:]]
+# As many blocks as turns, but a turn that only thinks has none for its content
+UNEVEN = TWO_BLOCKS.replace(">{% gen", "{% if not m.silent %}>{% gen").replace(
+    "{% endgeneration %}{% else %}", "{% endgeneration %}{% endif %}{% else %}"
+)
+ONE_SILENT = [*THINKING[:3], CHAT[3] | {"silent": True}]
+# Reasoning is dropped once turns follow, or the block itself is
+DROPPED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}>{% generation %}"
+    "{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LAST_ALONE = (
+    "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
 
 
 def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, float]]:
@@ -50,6 +65,14 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
             THINKING,
             {"weights": [None, 0.5, None, None]},
             [("dog", 0.5), ("the fox</s>", 0.5), ("Bye</s>", 1)],
+        ),
+        (UNEVEN, ONE_SILENT, {"weights": [None, 2, None, 3]}, [("dog", 2), ("the fox</s>", 2)]),
+        (UNEVEN, [*ONE_SILENT, CHAT[0], CHAT[1]], {"train_on": "last"}, [("the fox</s>", 1)]),
+        (
+            DROPPED,
+            [*THINKING, *THINKING[:2]],
+            {"weights": [None, 2, None, 3, None, None]},
+            [("the fox</s>", 2), ("Bye</s>", 3), ("(dog)the fox</s>", 1)],
         ),
         # Of a template that rewrites earlier turns, the last one is still clear
         (QWEN3, CHAT, {"train_on": "last"}, [("<think>\n\n</think>\n\nBye<|im_end|>\n", 1)]),
@@ -92,6 +115,16 @@ def test_weights_of_zero_are_no_error_but_an_unclear_place_is(byte_level: Path) 
     with pytest.raises(ValueError, match="2 turns of the assistant, and which"):
         refusing = "{% if messages|length < 4 %}{{ raise_exception('no') }}{% endif %}"
         learned(tokenizer, CHAT, train_on="last", chat_template=refusing + once + "{% endfor %}")
+
+
+def test_blocks_of_a_template_that_writes_turns_differently_later(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    assert learned(tokenizer, CHAT, chat_template=LAST_ALONE) == [("Bye</s>", 1)]
+    for options in ({"train_on": "last"}, {"weights": [None, 2, None, 3]}):
+        with pytest.raises(
+            ValueError, match=r"1 \{% generation %\} blocks for 2 turns .*messages\[1\] differently"
+        ):
+            learned(tokenizer, CHAT, chat_template=LAST_ALONE, **options)
 
 
 def test_the_text_of_a_span(byte_level: Path) -> None:

@@ -45,6 +45,28 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, caps
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
 
+def test_files_of_a_stream_may_not_change_before_it_is_resumed(workspace, tmp_path, capsys):
+    data = write_chats(tmp_path / "data.jsonl", 30)
+    same = {"data": data, "shuffle_window": 8, "batch_size": 2, "workers": 0, "streaming": "true"}
+    settings = workspace.settings("x", run_dir=tmp_path / "run", **same)
+    main([*settings, "steps=2", "log_every=1"])
+    printed = capsys.readouterr().out
+    assert "step 2/2  loss" in printed and "epoch" not in printed  # which nobody knows
+    text = data.read_text()
+    for changed, message in (
+        (
+            text.replace("model", "medal", 1),
+            r"tigon\.train: .*data\.jsonl was changed: what the run",
+        ),
+        (text + text, r"tigon\.train: .*step-00000002 was made with other data than"),
+    ):
+        data.write_text(changed)
+        with pytest.raises(SystemExit, match=message):
+            main([*settings, "steps=3", "resume=auto"])
+    data.write_text(text)
+    main([*settings, "steps=3", "resume=auto"])
+
+
 def test_bad_mixtures(workspace):
     for weight in (0, -1):
         entry = f"[{{path: {workspace.data}, weight: {weight}}}]"
@@ -69,5 +91,7 @@ def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_pat
     assert tigon(["data", "pack", str(config), "seq_len=64"]) == 0
     assert sorted(p for p in (tmp_path / "data").iterdir() if p.is_dir()) == made
     assert not (tmp_path / "run").exists()
+    assert tigon(["data", "pack", f"[{{path: {other}}}]", *settings]) == 1
+    assert f"write data='[{{path: {other}}}]'" in capsys.readouterr().err
     assert tigon(["data", "pack", str(config), str(other)]) == 1
     assert "give one config file, or data files" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,6 +154,13 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
     assert [row.get("skipped") for row in rows].index("spike") == 6 if policy == "skip" else True
     if policy == "rollback":
         assert all("skipped" not in row for row in rows)
+
+
+def test_a_spike_on_several_ranks_names_the_rank():
+    board = SimpleNamespace(gather=lambda own: [own, "3.25", "0.5"])
+    world = SimpleNamespace(size=3, board=board)
+    assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
+    assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
 
 
 def test_the_bound_is_that_of_the_window():

@@ -112,7 +112,8 @@ def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
     model = tigon.from_pretrained(workspace.model)
     losses = {}
-    for name, more in (("hand", {}), ("both", {"logits_to_keep": 7, "metrics": "z"})):
+    both = {"logits_to_keep": 7, "metrics": "z"}
+    for name, more in (("hand", {}), ("both", both), ("silent", {"eval_metrics": "[]"})):
         with start("cpu") as world:
             run = prepare(load(None, workspace.settings(name, **changes, **more)), world)
             run.model.defaults.logits_to_keep = 5
@@ -125,6 +126,7 @@ def test_what_is_set_by_hand_counts_where_the_config_says_nothing(workspace):
         assert losses[name] == pytest.approx(wanted, rel=1e-5)
         assert workspace.metrics(name, metric) and workspace.metrics(name, f"eval_{metric}")
     assert not workspace.metrics("both", "nll")
+    assert workspace.metrics("silent", "nll") and not workspace.metrics("silent", "eval_nll")
 
 
 def test_accuracy_costs_no_bit_of_loss_and_gradients(workspace):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.train.test_claim import ROOT
 from tigon.data.lines import _Frames
-from tigon.train import checkpoint, loop, main, processes, record
+from tigon.train import checkpoint, loop, main, predictions, processes, record
 from tigon.train.checkpoint import files, retention
 from tigon.train.checkpoint.retention import Keep, Saved
 from tigon.train.claim import claim
@@ -37,6 +38,32 @@ def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, fin
     state = checkpoint.facts(run / "checkpoints/step-00000004")["state"]
     assert (state["rollbacks"], state["offset"]) == (1, 1)
     assert workspace.metrics("later", "step") == [1, 2, 3, 4]
+
+
+def test_the_last_checkpoint_is_not_a_damaged_one_that_was_passed_over(
+    workspace, finished, poisoned
+):
+    run = shutil.copytree(finished, workspace.root / "passed-over")
+    (run / "checkpoints/step-00000003/weights-00000.safetensors").write_bytes(b"damaged")
+    poisoned(2)
+    settings = workspace.settings("passed-over", steps=4, resume="auto", keep_last=0)
+    with pytest.raises(SystemExit, match=r"step 3: .* last checkpoint: .*step-00000002"):
+        main(settings)
+
+
+def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypatch):
+    def full(parts, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(predictions, "merge", full)
+    world = SimpleNamespace(rank=0, size=2, main=True, barrier=lambda: None)
+    with (
+        pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
+        predictions.Predictions(tmp_path, 3, None, world) as file,
+    ):
+        assert len(file.parts) == 2
+        file.parts[1].write_text("of the other rank")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):
@@ -136,9 +163,12 @@ def test_rows_that_a_crash_has_left_in_pieces(workspace, finished, tmp_path):
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_ends_nothing(workspace, monkeypatch, capsys):
-    def busy(path):
+    def busy(path, **options):
+        if "checkpoints" not in Path(path).parts:
+            return rmtree(path, **options)
         raise OSError(16, "Device or resource busy", str(path))
 
+    rmtree = files.shutil.rmtree
     monkeypatch.setattr(files.shutil, "rmtree", busy)
     main(workspace.settings("busy", steps=4, save_every=1, keep_last=1))
     assert "could not be removed: [Errno 16]" in capsys.readouterr().out

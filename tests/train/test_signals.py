@@ -111,8 +111,8 @@ def test_in_the_loop_it_stops_after_the_step_and_says_so_at_once(workspace):
     assert done.codes[0] == 130
     assert "SIGINT: stopping after this step, with a checkpoint; again to stop now" in done.errors
     newest = checkpoint.latest(workspace.root / "interrupted/checkpoints")
-    assert newest is not None and newest.name == "step-00000004"
-    assert len(workspace.metrics("interrupted", "loss")) == 4
+    assert newest is not None and newest.name == "step-00000003"
+    assert len(workspace.metrics("interrupted", "loss")) == 3
     assert "Traceback" not in done.errors
 
 
@@ -173,7 +173,7 @@ def test_a_terminal_that_goes_away_costs_no_step(workspace):
     done = signalled(settings, "loop", "update", f"args[1] == 2 and {kill('SIGHUP')}")
     assert done.codes[0] == 129, done.errors
     newest = checkpoint.latest(workspace.root / "hung-up/checkpoints")
-    assert newest is not None and newest.name == "step-00000004"
+    assert newest is not None and newest.name == "step-00000003"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with Signals() as signals, signals.deferred():

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tigon.data.blocks import Block, Source
-from tigon.data.cache import cache_root, tokenised
+from tigon.data.cache import cache_root, clean_cache, tokenised
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
 from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
 from tigon.data.formats import Format
@@ -35,6 +35,7 @@ __all__ = [
     "TextEncoder",
     "Window",
     "cache_root",
+    "clean_cache",
     "collect",
     "find_sources",
     "join",

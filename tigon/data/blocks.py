@@ -29,6 +29,10 @@ class Block:
     def rows(self) -> Rows:
         raise NotImplementedError
 
+    def content(self) -> bytes:
+        """What its rows are made of."""
+        return repr(self).encode(errors="backslashreplace")
+
 
 @dataclass(frozen=True)
 class RowsBlock(Block):
@@ -54,6 +58,12 @@ class Source:
     def digest(self) -> str:
         """Changes with the content, and with how rows are made of it."""
         raise NotImplementedError
+
+    def size(self) -> int:
+        """Bytes on this host; 0 if they come from elsewhere."""
+        path = Path(self.name)
+        files = path.rglob("*") if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def rows(self) -> Rows:
         for block in self.blocks():

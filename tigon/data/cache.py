@@ -4,9 +4,9 @@ They are in `$TIGON_CACHE`/data, or ~/.cache/tigon/data. A name is the digest of
 whatever makes examples of it: tokenizer, template, options.
 """
 
-import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import sys
 import time
@@ -20,6 +20,7 @@ from tigon.data.blocks import Block, Source
 from tigon.data.disk import disk_errors, sync
 from tigon.data.examples import Encoder, Examples
 from tigon.data.store import Store, Stored
+from tigon.data.usage import Cleaned, clean, lock, looking, note
 from tigon.data.workers import Pool
 
 PARTIAL = ".partial"
@@ -41,8 +42,34 @@ def tokenised(
     """
     root = cache_root() / "data"
     with disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+        make_directory(root)
     sources = [encoder.open(source) for source in sources]
+    with looking(root):
+        parts = _parts(root, sources, encoder, workers)
+    for source, part in zip(sources, parts, strict=True):
+        if part.report.skipped and not encoder.skip_bad_rows:  # made where they were skipped
+            raise ValueError(part.report.errors[0])
+        if not part.count:
+            raise ValueError(f"{source.name} {part.report.why_empty()}")
+    return parts
+
+
+def clean_cache(days: float = 0.0) -> Cleaned:
+    """Remove the directories that no process uses, and that none has used for so many days."""
+    if not 0 <= days < float("inf"):
+        raise ValueError(f"days={days} must be a number of at least 0")
+    return clean(cache_root() / "data", days)
+
+
+def make_directory(path: Path) -> None:
+    """Below the cache's root, which is the user's alone if it is made here."""
+    cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _parts(
+    root: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None
+) -> list[Stored]:
     keys = [_key(root, source, encoder) for source in sources]
     found = _look(root, sources, keys)
     if None in found:
@@ -57,26 +84,8 @@ def tokenised(
     parts = [part for part in found if part is not None]
     if len(parts) < len(sources):
         raise RuntimeError(f"something removes or damages files below {root} while they are made")
-    for source, part in zip(sources, parts, strict=True):
-        if part.report.skipped and not encoder.skip_bad_rows:  # made where they were skipped
-            raise ValueError(part.report.errors[0])
-        if not part.count:
-            raise ValueError(f"{source.name} {part.report.why_empty()}")
-        if part.report.skipped and not encoder.skip_bad_rows:  # a run with bad_rows=skip made it
-            raise ValueError(part.report.errors[0])
+    note(root, keys)
     return parts
-
-
-@contextmanager
-def lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold a file's lock, which ends with the process; without `wait`, whether it was free."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            yield False
-            return
-        yield True
 
 
 def _look(root: Path, sources: Sequence[Source], keys: Sequence[str]) -> list[Stored | None]:
@@ -218,9 +227,10 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    """Whole or not at all; in a directory that others can write, through no link of theirs."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with temporary.open("x") as file:
+        file.write(text)
     os.replace(temporary, path)
 
 

@@ -60,9 +60,11 @@ class Report:
         lines = []
         if self.skipped:
             named = "\n  ".join(self.errors)
-            lines.append(f"{self.skipped:,} of {self.rows:,} rows skipped as bad:\n  {named}")
+            lines.append(
+                f"{self.skipped:,} of {counted(self.rows, 'row')} skipped as bad:\n  {named}"
+            )
         if self.unlearned:
-            lines.append(f"{self.unlearned:,} rows left out, whose weights are all 0")
+            lines.append(f"{counted(self.unlearned, 'row')} left out, whose weights are all 0")
         if self.ignored_keys:
             lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
         return lines
@@ -73,7 +75,8 @@ class Report:
             return "has no rows"
         if self.unlearned:
             return (
-                f"has nothing to learn: the weights are 0 in {self.unlearned} of {self.rows} rows"
+                f"has nothing to learn: the weights are 0 in {self.unlearned:,} of "
+                f"{counted(self.rows, 'row')}"
             )
         return f"has no good row of {self.rows}: {self.errors[0]}"
 
@@ -126,6 +129,11 @@ class Examples:
             for name in sorted(columns):
                 value = zlib.crc32(columns[name].tobytes(), value)
         return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 row", "2,000 rows"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 class Encoder:

@@ -31,6 +31,9 @@ class JsonBlock(Block):
             if raw.strip():
                 yield line, _parse(raw)
 
+    def content(self) -> bytes:
+        return self.raw
+
 
 @dataclass(frozen=True)
 class JsonFile(Source):

@@ -132,7 +132,7 @@ class Loader:
         self._packed: dict[int, Packed] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
         # Of recent steps: asked for in training, while a thread may be waiting for a window
-        self._facts: dict[int, tuple[tuple[int, int], int]] = {}  # counts, epoch
+        self._counts: dict[int, tuple[int, int]] = {}
         self._lock = RLock()  # a thread reads ahead
         self._report = Report()
 
@@ -151,15 +151,9 @@ class Loader:
         assert self.steps_per_epoch is not None
         return self._report
 
-    def epoch(self, steps: int) -> float:
-        """Epochs done after so many steps; of a stream, whole ones."""
-        if self.steps_per_epoch is not None:
-            return steps / self.steps_per_epoch
-        step = max(0, steps - 1)
-        if (known := self._facts.get(step)) is not None:
-            return known[1]
-        with self._lock:
-            return self._of(self._find(step)[0])[0].epoch
+    def epoch(self, steps: int) -> float | None:
+        """Epochs done after so many steps; None for a stream, whose length is not known."""
+        return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This rank's part of the global batch.
@@ -176,17 +170,17 @@ class Loader:
             count = -(-len(dealt) // (size * self.world))
             starts = (np.arange(count) * self.world + self.rank) * size
             batches = [self._collate(dealt[start : start + size], columns) for start in starts]
-            self._facts[step] = self._count(pieces), pieces[0][0].window.epoch
-            if len(self._facts) > RECENT:
-                del self._facts[next(iter(self._facts))]
+            self._counts[step] = self._count(pieces)
+            if len(self._counts) > RECENT:
+                del self._counts[next(iter(self._counts))]
             for corpus in {id(p.window.corpus): p.window.corpus for p, _ in pieces}.values():
                 corpus.release()
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
         """Tokens and predicted tokens of the global batch."""
-        if (known := self._facts.get(step)) is not None:
-            return known[0]
+        if (known := self._counts.get(step)) is not None:
+            return known
         with self._lock:
             return self._count(self._pieces(step))
 

@@ -1,8 +1,10 @@
 """The groups of an entry's sources, one after the other, for streams."""
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tigon.data.blocks import Block, Source
 from tigon.data.examples import Examples, Report
@@ -13,19 +15,20 @@ from tigon.data.workers import Pool
 class Reader:
     """The groups of an entry's sources, from a place on.
 
-    A place is how often all have been read, a source, a block of it, and a group of that.
+    A place is how often all have been read, a source, a block of it, a group of that, and the
+    digest of the source up to the end of that block.
     """
 
-    def __init__(self, sources: Sequence[Source], pool: Pool, place: Sequence[int]):
+    def __init__(self, sources: Sequence[Source], pool: Pool, place: Sequence[Any]):
         self.sources, self.pool = sources, pool
-        self.times, self.source, self.block, self.group = place
-        self.fresh = not any(place[1:])  # whether this pass has seen all groups so far
+        self.times, self.source, self.block, self.group, self.digest = place
+        self.fresh = not any(place[1:4])  # whether this pass has seen all groups so far
         self.examples: Examples | None = None
         self._begin()
 
     @property
-    def place(self) -> list[int]:
-        return [self.times, self.source, self.block, self.group]
+    def place(self) -> list[Any]:
+        return [self.times, self.source, self.block, self.group, self.digest]
 
     def take(self, count: int, store: Store) -> int:
         """Append up to so many groups, as many as this pass still has."""
@@ -47,27 +50,48 @@ class Reader:
                 if self.fresh:
                     raise ValueError(f"{', '.join(s.name for s in self.sources)}: no rows")
                 return True
-            self.source, self.block = self.numbers.popleft()
+            self.source, self.block, self.digest = self.numbers.popleft()
             self.group = self.group if at_place else 0
             self.fresh = self.fresh and not len(self.examples)
         return False
 
     def restart(self) -> None:
         self.times, self.source, self.block, self.group = self.times + 1, 0, 0, 0
+        self.digest = ""
         self.fresh, self.examples = True, None
         self._begin()
 
     def _begin(self) -> None:
-        self.numbers: deque[tuple[int, int]] = deque()  # of the blocks that are being encoded
+        # Source, number and digest of the blocks that are being encoded
+        self.numbers: deque[tuple[int, int, str]] = deque()
+        self.encoded = self.pool.encode(self._blocks(self.source, self.block, self.digest))
 
-        def blocks(source: int, first: int) -> Iterator[Block]:
-            for i in range(source, len(self.sources)):
-                for j, block in enumerate(self.sources[i].blocks()):
-                    if i > source or j >= first:
-                        self.numbers.append((i, j))
-                        yield block
+    def _blocks(self, first: int, block: int, digest: str) -> Iterator[Block]:
+        """From a block of the first source on; ValueError unless what is passed has the digest."""
+        for i in range(first, len(self.sources)):
+            count, so_far = 0, ""
+            for found in self.sources[i].blocks():
+                count += 1
+                so_far = _digest(so_far, found)
+                if i == first and count == block + 1 and digest not in ("", so_far):
+                    raise _changed(self.sources[i])
+                if i > first or count > block:
+                    self.numbers.append((i, count - 1, so_far))
+                    yield found
+            if i == first and digest and count <= block:
+                raise _changed(self.sources[i])
 
-        self.encoded = self.pool.encode(blocks(self.source, self.block))
+
+def _digest(before: str, block: Block) -> str:
+    """Of all blocks up to this one."""
+    return hashlib.blake2b(before.encode() + block.content(), digest_size=16).hexdigest()
+
+
+def _changed(source: Source) -> ValueError:
+    return ValueError(
+        f"{source.name} was changed: what the run has read of it is no longer there. Put it back, "
+        "or begin another run_dir, with model= an export of this one"
+    )
 
 
 def count_groups(examples: Examples) -> int:

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from tigon.data.blocks import SIZE, Source
-from tigon.data.cache import cache_root, lock, write
+from tigon.data.cache import cache_root, lock, make_directory, write
 from tigon.data.disk import disk_errors
 from tigon.data.examples import Encoder
 from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
@@ -31,6 +31,7 @@ from tigon.data.workers import Pool, cpus
 
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks
+PATIENCE = 10.0  # seconds for a block that is being read or tokenised, at the end
 START = 120.0  # seconds in which all ranks of a host begin
 
 WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
@@ -70,10 +71,11 @@ class Stream:
         self.directory = root() / name if local_rank else stream_directory(name)
         self.local_rank = local_rank
         self.vocabulary: int | None = None  # tokens that the model knows
-        self.names = [source.name for sources in entries for source in sources]
+        self._closed = threading.Event()
+        self.sources = [source for sources in entries for source in sources]
         if weights is None:  # they follow each other
             entries = [[source for sources in entries for source in sources]]
-        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0]] * len(entries)}
+        start = {"epoch": 0, "window": 0, "places": [[0, 0, 0, 0, ""]] * len(entries)}
         start |= {name: cursor[name] for name in start} if cursor else {}
         self._states: dict[int, State] = {}
         self._needed, self._wanted, self._begun = 0, 0, local_rank == 0
@@ -89,6 +91,8 @@ class Stream:
         self._say(min(number, self._needed), number)
         path = self.directory / f"{number:08d}"
         while (read := self._read(path)) is None:
+            if self._closed.is_set():  # by another thread
+                raise RuntimeError("the stream is closed")
             if (self.directory / FAILED).exists():
                 raise ValueError((self.directory / FAILED).read_text())
             if self._producer is not None:
@@ -99,13 +103,9 @@ class Stream:
                     if free:
                         raise RuntimeError("the process that tokenises the stream has ended")
             time.sleep(WAIT)
-        facts, parts = read
+        facts, corpus = read
         if self.vocabulary is not None:
-            check_vocabulary(parts, self.vocabulary)
-        corpus = Corpus(parts, always=self.encoder.per_token, most=len(parts))
-        for i, part in enumerate(parts):
-            if part.count:
-                corpus.open(i)  # the files may be deleted before they are read
+            check_vocabulary(corpus.parts, self.vocabulary)
         groups = np.arange(corpus.first_group[-1])
         state = self._states[number] = facts["state"]
         if self.pattern is not None:
@@ -146,23 +146,33 @@ class Stream:
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Changes with the names of the sources, and with what is made of them."""
-        facts = self.names, self.weights, self.encoder.digest(), SIZE  # places count blocks
+        """Changes with the names and sizes of the sources, and with what is made of them."""
+        sources = [(source, source.size()) for source in self.sources]
+        facts = sources, self.weights, self.encoder.digest(), SIZE  # places count blocks
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """End the tokenising and delete what it has left."""
+        """End the tokenising and delete what it has left; who waits for a window gets an error."""
+        self._closed.set()
         if self._producer is not None:
             self._producer.stop()
 
-    def _read(self, path: Path) -> tuple[dict[str, Any], list[Stored]] | None:
+    def _read(self, path: Path) -> tuple[dict[str, Any], Corpus] | None:
+        """None if it is not made yet, or is being deleted. Its files are opened here: they may be
+        deleted before they are read."""
         try:
             facts = json.loads((path / WINDOW).read_text())
-        except OSError:
+            parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
+            found = [part for part in parts if part is not None]
+            if len(found) < len(parts):
+                return None
+            corpus = Corpus(found, always=self.encoder.per_token, most=len(found))
+            for i, part in enumerate(found):
+                if part.count:
+                    corpus.open(i)
+        except FileNotFoundError:
             return None
-        parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
-        found = [part for part in parts if part is not None]
-        return (facts, found) if len(found) == len(parts) else None  # it is being deleted
+        return facts, corpus
 
 
 class _Producer(threading.Thread):
@@ -190,7 +200,7 @@ class _Producer(threading.Thread):
         atexit.unregister(self.stop)
         self.stopped.set()
         if self.is_alive():
-            self.join()
+            self.join(PATIENCE)  # it may be reading from a pipe or a network that gives nothing
         shutil.rmtree(self.directory, ignore_errors=True)
         self._unlock()
 
@@ -277,7 +287,7 @@ def root() -> Path:
 def stream_directory(name: str = "") -> Path:
     """A new directory for the windows of a stream; those of killed processes are deleted."""
     with disk_errors(root()):
-        root().mkdir(parents=True, exist_ok=True)
+        make_directory(root())
         with lock(root() / ".lock"):
             for other in filter(Path.is_dir, root().iterdir()):
                 with lock(other / LOCK, wait=False) as free:

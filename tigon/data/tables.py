@@ -24,6 +24,9 @@ class TableBlock(Block):
         for line, row in enumerate(rows, self.first):
             yield line, _present(row)
 
+    def content(self) -> bytes:
+        return self.stream
+
 
 @dataclass(frozen=True)
 class Tables(Source):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import _load, families
 from tigon.models._batch import Batch
+from tigon.models._config import torch_dtype
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
@@ -47,6 +48,7 @@ __all__ = [
     "load_weights",
     "materialize",
     "read_config",
+    "torch_dtype",
     "write_description",
 ]
 if not TYPE_CHECKING:  # type checkers read the import of families instead

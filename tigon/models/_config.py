@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
+import torch
+
 from tigon import strict
 from tigon.kernels.gated_act import Activation
 from tigon.models._rope import FULL, SLIDING, read_rope, read_two_ropes, write_rope, write_two_ropes
@@ -49,6 +51,9 @@ SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+LARGEST = 2**31 - 1  # of any whole number
+MOST_LAYERS = 10_000
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
 # Keys that change numbers in some architecture, and the values that mean "not here".
@@ -194,6 +199,11 @@ class Config:
         for name in SIZES:
             if (size := getattr(self, name)) < 1:
                 raise ConfigError(f"{name}={size} must be at least 1")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            most = MOST_LAYERS if f.name == "num_hidden_layers" else LARGEST
+            if isinstance(value, int) and value > most:
+                raise ConfigError(f"{f.name}={value} is too large: it can be {most:,} at most")
         if not 0 <= self.rms_norm_eps < math.inf:  # NaN neither
             raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is not a number of at least 0")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -279,6 +289,14 @@ class TwoRopesConfig(WindowedConfig):
 
     def _rope_keys(self) -> dict[str, Any]:
         return write_two_ropes(self.rope_parameters)
+
+
+def torch_dtype(name: Any) -> torch.dtype:
+    """What config.json calls a dtype; ConfigError for what no model is computed in."""
+    plain = name.removeprefix("torch.") if isinstance(name, str) else name
+    if plain not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is none that a model can have")
+    return getattr(torch, plain)
 
 
 ACTIVATIONS: dict[str, Activation] = {

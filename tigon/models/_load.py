@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
-from tigon.models._config import Config, ConfigError
+from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint, Repository, load_into
@@ -111,6 +111,8 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     try:
         with torch.device("meta"), _NoInit():
             return cls(config)
+    except (RuntimeError, OverflowError) as error:  # meta tensors take no memory
+        raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
     finally:
         torch.set_default_dtype(before)
 
@@ -193,10 +195,10 @@ def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
 
 def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
     if config.dtype is not None:
-        dtype = getattr(torch, str(config.dtype).removeprefix("torch."), None)
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype={config.dtype!r} is none that a model can have; pass dtype=")
-        return dtype
+        try:
+            return torch_dtype(config.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; pass dtype=") from None
     floating = (i.dtype for i in checkpoint.tensors.values() if i.dtype.is_floating_point)
     return next(floating, torch.float32)
 

@@ -3,7 +3,6 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -107,8 +106,11 @@ def _ranges(
         found = {}
     elif re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template):
         alike = len(said) == len(turns) and len({chosen[i] for i in turns}) == 1
-        blocks = _block_ranges(template, messages, turns, full, given, whose=not alike)
-        found = {i: blocks[i] for i in said}
+        blocks = _blocks(full)
+        if alike:  # it does not matter whose they are
+            found = {said[-1]: blocks}
+        else:
+            found = {i: _own(blocks, template, messages, turns, i, full, given) for i in said}
         if not any(found.values()):
             raise ValueError(UNMARKED)
     else:
@@ -119,35 +121,57 @@ def _ranges(
     return found | {i: [_message_range(template, messages, i, full.text, given)] for i in others}
 
 
-def _block_ranges(
-    template: str,
-    messages: Sequence[Message],
-    turns: Sequence[int],
-    full: Rendered,
-    given: dict[str, Any],
-    whose: bool,
-) -> dict[int, list[tuple[int, int]]]:
-    """The {% generation %} blocks of each turn; all as the last one's, unless it matters whose."""
+def _blocks(full: Rendered) -> list[tuple[int, int]]:
+    """The {% generation %} blocks."""
     for start, text in full.generations:
         if not full.text.startswith(text, start):
             raise ValueError(
                 "the chat template's {% generation %} block is inside a macro, a filter or a "
                 "{% set %} block, where its place in the text is unknown: move it out"
             )
-    blocks = [(start, start + len(text)) for start, text in full.generations]
-    if not whose:
-        return {i: blocks if i == turns[-1] else [] for i in turns}
-    if len(blocks) == len(turns):
-        return {i: [block] for i, block in zip(turns, blocks, strict=True)}
+    return [(start, start + len(text)) for start, text in full.generations]
+
+
+def _own(
+    blocks: list[tuple[int, int]],
+    template: str,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    i: int,
+    full: Rendered,
+    given: dict[str, Any],
+) -> list[tuple[int, int]]:
+    """Those of the turn i: a turn may have several, or none."""
+    at = turns.index(i)
+    first, last = 0, len(blocks)
     try:
-        counts = [len(render(template, messages[: i + 1], **given).generations) for i in turns[:-1]]
+        if at:
+            first = _count_blocks(template, messages[: turns[at - 1] + 1], full, given)
+        if i != turns[-1]:
+            last = _count_blocks(template, messages[: i + 1], full, given)
     except ValueError as error:
         raise ValueError(
             f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(turns)} turns "
             f"of the assistant, and which are whose is unclear: {error}"
         ) from error
-    bounds = [0, *counts, len(blocks)]
-    return {i: blocks[a:b] for i, (a, b) in zip(turns, pairwise(bounds), strict=True)}
+    return blocks[first:last]
+
+
+def _count_blocks(
+    template: str, messages: Sequence[Message], full: Rendered, given: dict[str, Any]
+) -> int:
+    """How many blocks the first messages of the conversation have in its text."""
+    begin = render(template, messages, **given)
+    if full.text.startswith(begin.text):
+        return sum(start < len(begin.text) for start, _ in full.generations)
+    # Earlier turns are written anew, such as without their reasoning, if they are still the same
+    both = list(zip(begin.generations, full.generations, strict=False))
+    if len(both) < len(begin.generations) or not all(a.endswith(b) for (_, a), (_, b) in both):
+        raise ValueError(
+            f"it writes messages[{len(messages) - 1}] differently when turns follow. Weigh all "
+            "turns alike (train_on=assistant), or make each turn an example of its own"
+        )
+    return len(both)
 
 
 def _check_end(template: str, messages: Sequence[Message], given: dict[str, Any]) -> None:

@@ -126,6 +126,8 @@ def prepare(config: Config, world: World) -> Run:
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
+    with world.together():
+        inputs.data.state(start + state.offset)  # a stream begins here: its files may have changed
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
         inputs.held.close()

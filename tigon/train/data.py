@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenised
+from tigon.data.examples import counted
 from tigon.data.mixture import Order
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -71,7 +72,10 @@ def build_loader(
         for line in describe(config, loader, windows, entries):
             world.say(f"{name}: {line}")
     else:
-        world.say(f"{name}: streamed from {count(sources)} in windows of {windows.size:,} examples")
+        world.say(
+            f"{name}: streamed from {count(sources)} "
+            f"in windows of {counted(windows.size, 'example')}"
+        )
     return loader
 
 
@@ -101,7 +105,8 @@ def describe(
     report, order = loader.report(), windows.order
     waste = f", {report.waste:.1%} of them padding" if report.space else ""
     lines = [
-        f"{report.examples:,} examples, {report.tokens:,} tokens, {report.rows:,} rows{waste}; "
+        f"{counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, "
+        f"{counted(report.rows, 'row')}{waste}; "
         f"{report.truncated:,} cut to seq_len {config.seq_len}, {report.dropped:,} left out"
     ]
     if report.dropped:
@@ -118,15 +123,14 @@ def shares(order: Order, entries: Sequence[Entry]) -> list[str]:
     total = sum(order.weights)
     each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)
     return [
-        f"{weight / total:.1%} of {entry.path}: an epoch takes its {size:,} examples "
+        f"{weight / total:.1%} of {entry.path}: an epoch takes its {counted(size, 'example')} "
         f"{passes:.2f} times"
         for entry, weight, size, passes in each
     ]
 
 
 def count(sources: Sequence[Sequence[Source]]) -> str:
-    number = sum(map(len, sources))
-    return "1 source" if number == 1 else f"{number:,} sources"
+    return counted(sum(map(len, sources)), "source")
 
 
 def stream_name(config: Config) -> str:

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.models import CausalLM, materialize
+from tigon.models import CausalLM, materialize, torch_dtype
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
-from tigon.train.model import build_model, described
+from tigon.train.model import build_model, described, export_dtype
 from tigon.train.parallel import start
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
@@ -42,8 +42,7 @@ def load_checkpoint(
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=lambda name: name.startswith("weights-") or _small(name))
         model = described(source, torch.float32)
-        own = getattr(torch, (model.config.dtype or "float32").removeprefix("torch."))
-        model.to(dtype or own)
+        model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
         return model.eval(), Tokenizer.from_pretrained(source)
@@ -55,7 +54,7 @@ def described_checkpoint(source: Path) -> CausalLM:
         model, _ = _load_legacy(source, None, "cpu")
         return model
     model = described(source, torch.float32)
-    return model.to(getattr(torch, (model.config.dtype or "float32").removeprefix("torch.")))
+    return model.to(torch_dtype(model.config.dtype or "float32"))
 
 
 @contextmanager
@@ -77,8 +76,7 @@ def export(run: Run, target: Path, tensors: Mapping[str, Tensor] | None = None) 
     one is whole.
     """
     checkpoint.check_finite(run.model)
-    chosen, own = run.config.export_dtype, run.model.config.dtype or run.config.param_dtype
-    dtype = getattr(torch, (own if chosen == "auto" else chosen).removeprefix("torch."))
+    dtype = export_dtype(run.config, run.model)
     needed = dtype.itemsize * sum(p.numel() for p in run.model.parameters())
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
     fault: list[str | None] = [None]
@@ -139,5 +137,5 @@ def _load_legacy(
     with start("cpu") as world:
         model = build_model(replace(config, dtype=config.param_dtype), world, source)
         checkpoint.load(source, model)
-    own = (model.config.dtype or "float32").removeprefix("torch.")
-    return model.to(device, dtype or getattr(torch, own)).eval(), tokenizer
+    own = torch_dtype(model.config.dtype or "float32")
+    return model.to(device, dtype or own).eval(), tokenizer

@@ -37,8 +37,10 @@ class Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._run is not None:
+            self._run.over.set()
+        self.data.close()  # the thread may be waiting for data that does not come
         self.stop()
-        self.data.close()
 
     def __call__(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of the step, on the device."""

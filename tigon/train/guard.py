@@ -45,11 +45,11 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     if trouble is None or trouble.policy == "rollback":
         return trouble
     if trouble.policy == "stop":
-        raise stop(run, trouble, "The weights were not changed")
+        raise stop(run, step, trouble, "The weights were not changed")
     if state.skips > SKIPS:
-        raise stop(run, trouble, f"The {SKIPS} steps before it were skipped too")
+        raise stop(run, step, trouble, f"The {SKIPS} steps before it were skipped too")
     if trouble.broken:
-        raise stop(run, trouble, "Skipping steps does not mend weights")
+        raise stop(run, step, trouble, "Skipping steps does not mend weights")
     run.world.say(f"{trouble.text}. Skipped")
     return trouble
 
@@ -74,7 +74,8 @@ def _trouble(run: Run, step: int, loss: float, grad_norm: float, own_loss: float
         if value > bound:
             text = f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
             text += f"{config.spike_sigma:g} standard deviations above the mean of the last "
-            return Trouble("spike", config.spike, text + f"{len(past)} steps; {rows(run, step)}")
+            text += f"{len(past)} steps{largest_part(run.world, own_loss)}; {rows(run, step)}"
+            return Trouble("spike", config.spike, text)
     return None
 
 
@@ -98,7 +99,7 @@ def check_weights(run: Run, step: int) -> Trouble | None:
     )
     trouble = Trouble("nonfinite", run.config.nonfinite, text, True)
     if trouble.policy != "rollback":
-        raise stop(run, trouble, "Nothing was saved")
+        raise stop(run, step, trouble, "Nothing was saved")
     return trouble
 
 
@@ -126,15 +127,25 @@ def ranks_of(world: World, own_loss: float) -> str:
     return f" ({told(answers)})" if any(answers) else ""
 
 
+def largest_part(world: World, own_loss: float) -> str:
+    """Which rank has the largest part of the loss, if there are several."""
+    if world.size == 1:
+        return ""
+    parts = [float(part or "nan") for part in world.board.gather(str(own_loss))]
+    rank = max(range(world.size), key=parts.__getitem__)
+    return f" (the largest part of the loss, {parts[rank]:.6g}, is on rank {rank})"
+
+
 def rows(run: Run, step: int) -> str:
     where = list(dict.fromkeys(run.data.where(step + run.state.offset)))
     more = f" and {len(where) - 8} more" if len(where) > 8 else ""
     return f"its rows are {', '.join(where[:8])}{more}"
 
 
-def stop(run: Run, trouble: Trouble, why: str) -> FloatingPointError:
+def stop(run: Run, step: int, trouble: Trouble, why: str) -> FloatingPointError:
+    """After so many steps; checkpoints of later ones were passed over when the run began."""
     run.saver.wait()
-    saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"))
+    saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"), step)
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
     if trouble.broken:
         hint = "; the learning rate may be too high"
@@ -150,15 +161,15 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     number of steps that are done."""
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
-        raise stop(run, trouble, f"max_rollbacks={config.max_rollbacks} are used up")
+        raise stop(run, step, trouble, f"max_rollbacks={config.max_rollbacks} are used up")
     run.saver.wait()
     try:
         directory = Path(config.run_dir, "checkpoints")
         source = checkpoint.newest_whole(directory, run.world.say, until=step)
     except ValueError as error:
-        raise stop(run, trouble, f"No rollback: {error}") from None
+        raise stop(run, step, trouble, f"No rollback: {error}") from None
     if source is None:
-        raise stop(run, trouble, "A rollback needs a checkpoint: save_every")
+        raise stop(run, step, trouble, "A rollback needs a checkpoint: save_every")
     checkpoint.load(source, run.model, run.optimizer, run.ema)
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate
@@ -17,6 +18,7 @@ from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
 from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward
+from tigon.train.stopping import Deadline
 
 
 def train(run: Run) -> int:
@@ -41,7 +43,11 @@ def train(run: Run) -> int:
             run.saver.wait()
         if signal := world.most(world.signals.received):
             record.close()
-            world.say(f"stopped by a signal after step {step}: resume=auto goes on from there")
+            saved = checkpoint.latest(run.saver.directory)
+            where = (
+                f"goes on from {saved.name}" if saved else "begins again: there is no checkpoint"
+            )
+            world.say(f"stopped by a signal after step {step}: resume=auto {where}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
         finish(run, step, record)
@@ -51,12 +57,11 @@ def train(run: Run) -> int:
 def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
-    facts = resume.facts(config, run.data)
+    facts, deadline = resume.facts(config, run.data), Deadline(run)
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
-        values = backward(run, step + state.offset, stop=lambda: world.signals.received > 0)
-        stop = values.pop("stop") > 0
+        values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
@@ -64,19 +69,22 @@ def steps(run: Run, record: Record) -> int:
         if trouble is None:
             update(run, step)
         run.optimizer.zero_grad()
+        stop = world.most(world.signals.received) > 0
         if evaluates or saves or exports or stop or done == run.steps:
             trouble = guard.check_weights(run, done) or trouble
         if trouble is not None and trouble.policy == "rollback":
             step = guard.rollback(run, step, trouble)
             record.rewind(step)
             continue
-        record.step(row(run, step, values, time.perf_counter() - began, trouble))
+        seconds = time.perf_counter() - began
+        record.step(row(run, step, values, seconds, trouble))
+        deadline.note(seconds)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)
             stop = world.most(world.signals.received) > 0
         ends = step == run.steps or state.is_out_of(config.patience)
-        if saves or stop or ends:
+        if (saves or stop or ends) and (not stop or deadline.allows_save(step)):
             save(run, step, record, facts)
         if exports and not stop:
             export_step(run, step)
@@ -163,8 +171,9 @@ def finish(run: Run, step: int, record: Record) -> None:
     """What a run does after its last step, where it is not done yet."""
     config, world, state = run.config, run.world, run.state
     if state.is_out_of(config.patience):
+        count = counted(state.evaluations_since, "evaluation")
         world.say(
-            f"ended after step {step}: no eval loss in {state.evaluations_since} evaluations was "
+            f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, record)

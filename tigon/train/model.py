@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from tigon.layers import SparseMoE
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize, read_config
+from tigon.models import (
+    MODELS,
+    CausalLM,
+    build,
+    load_weights,
+    materialize,
+    read_config,
+    torch_dtype,
+)
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
@@ -61,6 +69,7 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
     model.use_attention(config.attention)
+    export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()
 
 
@@ -74,6 +83,19 @@ def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> C
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
     return finish(model, config)
+
+
+def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
+    """Of the weights in run_dir/hf: the one of the checkpoint that the run began with, unless told.
+
+    ValueError if that is no model's.
+    """
+    if config.export_dtype != "auto":
+        return torch_dtype(config.export_dtype)
+    try:
+        return torch_dtype(model.config.dtype or config.param_dtype)
+    except ValueError as error:
+        raise ValueError(f"config.json: {error}; export_dtype= says what to export") from None
 
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:

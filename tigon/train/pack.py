@@ -18,6 +18,9 @@ def pack(arguments: Sequence[str]) -> None:
     """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
     settings = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
+    for path in paths:
+        if path[:1] in ("[", "{"):
+            raise ValueError(f"{path}: write data='{path}'")
     files = [path for path in paths if not path.endswith(CONFIGS)]
     configs = [path for path in paths if path.endswith(CONFIGS)]
     if len(configs) > 1 or (configs and files):

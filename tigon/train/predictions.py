@@ -43,7 +43,7 @@ class Predictions:
         if kind is not None:
             with suppress(OSError):  # what could not be written still cannot
                 self.file.close()
-            part.unlink()
+            self._remove()
             return
         try:
             with named_if_full(part, part.stat().st_size):
@@ -52,9 +52,15 @@ class Predictions:
             if self.world.main:
                 with named_if_full(self.target, sum(part.stat().st_size for part in self.parts)):
                     merge(self.parts, self.target)
+                self._remove()
         except OSError:  # a full disk needs the room
-            part.unlink(missing_ok=True)
+            self._remove()
             raise
+
+    def _remove(self) -> None:
+        """The files of all ranks, which end with this one if it fails, and of more ranks before."""
+        for part in self.target.parent.glob(f".{self.target.name}.rank-*.partial"):
+            part.unlink(missing_ok=True)
 
     def write(self, view: View, micro_batch: MicroBatch) -> None:
         """This rank's next micro-batch; an empty line is its end."""
@@ -105,5 +111,3 @@ def merge(parts: Sequence[Path], target: Path) -> None:
         merged.flush()
         os.fsync(merged.fileno())
         temporary.replace(target)
-    for part in parts:
-        part.unlink()

@@ -49,8 +49,9 @@ class Record:
         self.bar.update()
         if self.prints_steps and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
             left = int((self.steps - row["step"]) * row["step_seconds"])
+            epoch = "" if row["epoch"] is None else f"epoch {row['epoch']:.2f}  "
             self.say(
-                f"step {row['step']}/{self.steps}  epoch {row['epoch']:.2f}  "
+                f"step {row['step']}/{self.steps}  {epoch}"
                 f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
                 f"{row['tokens_per_second']:.0f} tok/s  {left // 60}:{left % 60:02d} left"
             )

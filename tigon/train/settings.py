@@ -259,6 +259,12 @@ class RunSettings:
     hf_best: bool = option(
         False, "export to run_dir/hf-best whenever an evaluation is the best so far"
     )
+    stop_seconds: float = option(
+        30.0,
+        "time from SIGTERM to the end that the scheduler grants; a checkpoint that would not be "
+        "whole by then is not begun; 0: any time",
+        least=0,
+    )
 
 
 SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

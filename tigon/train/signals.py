@@ -1,5 +1,6 @@
 """SIGTERM, SIGINT and SIGHUP, from the start of a run to its end."""
 
+import math
 import os
 import signal
 import threading
@@ -69,10 +70,16 @@ class Signals:
         finally:
             self._deferred = False
 
+    def left(self, seconds: float) -> float:
+        """How many of the `seconds` after SIGTERM are left; inf without it, and if they are 0."""
+        if self.received != signal.SIGTERM or not seconds:
+            return math.inf
+        return self._first + seconds - time.monotonic()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = number == signal.SIGINT and self._is_again()
         if not self.received:
-            self.received, self._first = number, time.monotonic()
+            self.received, self._first = number, self._first or time.monotonic()
         if again or not self._deferred:
             raise SystemExit(128 + number)
 
@@ -90,7 +97,7 @@ class Signals:
             elif not first:
                 more = "; again to stop now" if number == signal.SIGINT else ""
                 self._say(f"{name}: stopping after this step, with a checkpoint{more}")
-                first = now
+                self._first = first = now  # the main thread may hear of it much later
                 continue
             elif number == signal.SIGINT and now - first > AGAIN:
                 self._say("stopped now; what was saved last is in run_dir/checkpoints")

@@ -1,6 +1,6 @@
 """The passes of one step, over all micro-batches and ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +12,9 @@ from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 
-def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, float]:
+def backward(run: Run, step: int) -> dict[str, float]:
     """Gradients of the step, clipped; its loss, this rank's part of it, the gradients' norm before
-    clipping, how many ranks want to stop, asked late, and what else the objective logs."""
+    clipping, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
     batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
@@ -29,17 +29,14 @@ def backward(run: Run, step: int, *, stop: Callable[[], bool]) -> dict[str, floa
         parts.append(watch.show(part, i, batch))
     norm = clip_gradients(model, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
-    return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts, stop=stop()))
+    return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts))
 
 
-def summed(run: Run, parts: Sequence[Part], **flags: bool) -> dict[str, Tensor]:
-    """The loss and what else is logged, and how many ranks raise each flag."""
-    loss = torch.stack([part.loss.detach().double() for part in parts]).sum()
-    flagged = {name: torch.full_like(loss, float(flag)) for name, flag in flags.items()}
-    first = {"loss": loss, **flagged}
-    both = run.world.sum(torch.stack(list(first.values())))
+def summed(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
+    """The loss and what else is logged."""
+    loss = run.world.sum(torch.stack([part.loss.detach().double() for part in parts]).sum())
     metrics = total(run.world, [part.metrics for part in parts])
-    return dict(zip(first, both, strict=True)) | run.objective.logged(metrics)
+    return {"loss": loss} | run.objective.logged(metrics)
 
 
 def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

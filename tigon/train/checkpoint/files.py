@@ -28,9 +28,9 @@ def every(directory: Path, until: int | None = None) -> list[Path]:
     return [path for step, path in sorted(found) if until is None or step <= until]
 
 
-def latest(directory: Path) -> Path | None:
-    """The complete checkpoint with the highest step."""
-    found = every(directory)
+def latest(directory: Path, until: int | None = None) -> Path | None:
+    """The complete checkpoint with the highest step, which is not after `until`."""
+    found = every(directory, until)
     return found[-1] if found else None
 
 

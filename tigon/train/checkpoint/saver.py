@@ -64,6 +64,8 @@ class Saver:
         self._group = dist.new_group(backend="gloo")
         self._stager = _Stager()
         self._saving: _Saving | None = None
+        self._began = 0.0
+        self.seconds = 0.0  # that the last whole checkpoint took, from `save` to the disk
 
     def __enter__(self) -> Self:
         return self
@@ -93,6 +95,7 @@ class Saver:
         the save before it cannot be written.
         """
         self.wait()
+        self._began = time.monotonic()
         target = self.directory / f"step-{step:08d}"
         try:
             check_finite(model, optimizer)
@@ -135,17 +138,31 @@ class Saver:
                 async_stager=self._stager,
             )
             assert isinstance(done, Future)
+            done.add_done_callback(self._measure)
             self._saving = _Saving(target, partial, done, lock)
             return target
         done = Future()
         try:
             dcp.save(dict(state), storage_writer=writer, process_group=self._group)
             done.set_result(None)
+            self._measure(done)
         except (Exception, CheckpointException) as error:
             done.set_exception(error)
         self._saving = _Saving(target, partial, done, lock)
         self.wait()
         return target
+
+    def expected(self) -> float:
+        """Seconds after which a checkpoint begun now would be on the disk, going by the last one;
+        0 where none is known."""
+        pending = 0.0
+        if self._saving is not None and not self._saving.done.done():
+            pending = max(0.0, self._began + self.seconds - time.monotonic())
+        return pending + self.seconds
+
+    def _measure(self, done: Future[Any]) -> None:
+        if done.exception() is None:
+            self.seconds = time.monotonic() - self._began
 
     def _publish(self, partial: Path, target: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove those that need not stay."""

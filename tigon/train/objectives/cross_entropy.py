@@ -44,7 +44,9 @@ class CrossEntropyObjective(Objective):
         routing = ROUTING if has_experts(model) else ()
 
         def asked(training: bool) -> tuple[str, ...]:
-            chosen = self.setting("metrics", training=training) or named
+            chosen = self.setting("metrics", training=training)
+            if training or self.config.eval_metrics is None:  # which may be none
+                chosen = chosen or named
             of_head = (name for name in chosen if name != "accuracy")
             return tuple(dict.fromkeys(("predicted_tokens", *of_head, *routing)))
 

@@ -24,6 +24,7 @@ from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
+from tigon.train.measure import Meter
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import build_optimizer
@@ -50,6 +51,11 @@ class Run:
     def feed(self) -> Feed:
         """The micro-batches of the next steps, made ahead."""
         return Feed(self.data, self.world.device)
+
+    @cached_property
+    def meter(self) -> Meter:
+        """Of the speed of steps."""
+        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 def prepare(config: Config, world: World) -> Run:

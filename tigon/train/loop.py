@@ -1,8 +1,6 @@
 """The training loop, from top to bottom."""
 
 import math
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,8 @@ def train(run: Run) -> int:
         return 0
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
+    if run.meter.convention:
+        world.say(run.meter.convention)
     with world.signals, run.saver, run.feed:
         if owed:
             export_step(run, run.start)
@@ -96,19 +96,13 @@ def row(
 ) -> dict[str, Any]:
     """Of metrics.jsonl."""
     taken = step + run.state.offset
-    tokens, targets = run.data.counts(taken)
+    lengths, targets = run.data.lengths(taken)
     return {
         "step": step + 1,
         "epoch": run.data.epoch(taken + 1),
         "lr": learning_rate(run.config, step, run.steps),
         **values,
-        "tokens": tokens,
-        "supervised_tokens": targets,
-        "step_seconds": seconds,
-        "data_seconds": run.feed.seconds,
-        "data_share": run.feed.seconds / seconds,
-        "tokens_per_second": tokens / seconds,
-        "memory_gib": peak_memory(run.world.device) / 2**30,
+        **run.meter(lengths, targets, seconds, run.feed.seconds),
         **({} if trouble is None else {"skipped": trouble.kind}),
     }
 
@@ -143,8 +137,10 @@ def evaluated_loss(run: Run, step: int) -> float | None:
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     record.sync()
+    began = time.perf_counter()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more)
+    record.saved(step, time.perf_counter() - began)
 
 
 def owes_export(run: Run) -> bool:
@@ -172,11 +168,3 @@ def finish(run: Run, step: int, record: Record) -> None:
         export(run, directory / "hf")
         if world.main:
             note_export(directory, step)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,21 +1,19 @@
-"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and its progress."""
+"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and what it says."""
 
 import json
 import math
 import os
 import platform
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from tigon.train.config import Config, dump
-from tigon.train.parallel import World, outlived
+from tigon.train.console import Console
+from tigon.train.parallel import World
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
@@ -27,8 +25,7 @@ class Record:
 
     def __init__(self, config: Config, world: World, start: int, steps: int):
         """`start` steps are done already; rows of metrics.jsonl after them are dropped."""
-        self.path, self.steps, self.log_every = Path(config.run_dir), steps, config.log_every
-        self.main = world.main
+        self.path, self.main = Path(config.run_dir), world.main
         if not self.main:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -36,36 +33,23 @@ class Record:
         self.metrics = self.path / "metrics.jsonl"
         self.plotted = -math.inf
         self._cut(start)
-        self.bar = tqdm(initial=start, total=steps, unit="step", disable=not sys.stderr.isatty())
-        # Beside a bar on the terminal, the lines are for a file
-        self.prints_steps = self.bar.disable or not sys.stdout.isatty()
+        self.console = Console(config, steps, world.say)
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""
-        if not self.main:
-            return
-        self._append(row)
-        self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_second']:.0f} tok/s")
-        self.bar.update()
-        if self.prints_steps and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
-            left = int((self.steps - row["step"]) * row["step_seconds"])
-            self.say(
-                f"step {row['step']}/{self.steps}  epoch {row['epoch']:.2f}  "
-                f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-                f"{row['tokens_per_second']:.0f} tok/s  {left // 60}:{left % 60:02d} left"
-            )
+        if self.main:
+            self._append(row)
+            self.console.step(row)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if self.main:
             self._append(row)
-            self.say(f"step {row['step']}/{self.steps}  eval loss {row['eval_loss']:.4f}")
+            self.console.evaluation(row)
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which come again."""
         if self.main:
             self._cut(step)
-            self.bar.reset(self.steps)
-            self.bar.update(step)
 
     def sync(self) -> None:
         """Before a checkpoint: its rows are on the disk, whatever happens to the machine."""
@@ -77,15 +61,13 @@ class Record:
             plot(self.metrics, self.path / "loss.png")
             self.plotted = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint, for which training waited so long."""
         if self.main:
-            with outlived(sys.stdout):
-                self.bar.write(text)
-                sys.stdout.flush()
+            self.console.saved(step, seconds)
 
     def close(self) -> None:
         if self.main:
-            self.bar.close()
             plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:

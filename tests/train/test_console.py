@@ -5,11 +5,11 @@ import pty
 import re
 import sys
 import termios
-from subprocess import DEVNULL, Popen
+from contextlib import suppress
 
 import pytest
 
-from tests.train.test_claim import ROOT
+from tigon.train import console as module
 from tigon.train import load, main
 from tigon.train.console import Console, duration, line, number
 
@@ -107,24 +107,22 @@ def test_columns_go_where_there_is_no_room():
     assert line(columns, 5) == "step "
 
 
-def test_a_terminal_has_a_line_a_step_that_fits(workspace):
+def test_a_terminal_has_a_line_a_step_that_fits(workspace, monkeypatch):
     """The same text without control characters; its width is that of the terminal."""
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 60))
-    code = "import sys; from tigon.train import console, main; console.PACE = 0; main(sys.argv[1:])"
-    settings = workspace.settings("terminal", steps=3)
-    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
-    command = [sys.executable, "-c", code, *settings]
-    process = Popen(command, cwd=ROOT, stdout=end, stderr=DEVNULL, env=environment)
-    os.close(end)
+    monkeypatch.setattr(module, "PACE", 0)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open(end, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "__stdout__", output)
+        main(workspace.settings("terminal", steps=3))
+        monkeypatch.undo()
     shown = b""
-    while True:
-        try:
-            piece = os.read(terminal, 4096)
-        except OSError:  # its other end is closed
-            break
-        shown += piece
-    assert process.wait(timeout=60) == 0
+    with suppress(OSError):  # the other end is closed
+        while True:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)
     lines = [text for text in shown.decode().split("\r\n") if text.startswith("step ")]
     assert [text.split()[1] for text in lines] == ["1/3", "2/3", "3/3", "3/3"]
     assert re.fullmatch(r"step 1/3  loss  \d\.\d{4} +\d+ tok/s +-:-- left", lines[0])

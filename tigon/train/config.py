@@ -100,7 +100,21 @@ def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
         raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
     if wrong:
         raise strict.ConfigError(f"unknown setting {wrong[0]}")
-    return strict.read(Config, values, parse=parse)
+    return strict.read(Config, values | _named(values, parse), parse=parse)
+
+
+def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
+    """eval_data as {NAME: what, ...}, as a list of entries with a name."""
+    given = values.get("eval_data")
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = parse(given)
+    if not isinstance(given, dict) or "path" in given:
+        return {}
+    entries = [
+        {"name": str(name), **(what if isinstance(what, dict) else {"path": what})}
+        for name, what in given.items()
+    ]
+    return {"eval_data": entries}
 
 
 class _Unique(yaml.SafeLoader):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tigon.train.build import Run
+from tigon.train.named_sets import NamedSets
 from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
@@ -52,10 +53,12 @@ def evaluate(run: Run, step: int) -> dict[str, Any] | None:
         if config.predictions:
             file = Predictions(Path(config.run_dir), step, run.tokenizer, world)
             stack.enter_context(file)
-        watch = Watch(run, step, training=False, file=file)
+        sets = NamedSets.of(run)
+        watch = Watch(run, step, training=False, file=file, sets=sets)
         parts = [part(i, inputs) for i, inputs in enumerate(batches())]
     model.train()
     reshard(model)
-    values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
+    found = summed(run, parts) | ({} if sets is None else sets.logged(world))
+    values = {f"eval_{name}": value for name, value in numbers(found).items()}
     tokens, seconds = data.targets, time.perf_counter() - began
     return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}

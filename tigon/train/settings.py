@@ -50,7 +50,9 @@ class DataSettings:
         "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
         "weight, format, columns, split, config, revision",
     )
-    eval_data: tuple[str | Entry, ...] = option((), "held-out ones")
+    eval_data: tuple[str | Entry, ...] = option(
+        (), "held-out ones; {NAME: ..., NAME: ...} or entries with name= are also measured apart"
+    )
     separator: str = option(
         "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
     )

@@ -29,6 +29,7 @@ from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import build_optimizer
 from tigon.train.parallel import InputError, World
+from tigon.train.sinks import check_sinks
 from tigon.train.state import State
 
 
@@ -65,6 +66,7 @@ def prepare(config: Config, world: World) -> Run:
     """
     with world.together():
         check_machine(config, world)
+        check_sinks(config.log_to)
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))

@@ -14,6 +14,7 @@ from typing import Any
 from tigon.train.config import Config, dump
 from tigon.train.console import Console
 from tigon.train.parallel import World
+from tigon.train.sinks import Sinks
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
@@ -34,22 +35,28 @@ class Record:
         self.plotted = -math.inf
         self._cut(start)
         self.console = Console(config, steps, world.say)
+        self.sinks = Sinks(config, read_metrics(self.metrics), start, world.say)
+        world.closing.callback(self.sinks.close)  # however the run ends
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""
         if self.main:
             self._append(row)
+            self.sinks.log(row)
             self.console.step(row)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         if self.main:
             self._append(row)
+            self.sinks.log(row)
+            self.sinks.flush()
             self.console.evaluation(row)
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which come again."""
         if self.main:
             self._cut(step)
+            self.sinks.rewind(read_metrics(self.metrics), step)
 
     def sync(self) -> None:
         """Before a checkpoint: its rows are on the disk, whatever happens to the machine."""
@@ -57,6 +64,7 @@ class Record:
             return
         with self.metrics.open("rb") as file:
             os.fsync(file.fileno())
+        self.sinks.flush()
         if time.monotonic() - self.plotted > PLOT_EVERY:
             plot(self.metrics, self.path / "loss.png")
             self.plotted = time.monotonic()
@@ -68,6 +76,7 @@ class Record:
 
     def close(self) -> None:
         if self.main:
+            self.sinks.close()
             plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:

@@ -204,6 +204,9 @@ class RunSettings:
     hf_best: bool = option(
         False, "export to run_dir/hf-best whenever an evaluation is the best so far"
     )
+    log_to: tuple[str, ...] = option(
+        (), "where the rows of metrics.jsonl go besides: tensorboard, wandb"
+    )
 
 
 SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import build_optimizer
 from tigon.train.parallel import InputError, World
+from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
 from tigon.train.state import State
 
@@ -47,6 +48,7 @@ class Run:
     steps: int
     state: State
     saver: checkpoint.Saver
+    prompts: list[Prompt] = field(default_factory=list)  # of samples
 
     @cached_property
     def feed(self) -> Feed:
@@ -97,6 +99,7 @@ def prepare(config: Config, world: World) -> Run:
         stop_at(model, tokenizer, objective.ends)
         for loader in filter(None, (data, eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
+        prompts = read_prompts(config, tokenizer, model)
         optimizer = build_optimizer(model, config)
     if source is not None:
         checkpoint.load(source, model, optimizer)
@@ -121,7 +124,7 @@ def prepare(config: Config, world: World) -> Run:
     )
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, start, steps, state,
-        saver,
+        saver, prompts,
     )  # fmt: skip
 
 

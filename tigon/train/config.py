@@ -51,6 +51,8 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
         for name in ("keep_best", "hf_best"):
             if getattr(self, name) and not self.eval_data:
                 raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")
+        if self.sample_prompts and not self.eval_data:
+            raise ValueError("sample_prompts needs eval_data: samples are part of an evaluation")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:

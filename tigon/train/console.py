@@ -1,5 +1,6 @@
 """What a run says while it trains: a line for a step, as on a terminal as in a file."""
 
+import json
 import shutil
 import sys
 import time
@@ -58,6 +59,11 @@ class Console:
         lines = [f"{self._step(row['step'])}  {found}"]
         lines += [f"  {name}: {measures(values)}" for name, values in sets.items()]
         self.say("\n".join(lines))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+        """What the model has said to each prompt, as much of it as a line has room for."""
+        shown = [f"  {shorten(row['prompt'], 40)} -> {shorten(row['text'], 70)}" for row in rows]
+        self.say("\n".join([f"{self._step(step)}  samples", *shown]))
 
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint, for which training waited so long."""
@@ -131,6 +137,12 @@ def measures(values: Mapping[str, float]) -> str:
         for name, value in values.items()
     ]
     return "  ".join(texts)
+
+
+def shorten(text: str, most: int) -> str:
+    """In quotes on one line, without control characters, and cut to so many characters."""
+    shown = json.dumps(text, ensure_ascii=False)
+    return shown if len(shown) <= most else shown[: most - 4] + '..."'
 
 
 def number(value: float) -> str:

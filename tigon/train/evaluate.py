@@ -13,12 +13,20 @@ from tigon.train.named_sets import NamedSets
 from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
+from tigon.train.samples import generate
 from tigon.train.step import numbers, summed, total
 from tigon.train.watch import Watch
 
 
 class Interrupted(Exception):
     """By a signal: the evaluation is made when the run goes on."""
+
+
+def sample(run: Run) -> list[dict[str, str]]:
+    """Rows of samples.jsonl, on every rank."""
+    if not run.prompts:
+        return []
+    return generate(run.model, run.prompts, run.tokenizer, run.config.sample_tokens, run.world)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
-from tigon.train.evaluate import Interrupted, evaluate
+from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_step, exported_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
@@ -120,6 +120,7 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         reshard(run.model)
         return
     if row is not None:
+        record.samples(step, sample(run))
         run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
         record.evaluation(row)  # last: a run that is killed in the export evaluates again

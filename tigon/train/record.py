@@ -1,4 +1,4 @@
-"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and what it says."""
+"""What a run leaves for people: config.yaml, metrics.jsonl, samples.jsonl, loss.png."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from tigon.train.parallel import World
 from tigon.train.sinks import Sinks
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
+SAMPLES = "samples.jsonl"
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
 PLOT_EVERY = 30.0  # seconds, at least
 
@@ -52,6 +54,14 @@ class Record:
             self.sinks.flush()
             self.console.evaluation(row)
 
+    def samples(self, step: int, rows: Sequence[dict[str, str]]) -> None:
+        """Texts of the evaluation of this step; those of one that was not recorded are dropped."""
+        if self.main and rows:
+            path = self.path / SAMPLES
+            kept = [row for row in read_metrics(path) if row["step"] != step]
+            _write(path, "".join(map(_line, kept + [{"step": step, **row} for row in rows])))
+            self.console.samples(step, rows)
+
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which come again."""
         if self.main:
@@ -81,14 +91,16 @@ class Record:
 
     def _append(self, row: dict[str, Any]) -> None:
         try:
-            with self.metrics.open("a") as file:
+            with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
         except OSError as error:  # a full disk does not say of what
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
-        kept = [row for row in read_metrics(self.metrics) if step and row["step"] <= step]
-        _write(self.metrics, "".join(map(_line, kept)))
+        for path in (self.metrics, self.path / SAMPLES):
+            kept = [row for row in read_metrics(path) if step and row["step"] <= step]
+            if kept or path == self.metrics or path.exists():
+                _write(path, "".join(map(_line, kept)))
 
 
 def unfinished(config: Config, step: int) -> bool:
@@ -174,11 +186,11 @@ def _line(row: dict[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in row.items()
     }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)  # never written through, should it be a link
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -132,6 +132,10 @@ class LossSettings:
     predictions: bool = option(
         False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
     )
+    sample_prompts: tuple[str, ...] = option(
+        (), "texts, or .jsonl files of prompts or messages, which each evaluation has answered"
+    )
+    sample_tokens: int = option(64, "the most tokens of an answer", least=1)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
         (s, p) for s in (0, 2, 4) for p in PROMPTS
     ]
     exported = workspace.root / "sampled/hf"
-    ends = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
+    end = json.loads((exported / "generation_config.json").read_text())["eos_token_id"]
     for source, step in ((workspace.model, 0), (exported, 4)):
         model = tigon.from_pretrained(source).eval()
         tokenizer = tigon.Tokenizer.from_pretrained(source)
@@ -54,7 +54,7 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
                 said = [{"role": "user", "content": row["prompt"]}]
                 ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
                 made = model.generate(torch.tensor([ids]), max_new_tokens=9, eos_token_id=None)
-                text = tokenizer.decode(until(made[0, len(ids) :].tolist(), set(ends)))
+                text = tokenizer.decode(until(made[0, len(ids) :].tolist(), {end}))
                 assert row["text"] == text
 
 

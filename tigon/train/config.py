@@ -91,13 +91,19 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             values = _read(read, _number)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    values |= _read(dict(_pairs(overrides)), _parse)
+    given = _read(dict(_pairs(overrides)), _parse)
+    # A group that is null on the command line has no settings of the file either
+    values = {name: v for name, v in values.items() if name.partition(".")[0] not in given} | given
     return strict.make(Config, values)
 
 
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    known = Config.__dataclass_fields__
-    wrong = [f"{name!r}; {answer(str(name), known)}" for name in values if name not in known]
+    known, groups = Config.__dataclass_fields__, strict.groups(Config)
+    wrong = [
+        f"{name!r}; {answer(str(name), known)}"
+        for name in values
+        if name not in known and str(name).partition(".")[0] not in groups
+    ]
     if len(wrong) > 1:
         raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
     if wrong:

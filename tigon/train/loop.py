@@ -13,6 +13,7 @@ from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_step, exported_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
+from tigon.train.profile import Profiler
 from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward
 
@@ -52,9 +53,11 @@ def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts = resume.facts(config, run.data)
+    profiler = Profiler(config.profile, config.run_dir, world, run.steps)
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
+        profiler.begin(done)
         values = backward(run, step + state.offset, stop=lambda: world.signals.received > 0)
         stop = values.pop("stop") > 0
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
@@ -71,6 +74,7 @@ def steps(run: Run, record: Record) -> int:
             record.rewind(step)
             continue
         record.step(row(run, step, values, time.perf_counter() - began, trouble))
+        profiler.end(done)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)

@@ -158,6 +158,14 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Steps to look into."""
+
+    start: int = option(10, "the first step, as metrics.jsonl counts", least=1)
+    steps: int = option(3, "how many", least=1)
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """The run: what it writes, and how it goes on."""
 
@@ -210,6 +218,9 @@ class RunSettings:
     )
     log_to: tuple[str, ...] = option(
         (), "where the rows of metrics.jsonl go besides: tensorboard, wandb"
+    )
+    profile: Profile | None = option(  # noqa: RUF009
+        None, "{start: 10, steps: 3}: write to run_dir/profile where the time of these steps goes"
     )
 
 

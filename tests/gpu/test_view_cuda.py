@@ -37,7 +37,8 @@ def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
             values = workspace.metrics(f"gpu-{name}-seen", key)
             assert values == workspace.metrics(f"gpu-{name}-silent", key), (name, key)
         assert "  first: loss" in said and '  "the model" -> "' in said
-        check_profile(workspace.root / f"gpu-{name}-seen/profile")
+        times = profiled(workspace.root / f"gpu-{name}-seen/profile")
+        assert name == "plain" or times["attention"] > 0
         rows = read_metrics(workspace.root / f"gpu-{name}-seen/metrics.jsonl")
         assert all(0 < r["memory_gib"] <= r["memory_reserved_gib"] for r in rows if "loss" in r)
         dtype = torch.bfloat16 if name == "fsdp" else torch.float32
@@ -49,13 +50,15 @@ def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
             assert all(r["mfu"] is None for r in rows if "loss" in r)
 
 
-def check_profile(directory):
+def profiled(directory):
+    """Milliseconds of each kind."""
     facts = json.loads((directory / "table.json").read_text())
     times = {kind: row["alone"] for kind, row in facts["milliseconds"].items()}
-    for kind in ("matrix products", "attention", "fused kernels", "optimizer", "waiting"):
+    for kind in ("matrix products", "fused kernels", "optimizer", "waiting"):
         assert times[kind] > 0, (kind, times)
     assert "on the GPU of rank 0" in (directory / "table.txt").read_text()
     assert (directory / "trace.json.gz").stat().st_size > 1000
+    return times
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -20,8 +20,8 @@ KINDS = {
     "attention": r"flash|fmha|attention|sdpa|fa[34]_",
     "collectives": r"nccl|all_?gather|reduce_?scatter|all_?reduce|c10d|gloo",
     "optimizer": r"adam|multi_tensor_apply|lpnorm|foreach|sgd|muon|newton",
-    "matrix products": r"gemm|cutlass|nvjet|cublas|splitk|wgmma|::(add)?(b?mm|mv)$|mkldnn|linear"
-    r"|_grouped_(product|weight_gradient)|matmul",
+    "matrix products": r"gemm|gemv|cutlass|nvjet|cublas|splitk|wgmma|mkldnn|linear|matmul"
+    r"|_grouped_(product|weight_gradient)|::(add)?(b?mm|mv)$",
     "fused kernels": r"^tigon::|^_?[a-z_]+_kernel(_\w+)?$|^_(weight_gradient|rope|sum)_",
     "copies": r"memcpy|memset|copy|[:_]cat|::_to|fill_|zero_|fillfunctor|clone",
 }

@@ -60,10 +60,10 @@ class Console:
         lines += [f"  {name}: {measures(values)}" for name, values in sets.items()]
         self.say("\n".join(lines))
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
+    def samples(self, rows: Sequence[Mapping[str, str]]) -> None:
         """What the model has said to each prompt, as much of it as a line has room for."""
-        shown = [f"  {shorten(row['prompt'], 40)} -> {shorten(row['text'], 70)}" for row in rows]
-        self.say("\n".join([f"{self._step(step)}  samples", *shown]))
+        for row in rows:
+            self.say(f"  {shorten(row['prompt'], 40)} -> {shorten(row['text'], 70)}")
 
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint, for which training waited so long."""

@@ -124,10 +124,10 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         reshard(run.model)
         return
     if row is not None:
-        record.samples(step, sample(run))
+        texts = sample(run)
         run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
-        record.evaluation(row)  # last: a run that is killed in the export evaluates again
+        record.evaluation(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def evaluated_loss(run: Run, step: int) -> float | None:

@@ -47,20 +47,20 @@ class Record:
             self.sinks.log(row)
             self.console.step(row)
 
-    def evaluation(self, row: dict[str, Any]) -> None:
-        if self.main:
-            self._append(row)
-            self.sinks.log(row)
-            self.sinks.flush()
-            self.console.evaluation(row)
-
-    def samples(self, step: int, rows: Sequence[dict[str, str]]) -> None:
-        """Texts of the evaluation of this step; those of one that was not recorded are dropped."""
-        if self.main and rows:
-            path = self.path / SAMPLES
-            kept = [row for row in read_metrics(path) if row["step"] != step]
-            _write(path, "".join(map(_line, kept + [{"step": step, **row} for row in rows])))
-            self.console.samples(step, rows)
+    def evaluation(self, row: dict[str, Any], samples: Sequence[dict[str, str]] = ()) -> None:
+        """An evaluation and the texts that it generated."""
+        if not self.main:
+            return
+        if samples:  # first, and in place of those of an evaluation that did not get to its row
+            path, step = self.path / SAMPLES, row["step"]
+            kept = [known for known in read_metrics(path) if known["step"] != step]
+            new = [{"step": step, **sample} for sample in samples]
+            _write(path, "".join(map(_line, kept + new)))
+        self._append(row)
+        self.sinks.log(row)
+        self.sinks.flush()
+        self.console.evaluation(row)
+        self.console.samples(samples)
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which come again."""

@@ -52,6 +52,11 @@ def hints(cls: type) -> dict[str, Any]:
     return {f.name: types[f.name] for f in fields(cls)}
 
 
+def groups(cls: type) -> set[str]:
+    """The fields of a dataclass that are dataclasses themselves."""
+    return {name for name, kind in hints(cls).items() if _dataclass(kind) is not None}
+
+
 def read(
     cls: type, values: Mapping[str, Any], *, parse: Parse | None = None, group: str = ""
 ) -> dict[str, Any]:
@@ -67,6 +72,8 @@ def read(
         name = f"{group}{key}"
         first, dot, rest = str(key).partition(".")
         inner = _dataclass(kinds.get(first))
+        if inner is not None and not dot and parse is not None and isinstance(value, str):
+            value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
             found |= read(inner, inside, parse=parse, group=f"{group}{first}.")

@@ -42,7 +42,7 @@ def test_help_names_every_setting_with_its_default():
         ("learing_rate=1", "unknown setting 'learing_rate'; if 'learning_rate' is meant, here: lr"),
         ("gradient_accumulation_steps=4", "batch_size: rows of a step over all ranks"),
         ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
-        ("report_to=wandb", "a run writes metrics.jsonl"),
+        ("report_to=wandb", "log_to: tensorboard, wandb"),
         ("lora_r=8", "there are no adapters"),
         ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
         ("train_on_inputs=true", "here: train_on: assistant .* is false, all is true"),

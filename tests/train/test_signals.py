@@ -1,11 +1,7 @@
 """SIGTERM and SIGINT at every stage of a run."""
 
 import os
-import pty
 import signal
-import subprocess
-import sys
-import termios
 import time
 from pathlib import Path
 
@@ -134,30 +130,6 @@ def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
         assert signals.received == signal.SIGTERM
     assert capfd.readouterr().err.count("stopping after this step") == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_steps_are_logged_to_a_file_though_errors_go_to_a_terminal(workspace, tmp_path):
-    terminal, end = pty.openpty()
-    termios.tcsetwinsize(end, (24, 80))
-    code = "import sys; from tigon.train import main; main(sys.argv[1:])"
-    settings = workspace.settings("logged", steps=3, log_every=1)
-    with (tmp_path / "run.log").open("w") as log:
-        command = [sys.executable, "-c", code, *settings]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=end)
-    os.close(end)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(terminal, 4096)
-        except OSError:
-            break
-        if not piece:
-            break
-        shown += piece
-    assert process.wait(timeout=60) == 0
-    lines = (tmp_path / "run.log").read_text().splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
-    assert b"3/3" in shown  # the bar
 
 
 def test_rows_are_json_though_numbers_are_not(workspace, tmp_path):

@@ -30,6 +30,7 @@ class MicroBatch:
     cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
     longest: int  # tokens of the longest of these; attention kernels need it on the host
     spans: Tensor  # int64 [n, 2], where each sequence starts and stops in the flattened batch
+    parts: Tensor  # int64 [n], which part of its corpus each sequence is of
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
     sources: tuple[tuple[Examples, int], ...]  # of each sequence: whose it is, and from which token
@@ -114,6 +115,7 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
         torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
+        torch.from_numpy(np.concatenate([corpus.parts_of(spans) for corpus, spans in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),

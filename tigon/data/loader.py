@@ -132,7 +132,7 @@ class Loader:
         self._packed: dict[int, Packed] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
         # Of recent steps: asked for in training, while a thread may be waiting for a window
-        self._counts: dict[int, tuple[int, int]] = {}
+        self._counts: dict[int, tuple[np.ndarray, int]] = {}  # lengths, targets
         self._lock = RLock()  # a thread reads ahead
         self._report = Report()
 
@@ -179,6 +179,11 @@ class Loader:
 
     def counts(self, step: int) -> tuple[int, int]:
         """Tokens and predicted tokens of the global batch."""
+        lengths, targets = self.lengths(step)
+        return int(lengths.sum()), targets
+
+    def lengths(self, step: int) -> tuple[np.ndarray, int]:
+        """The tokens of each sequence in the global batch, int64, and the predicted ones of all."""
         if (known := self._counts.get(step)) is not None:
             return known
         with self._lock:
@@ -223,13 +228,13 @@ class Loader:
         with self._lock:
             return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
 
-    def _count(self, pieces: Pieces) -> tuple[int, int]:
-        tokens = targets = 0
+    def _count(self, pieces: Pieces) -> tuple[np.ndarray, int]:
+        lengths, targets = [], 0
         for packed, rows in pieces:
-            tokens += int(packed.tokens[rows].sum())
             spans = np.concatenate([packed.rows[row] for row in rows])
+            lengths.append(np.diff(spans)[:, 0])
             targets += int(packed.window.corpus.targets(spans).sum())
-        return tokens, targets
+        return np.concatenate(lengths), targets
 
     def _pieces(self, step: int) -> Pieces:
         epoch, first, stop = self._find(step)

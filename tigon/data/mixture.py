@@ -73,10 +73,14 @@ class Corpus:
 
     def slices(self, spans: np.ndarray) -> Iterator[tuple[Examples, int, int]]:
         """Whose each span [S, 2] of tokens is, and where in it."""
-        parts = np.searchsorted(self.first_token, spans[:, 0], side="right") - 1
+        parts = self.parts_of(spans)
         local = spans - self.first_token[parts][:, None]
         for part, (start, stop) in zip(parts.tolist(), local.tolist(), strict=True):
             yield self.open(part)[0], start, stop
+
+    def parts_of(self, spans: np.ndarray) -> np.ndarray:
+        """int64 [S], the part of each span."""
+        return np.searchsorted(self.first_token, spans[:, 0], side="right") - 1
 
     def targets(self, spans: np.ndarray) -> np.ndarray:
         """int64 [S], the supervised tokens of each span but for its first."""
@@ -219,6 +223,7 @@ class Mixture:
     ):
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
         self.corpus = Corpus([part for parts in entries for part in parts])
+        self.entry_of_part = [i for i, parts in enumerate(entries) for _ in parts]
         sizes = tuple(sum(part.groups for part in parts) for parts in entries)
         self.order = Order(sizes, None if weights is None else tuple(weights))
         self.size = size

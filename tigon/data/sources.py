@@ -31,6 +31,7 @@ class Entry:
     split: str | None = None  # of a data set; None: train
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
+    name: str | None = None  # of held-out data that is also measured on its own
 
 
 def find_sources(

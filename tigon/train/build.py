@@ -7,8 +7,9 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -24,10 +25,13 @@ from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
+from tigon.train.measure import Meter
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.parallel import InputError, World, pick_device
+from tigon.train.samples import Prompt, read_prompts
+from tigon.train.sinks import check_sinks
 from tigon.train.state import State
 
 
@@ -46,11 +50,17 @@ class Run:
     state: State
     saver: checkpoint.Saver
     ema: Ema | None
+    prompts: list[Prompt] = field(default_factory=list)  # of samples
 
     @cached_property
     def feed(self) -> Feed:
         """The micro-batches of the next steps, made ahead."""
         return Feed(self.data, self.world.device)
+
+    @cached_property
+    def meter(self) -> Meter:
+        """Of the speed of steps."""
+        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 @dataclass
@@ -86,6 +96,7 @@ def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
     with world.together():
         if here:
             check_machine(config, world)
+        check_sinks(config.log_to)
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
@@ -124,10 +135,12 @@ def prepare(config: Config, world: World) -> Run:
         seed_everything(config, world)
         model = build_model(config, world, source)
         inputs.check_model(model)
+        prompts = read_prompts(config, inputs.tokenizer, model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     with world.together():
-        inputs.data.state(start + state.offset)  # a stream begins here: its files may have changed
+        # A stream begins here: its files may have changed
+        inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
         inputs.held.close()
@@ -142,7 +155,7 @@ def prepare(config: Config, world: World) -> Run:
     )
     for notice in without_effect(config, steps):
         world.say(f"note: {notice}")
-    return make_run(config, world, inputs, model, optimizer, ema)
+    return make_run(config, world, inputs, model, optimizer, ema, prompts)
 
 
 def make_run(
@@ -152,6 +165,7 @@ def make_run(
     model: CausalLM,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
+    prompts: Sequence[Prompt] = (),
 ) -> Run:
     saver = checkpoint.Saver(
         Path(config.run_dir),
@@ -164,7 +178,7 @@ def make_run(
     )  # fmt: skip
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
-        inputs.steps(config), inputs.state, saver, ema,
+        inputs.steps(config), inputs.state, saver, ema, list(prompts),
     )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
         for name in ("keep_best", "hf_best"):
             if getattr(self, name) and not self.eval_data:
                 raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")
+        if self.sample_prompts and not self.eval_data:
+            raise ValueError("sample_prompts needs eval_data: samples are part of an evaluation")
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:
@@ -157,18 +159,38 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             values = _read(read, _number)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    values |= _read(dict(_pairs(overrides)), _parse)
+    given = _read(dict(_pairs(overrides)), _parse)
+    # A group that is null on the command line has no settings of the file either
+    values = {name: v for name, v in values.items() if name.partition(".")[0] not in given} | given
     return strict.make(Config, values)
 
 
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    known = Config.__dataclass_fields__
-    wrong = [f"{name!r}; {answer(str(name), known)}" for name in values if name not in known]
+    known, groups = Config.__dataclass_fields__, strict.groups(Config)
+    wrong = [
+        f"{name!r}; {answer(str(name), known)}"
+        for name in values
+        if name not in known and str(name).partition(".")[0] not in groups
+    ]
     if len(wrong) > 1:
         raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
     if wrong:
         raise strict.ConfigError(f"unknown setting {wrong[0]}")
-    return strict.read(Config, values, parse=parse)
+    return strict.read(Config, values | _named(values, parse), parse=parse)
+
+
+def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
+    """eval_data as {NAME: what, ...}, as a list of entries with a name."""
+    given = values.get("eval_data")
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        given = parse(given)
+    if not isinstance(given, dict) or "path" in given:
+        return {}
+    entries = [
+        {"name": str(name), **(what if isinstance(what, dict) else {"path": what})}
+        for name, what in given.items()
+    ]
+    return {"eval_data": entries}
 
 
 class _Unique(yaml.SafeLoader):

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -32,6 +33,7 @@ def build_loader(
     config, world = objective.config, objective.world
     name = "eval_data" if held_out else "data"
     entries = as_entries(config, items)
+    check_names(name, entries)
     weights = mixture_weights(name, entries)
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
@@ -86,6 +88,20 @@ def as_entries(config: Config, items: Sequence[str | Entry]) -> list[Entry]:
         replace(e, format=e.format or config.format, columns=e.columns or config.columns or {})
         for e in entries
     ]
+
+
+def check_names(setting: str, entries: Sequence[Entry]) -> None:
+    """ValueError for names of entries that cannot be told apart or written."""
+    names = [entry.name for entry in entries if entry.name is not None]
+    if names and setting == "data":
+        raise ValueError(
+            f"data has an entry with name={names[0]}: only those of eval_data have one"
+        )
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"{setting}: name={name!r} may have letters, digits, '.', '-' and '_'")
+        if names.count(name) > 1:
+            raise ValueError(f"{setting}: name={name} is there {names.count(name)} times")
 
 
 def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:

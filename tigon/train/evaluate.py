@@ -9,15 +9,24 @@ from typing import Any
 import torch
 
 from tigon.train.build import Run
+from tigon.train.named_sets import NamedSets
 from tigon.train.objectives import Inputs, Part
 from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
+from tigon.train.samples import generate
 from tigon.train.step import numbers, summed, total
 from tigon.train.watch import Watch
 
 
 class Interrupted(Exception):
     """By a signal: the evaluation is made when the run goes on."""
+
+
+def sample(run: Run) -> list[dict[str, str]]:
+    """Rows of samples.jsonl, on every rank."""
+    if not run.prompts:
+        return []
+    return generate(run.model, run.prompts, run.tokenizer, run.config.sample_tokens, run.world)
 
 
 @torch.no_grad()
@@ -52,10 +61,12 @@ def evaluate(run: Run, step: int) -> dict[str, Any] | None:
         if config.predictions:
             file = Predictions(Path(config.run_dir), step, run.tokenizer, world)
             stack.enter_context(file)
-        watch = Watch(run, step, training=False, file=file)
+        sets = NamedSets.of(run)
+        watch = Watch(run, step, training=False, file=file, sets=sets)
         parts = [part(i, inputs) for i, inputs in enumerate(batches())]
     model.train()
     reshard(model)
-    values = {f"eval_{name}": value for name, value in numbers(summed(run, parts)).items()}
+    found = summed(run, parts) | ({} if sets is None else sets.logged(world))
+    values = {f"eval_{name}": value for name, value in numbers(found).items()}
     tokens, seconds = data.targets, time.perf_counter() - began
     return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}

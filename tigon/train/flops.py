@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -83,10 +84,10 @@ class Cost:
 
     def __call__(self, sequences: Iterable[int]) -> float:
         """Operations of forward and backward for sequences of these lengths."""
-        lengths = list(sequences)
-        total = self.per_token * sum(lengths)
+        lengths = np.fromiter(sequences, np.int64)
+        total = self.per_token * int(lengths.sum())
         for window, each in self.per_position.items():
-            total += each * sum(positions_seen(length, window) for length in lengths)
+            total += each * int(positions_seen(lengths, window).sum())
         return total
 
 
@@ -95,10 +96,10 @@ def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
     return Cost.of(model)(sequences)
 
 
-def positions_seen(length: int, window: int | None) -> int:
-    """By all tokens of a causal sequence together: token i sees i + 1, at most `window`."""
-    full = length if window is None else min(length, window)
-    return full * (full + 1) // 2 + (length - full) * full
+def positions_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
+    """By all tokens of each causal sequence together: token i sees i + 1, at most `window`."""
+    full = lengths if window is None else np.minimum(lengths, window)
+    return full * (full + 1) // 2 + (lengths - full) * full
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

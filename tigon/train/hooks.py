@@ -27,6 +27,7 @@ class Wanted:
     """What those that watch a pass want of it beside predictions and metrics."""
 
     at: tuple[Tensor | None, ...] = ()  # of each hook: int64 [n], positions in the flattened batch
+    losses: bool = False  # of each position
 
     @property
     def positions(self) -> Tensor | None:
@@ -45,6 +46,7 @@ class View:
     metrics: dict[str, Tensor]  # [B, T] each, 0 where no token counts
     logits: Tensor | None  # with return_logits: [B, T, V], or fewer with logits_to_keep
     logits_at: Tensor | None  # [n, V], of the positions that hooks chose
+    losses: Tensor | None = None  # [B, T] where wanted, weighted and not divided; they add up
 
 
 @dataclass(frozen=True, kw_only=True)

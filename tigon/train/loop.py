@@ -1,8 +1,6 @@
 """The training loop, from top to bottom."""
 
 import math
-import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,11 @@ import torch
 from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
-from tigon.train.evaluate import Interrupted, evaluate
+from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_step, exported_step
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
+from tigon.train.profile import Profiler
 from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward
 from tigon.train.stopping import Deadline
@@ -31,6 +30,8 @@ def train(run: Run) -> int:
         return 0
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
+    if run.meter.convention:
+        world.say(run.meter.convention)
     with world.signals, run.saver, run.feed:
         if owed:
             export_step(run, run.start)
@@ -58,9 +59,11 @@ def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
+    profiler = Profiler(config.profile, config.run_dir, world, run.steps)
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
+        profiler.begin(done)
         values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
@@ -79,6 +82,7 @@ def steps(run: Run, record: Record) -> int:
         seconds = time.perf_counter() - began
         record.step(row(run, step, values, seconds, trouble))
         deadline.note(seconds)
+        profiler.end(done)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)
@@ -106,19 +110,13 @@ def row(
 ) -> dict[str, Any]:
     """Of metrics.jsonl."""
     taken = step + run.state.offset
-    tokens, targets = run.data.counts(taken)
+    lengths, targets = run.data.lengths(taken)
     return {
         "step": step + 1,
         "epoch": run.data.epoch(taken + 1),
         "lr": learning_rate(run.config, step, run.steps),
         **values,
-        "tokens": tokens,
-        "supervised_tokens": targets,
-        "step_seconds": seconds,
-        "data_seconds": run.feed.seconds,
-        "data_share": run.feed.seconds / seconds,
-        "tokens_per_second": tokens / seconds,
-        "memory_gib": peak_memory(run.world.device) / 2**30,
+        **run.meter(lengths, targets, seconds, run.feed.seconds),
         **({} if trouble is None else {"skipped": trouble.kind}),
     }
 
@@ -136,9 +134,10 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         reshard(run.model)
         return
     if row is not None:
+        texts = sample(run)
         run.state.note_evaluation(step, row["eval_loss"])
         export_best(run, step)
-        record.evaluation(row)  # last: a run that is killed in the export evaluates again
+        record.evaluation(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def evaluated_loss(run: Run, step: int) -> float | None:
@@ -153,8 +152,10 @@ def evaluated_loss(run: Run, step: int) -> float | None:
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     record.sync()
+    began = time.perf_counter()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more, run.ema)
+    record.saved(step, time.perf_counter() - began)
 
 
 def owes_export(run: Run) -> bool:
@@ -185,11 +186,3 @@ def finish(run: Run, step: int, record: Record) -> None:
             export(run, directory / "hf-ema", run.ema.tensors(run.model))
         if world.main:
             note_export(directory, step)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: allocated on the GPU, or resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

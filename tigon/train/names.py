@@ -6,7 +6,8 @@ from collections.abc import Iterable
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
 ADAPTERS = "all weights are trained: there are no adapters"
-NOT_LOGGED = "a run writes metrics.jsonl and loss.png, and sends nothing anywhere"
+SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
+WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
 SHARDING = "nothing to set: weights, gradients and AdamW's state are sharded over all ranks"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
@@ -146,10 +147,29 @@ OTHERS = {
     "per_device_eval_batch_size": "micro_batch_size",
     "per_device_train_batch_size": ROWS,
     "precision": DTYPE,
-    "report_to": NOT_LOGGED,
-    "wandb_project": NOT_LOGGED,
-    "use_wandb": NOT_LOGGED,
-    "metric_logger": NOT_LOGGED,
+    "report_to": SINKS,
+    "metric_logger": SINKS,
+    "logger_name": SINKS,
+    "use_tensorboard": SINKS,
+    "enable_tensorboard": SINKS,
+    "enable_wandb": SINKS,
+    "use_wandb": SINKS,
+    "wandb_project": WANDB,
+    "wandb_entity": WANDB,
+    "wandb_name": WANDB,
+    "wandb_run_id": WANDB,
+    "run_name": WANDB,
+    "disable_tqdm": "nothing to set: a run says lines, one every log_every steps in a file",
+    "logging_first_step": "nothing to set: the first step of a process always has its line",
+    "include_tokens_per_second": "nothing to set: tokens_per_second is always logged",
+    "include_num_input_tokens_seen": "nothing to set: tokens are always logged",
+    "log_peak_memory_stats": "nothing to set: memory is always logged",
+    "generate_samples": "sample_prompts, and sample_tokens",
+    "num_generation_samples": "sample_prompts, and sample_tokens",
+    "profiler": "profile={start: 10, steps: 3}",
+    "enable_profiling": "profile={start: 10, steps: 3}",
+    "profiler_steps": "profile={start: 10, steps: 3}",
+    "profiler_steps_start": "profile={start: 10, steps: 3}",
     "resume_from_checkpoint": "resume: auto, or the path of a checkpoint",
     "auto_resume_from_checkpoints": "resume=auto",
     "save_steps": "save_every",

@@ -1,23 +1,24 @@
-"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and its progress."""
+"""What a run leaves for people: config.yaml, metrics.jsonl, samples.jsonl, loss.png."""
 
 import json
 import math
 import os
 import platform
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from tigon.train.config import Config, dump
-from tigon.train.parallel import World, outlived
+from tigon.train.console import Console
+from tigon.train.parallel import World
+from tigon.train.sinks import Sinks
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
+SAMPLES = "samples.jsonl"
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
 PLOT_EVERY = 30.0  # seconds, at least
 
@@ -27,8 +28,7 @@ class Record:
 
     def __init__(self, config: Config, world: World, start: int, steps: int):
         """`start` steps are done already; rows of metrics.jsonl after them are dropped."""
-        self.path, self.steps, self.log_every = Path(config.run_dir), steps, config.log_every
-        self.main = world.main
+        self.path, self.main = Path(config.run_dir), world.main
         if not self.main:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -36,37 +36,37 @@ class Record:
         self.metrics = self.path / "metrics.jsonl"
         self.plotted = -math.inf
         self._cut(start)
-        self.bar = tqdm(initial=start, total=steps, unit="step", disable=not sys.stderr.isatty())
-        # Beside a bar on the terminal, the lines are for a file
-        self.prints_steps = self.bar.disable or not sys.stdout.isatty()
+        self.console = Console(config, steps, world.say)
+        self.sinks = Sinks(config, read_metrics(self.metrics), start, world.say)
+        world.closing.callback(self.sinks.close)  # however the run ends
 
     def step(self, row: dict[str, Any]) -> None:
         """One optimizer step."""
-        if not self.main:
-            return
-        self._append(row)
-        self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['tokens_per_second']:.0f} tok/s")
-        self.bar.update()
-        if self.prints_steps and (row["step"] % self.log_every == 0 or row["step"] == self.steps):
-            left = int((self.steps - row["step"]) * row["step_seconds"])
-            epoch = "" if row["epoch"] is None else f"epoch {row['epoch']:.2f}  "
-            self.say(
-                f"step {row['step']}/{self.steps}  {epoch}"
-                f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-                f"{row['tokens_per_second']:.0f} tok/s  {left // 60}:{left % 60:02d} left"
-            )
-
-    def evaluation(self, row: dict[str, Any]) -> None:
         if self.main:
             self._append(row)
-            self.say(f"step {row['step']}/{self.steps}  eval loss {row['eval_loss']:.4f}")
+            self.sinks.log(row)
+            self.console.step(row)
+
+    def evaluation(self, row: dict[str, Any], samples: Sequence[dict[str, str]] = ()) -> None:
+        """An evaluation and the texts that it generated."""
+        if not self.main:
+            return
+        if samples:  # first, and in place of those of an evaluation that did not get to its row
+            path, step = self.path / SAMPLES, row["step"]
+            kept = [known for known in read_metrics(path) if known["step"] != step]
+            new = [{"step": step, **sample} for sample in samples]
+            _write(path, "".join(map(_line, kept + new)))
+        self._append(row)
+        self.sinks.log(row)
+        self.sinks.flush()
+        self.console.evaluation(row)
+        self.console.samples(samples)
 
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`, which come again."""
         if self.main:
             self._cut(step)
-            self.bar.reset(self.steps)
-            self.bar.update(step)
+            self.sinks.rewind(read_metrics(self.metrics), step)
 
     def sync(self) -> None:
         """Before a checkpoint: its rows are on the disk, whatever happens to the machine."""
@@ -74,31 +74,33 @@ class Record:
             return
         with self.metrics.open("rb") as file:
             os.fsync(file.fileno())
+        self.sinks.flush()
         if time.monotonic() - self.plotted > PLOT_EVERY:
             plot(self.metrics, self.path / "loss.png")
             self.plotted = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint, for which training waited so long."""
         if self.main:
-            with outlived(sys.stdout):
-                self.bar.write(text)
-                sys.stdout.flush()
+            self.console.saved(step, seconds)
 
     def close(self) -> None:
         if self.main:
-            self.bar.close()
+            self.sinks.close()
             plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:
         try:
-            with self.metrics.open("a") as file:
+            with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(_line(row))
         except OSError as error:  # a full disk does not say of what
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
-        kept = [row for row in read_metrics(self.metrics) if step and row["step"] <= step]
-        _write(self.metrics, "".join(map(_line, kept)))
+        for path in (self.metrics, self.path / SAMPLES):
+            kept = [row for row in read_metrics(path) if step and row["step"] <= step]
+            if kept or path == self.metrics or path.exists():
+                _write(path, "".join(map(_line, kept)))
 
 
 def unfinished(config: Config, step: int) -> bool:
@@ -184,11 +186,11 @@ def _line(row: dict[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in row.items()
     }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     temporary.unlink(missing_ok=True)  # never written through, should it be a link
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

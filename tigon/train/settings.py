@@ -55,7 +55,9 @@ class DataSettings:
         "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
         "weight, format, columns, split, config, revision",
     )
-    eval_data: tuple[str | Entry, ...] = option((), "held-out ones")
+    eval_data: tuple[str | Entry, ...] = option(
+        (), "held-out ones; {NAME: ..., NAME: ...} or entries with name= are also measured apart"
+    )
     separator: str = option(
         "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
     )
@@ -135,6 +137,10 @@ class LossSettings:
     predictions: bool = option(
         False, "write what each evaluation predicts to run_dir/predictions-step-N.jsonl"
     )
+    sample_prompts: tuple[str, ...] = option(
+        (), "texts, or .jsonl files of prompts or messages, which each evaluation has answered"
+    )
+    sample_tokens: int = option(64, "the most tokens of an answer", least=1)
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,14 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Steps to look into."""
+
+    start: int = option(10, "the first step, as metrics.jsonl counts", least=1)
+    steps: int = option(3, "how many", least=1)
+
+
+@dataclass(frozen=True)
 class RunSettings:
     """The run: what it writes, and how it goes on."""
 
@@ -264,6 +278,12 @@ class RunSettings:
         "time from SIGTERM to the end that the scheduler grants; a checkpoint that would not be "
         "whole by then is not begun; 0: any time",
         least=0,
+    )
+    log_to: tuple[str, ...] = option(
+        (), "where the rows of metrics.jsonl go besides: tensorboard, wandb"
+    )
+    profile: Profile | None = option(  # noqa: RUF009
+        None, "{start: 10, steps: 3}: write to run_dir/profile where the time of these steps goes"
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from tigon.data import Encoder, MicroBatch, Rows, Window, whole
+from tigon.data import Encoder, Entry, MicroBatch, Rows, Window, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -58,6 +58,9 @@ class Objective:
             value = getattr(config, setting.name)
             if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
                 raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
+        named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
+        if named and not self.predicts_tokens:
+            raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
         self.hooks = Hooks(config.hooks, config.hook_every)
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 

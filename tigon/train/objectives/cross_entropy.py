@@ -1,12 +1,14 @@
 """The cross-entropy of the supervised tokens, which fine-tuning and pretraining share."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tigon.data import MicroBatch
+from tigon.kernels.criteria import Criterion, CrossEntropy
 from tigon.kernels.cross_entropy import IGNORE_INDEX, METRICS
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
@@ -77,16 +79,26 @@ class CrossEntropyObjective(Objective):
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone: what the balance of experts adds belongs to training."""
-        output = self._forward(model, inputs, inputs.targets.summed())
+        each = inputs.wanted is not None and inputs.wanted.losses
+        # The same sum in any case, and with it what it is the sum of
+        criteria = (CrossEntropy(), CrossEntropy(reduction="none")) if each else None
+        output = self._forward(model, inputs, inputs.targets.summed(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
 
-    def _forward(self, model: CausalLM, inputs: Inputs, targets: Targets) -> Output:
+    def _forward(
+        self,
+        model: CausalLM,
+        inputs: Inputs,
+        targets: Targets,
+        criteria: Sequence[Criterion] | None = None,
+    ) -> Output:
         wanted, training = inputs.wanted, inputs.training
         logits = wanted is not None and self.setting("return_logits", training=training)
         return model(
             batch=inputs.batch,
             targets=targets,
+            criteria=criteria,
             metrics=self.metrics[training],
             return_logits=logits or None,
             logits_at=None if wanted is None else wanted.positions,
@@ -113,6 +125,7 @@ class CrossEntropyObjective(Objective):
             metrics={name: targets.place(x, 0) for name, x in found.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
+            losses=targets.place(output.criteria[1], 0) if inputs.wanted.losses else None,
         )
         return Part(loss, means, view)
 

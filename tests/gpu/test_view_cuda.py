@@ -1,0 +1,77 @@
+"""What a run on a GPU says: MFU, memory, where the time goes; and that looking changes no bit."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from tests.small import write_chats
+from tests.train.conftest import workspace
+from tests.train.test_two_ranks import torchrun
+from tigon.train import main
+from tigon.train.flops import peak_flops
+from tigon.train.record import read_metrics
+
+__all__ = ["workspace"]
+pytestmark = pytest.mark.gpu
+
+STEPS = {"steps": 6, "eval_every": 3, "batch_size": 8, "device": "cuda", "log_every": 1}
+BITS = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
+
+
+def test_samples_named_sets_and_the_profile_change_no_bit(workspace, capsys):
+    """On the default of a GPU: bfloat16 through FSDP2; and without FSDP, in one dtype."""
+    other = write_chats(workspace.root / "other.jsonl", 5, seed=7)
+    for name, changes in (("fsdp", {}), ("plain", {"dtype": "float32"})):
+        same = {**STEPS, **changes}
+        plain = f"[{workspace.held_out}, {other}]"
+        main(workspace.settings(f"gpu-{name}-silent", eval_data=plain, **same))
+        capsys.readouterr()
+        settings = {"eval_data": f"{{first: {workspace.held_out}, second: {other}}}"}
+        settings |= {"sample_prompts": "[the model, who asked]", "sample_tokens": 12}
+        settings |= {"profile": "{start: 2, steps: 2}"}
+        main(workspace.settings(f"gpu-{name}-seen", **settings, **same))
+        said = capsys.readouterr().out
+        for key in BITS:
+            values = workspace.metrics(f"gpu-{name}-seen", key)
+            assert values == workspace.metrics(f"gpu-{name}-silent", key), (name, key)
+        assert "  first: loss" in said and '  "the model" -> "' in said
+        times = profiled(workspace.root / f"gpu-{name}-seen/profile")
+        assert name == "plain" or times["attention"] > 0
+        rows = read_metrics(workspace.root / f"gpu-{name}-seen/metrics.jsonl")
+        assert all(0 < r["memory_gib"] <= r["memory_reserved_gib"] for r in rows if "loss" in r)
+        dtype = torch.bfloat16 if name == "fsdp" else torch.float32
+        if peak_flops(torch.device("cuda", 0), dtype) is not None:
+            assert all(0 < r["mfu"] < 1 for r in rows if "loss" in r)
+            assert re.search(r"MFU: of [\d.]+ TFLOP/s \(NVIDIA .*, bfloat16, dense\)", said)
+            assert re.search(r"step 6/6  loss .*  MFU +\d+\.\d%", said)
+        else:
+            assert all(r["mfu"] is None for r in rows if "loss" in r)
+
+
+def profiled(directory):
+    """Milliseconds of each kind."""
+    facts = json.loads((directory / "table.json").read_text())
+    times = {kind: row["alone"] for kind, row in facts["milliseconds"].items()}
+    for kind in ("matrix products", "fused kernels", "optimizer", "waiting"):
+        assert times[kind] > 0, (kind, times)
+    assert "on the GPU of rank 0" in (directory / "table.txt").read_text()
+    assert (directory / "trace.json.gz").stat().st_size > 1000
+    return times
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_sample_in_step(workspace):
+    """Both ranks make the same passes, and collectives are a kind of their own."""
+    same = {**STEPS, "eval_data": workspace.held_out}
+    torchrun(workspace.settings("gpu-two-silent", **same))
+    same |= {"sample_prompts": "[the model, who asked]", "sample_tokens": 12}
+    torchrun(workspace.settings("gpu-two-seen", profile="{start: 2, steps: 2}", **same))
+    for key in BITS:
+        values = workspace.metrics("gpu-two-seen", key)
+        assert values == pytest.approx(workspace.metrics("gpu-two-silent", key), rel=1e-6), key
+    rows = read_metrics(workspace.root / "gpu-two-seen/samples.jsonl")
+    assert [row["step"] for row in rows] == [0, 0, 3, 3, 6, 6]
+    facts = json.loads((workspace.root / "gpu-two-seen/profile/table.json").read_text())
+    assert facts["milliseconds"]["collectives"]["in_all"] > 0

@@ -1,0 +1,139 @@
+"""What a run says: columns, what fits a terminal, and how long it will take."""
+
+import os
+import pty
+import re
+import sys
+import termios
+from contextlib import suppress
+
+import pytest
+
+from tigon.train import console as module
+from tigon.train import load, main
+from tigon.train.console import Console, duration, line, number
+
+ROW = {
+    "step": 1,
+    "epoch": 0.1,
+    "lr": 1e-5,
+    "loss": 1.25,
+    "grad_norm": 0.5,
+    "accuracy": 0.5,
+    "tokens": 1000,
+    "supervised_tokens": 400,
+    "step_seconds": 2.0,
+    "data_seconds": 0.0,
+    "data_share": 0.0,
+    "tokens_per_second": 500.0,
+    "mfu": 0.4,
+    "memory_gib": 61.2,
+    "memory_reserved_gib": 70.0,
+}
+
+
+@pytest.fixture
+def console(workspace):
+    def make(steps=1000, **changes):
+        said = []
+        settings = workspace.settings("x", eval_data=workspace.held_out, **changes)
+        return Console(load(None, settings), steps, said.append), said
+
+    return make
+
+
+def test_a_line_in_a_file(console):
+    one, said = console(log_every=5)
+    for step in range(1, 11):
+        one.step(ROW | {"step": step, "step_seconds": 60.0 if step < 3 else 2.0})
+    assert said == [
+        "step    1/1000  loss  1.2500  acc  50.0%  lr 1.00e-05  grad  0.5000       17 tok/s  "
+        "MFU 40.0%   61.2 GiB      -:-- left",
+        # Neither speed nor the time that is left know of the steps that compile
+        "step    5/1000  loss  1.2500  acc  50.0%  lr 1.00e-05  grad  0.5000      500 tok/s  "
+        "MFU 40.0%   61.2 GiB     33:10 left",
+        "step   10/1000  loss  1.2500  acc  50.0%  lr 1.00e-05  grad  0.5000      500 tok/s  "
+        "MFU 40.0%   61.2 GiB     33:00 left",
+    ]
+    assert max(map(len, said)) <= 120
+
+
+def test_speed_is_a_mean_since_the_last_line(console):
+    one, said = console(log_every=2)
+    for step in range(1, 5):
+        slow = {"step_seconds": 6.0, "mfu": 0.1, "data_seconds": 0.8} if step == 3 else {}
+        one.step(ROW | {"step": step} | slow)
+    assert "250 tok/s  MFU 17.5%" in said[-1] and said[-1].endswith("left  waits 10%")
+    assert "waits" not in said[-2]
+    one.step(ROW | {"step": 6, "mfu": None, "skipped": "spike", "nll": 1.5, "loss": float("nan")})
+    assert "MFU" not in said[-1] and said[-1].endswith("skipped: spike")
+    assert "loss     nan  acc  50.0%  nll  1.5000  lr" in said[-1]
+
+
+def test_what_is_left_counts_evaluations(console):
+    one, said = console(steps=100, eval_every=30)
+    evaluation = {"eval_loss": 2.0, "eval_accuracy": 0.25, "eval_tokens": 1234, "seconds": 50.0}
+    for step in range(1, 5):
+        one.step(ROW | {"step": step})
+    assert one.seconds_left(4) == 96 * 2
+    one.evaluation({"step": 30, **evaluation})
+    assert said[-1] == "step  30/100  eval loss  2.0000  acc  25.0%  1,234 tokens in 50.0 s"
+    assert one.seconds_left(4) == 96 * 2 + 4 * 50  # at 30, 60, 90 and the end
+    assert one.seconds_left(30) == 70 * 2 + 3 * 50
+    assert one.seconds_left(90) == 10 * 2 + 50
+    assert one.seconds_left(100) == 0
+    once, _ = console(steps=100)
+    once.times.append(1.0)
+    once.evaluation_seconds = 5.0
+    assert once.seconds_left(99) == 1 + 5
+    one.evaluation({"step": 60, **evaluation, "eval_loss/math": 1.0, "eval_accuracy/math": 1.0})
+    assert said[-1].splitlines()[1:] == ["  math: loss  1.0000  acc 100.0%"]
+
+
+def test_numbers_and_durations():
+    values = (1.23456, 12.3456, 123.456, 1234.56, 1e7, -0.5, float("nan"))
+    texts = ["1.2346", "12.346", "123.46", "1235", "1.0e+07", "-0.5000", "nan"]
+    assert [number(value).strip() for value in values] == texts
+    assert {len(number(value)) for value in values} == {7}
+    assert [duration(s) for s in (0, 65, 3725, 90000)] == ["0:00", "1:05", "1:02:05", "1 d 01:00"]
+
+
+def test_columns_go_where_there_is_no_room():
+    columns = [(0, "step 1/9"), (2, "acc"), (9, "memory"), (1, "left")]
+    assert line(columns, None) == line(columns, 27) == "step 1/9  acc  memory  left"
+    assert line(columns, 26) == "step 1/9  acc  left"
+    assert line(columns, 18) == "step 1/9  left"
+    assert line(columns, 8) == "step 1/9"
+    assert line(columns, 5) == "step "
+
+
+def test_a_terminal_has_a_line_a_step_that_fits(workspace, monkeypatch):
+    """The same text without control characters; its width is that of the terminal."""
+    terminal, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, 60))
+    monkeypatch.setattr(module, "PACE", 0)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with open(end, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "__stdout__", output)
+        main(workspace.settings("terminal", steps=3))
+        monkeypatch.undo()
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while True:
+            shown += os.read(terminal, 4096)
+    os.close(terminal)
+    lines = [text for text in shown.decode().split("\r\n") if text.startswith("step ")]
+    assert [text.split()[1] for text in lines] == ["1/3", "2/3", "3/3", "3/3"]
+    assert re.fullmatch(r"step 1/3  loss  \d\.\d{4} +\d+ tok/s +-:-- left", lines[0])
+    assert all(len(text) < 60 for text in lines)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", shown.decode().replace("\r\n", ""))
+
+
+def test_every_row_has_its_speed(workspace, capsys):
+    main(workspace.settings("speed", steps=2, log_every=1))
+    said = capsys.readouterr().out
+    assert said.count("step 2/2  loss") == 1 and "MFU" not in said  # of a CPU it is not known
+    assert workspace.metrics("speed", "mfu") == [None, None]
+    assert workspace.metrics("speed", "memory_reserved_gib") == [None, None]
+    assert all(0.05 < gib < 64 for gib in workspace.metrics("speed", "memory_gib"))

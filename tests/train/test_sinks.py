@@ -1,0 +1,135 @@
+"""TensorBoard and W&B have what metrics.jsonl has, each step once."""
+
+import os
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tigon.train import load, main, sinks
+from tigon.train.record import read_metrics
+from tigon.train.sinks import Sinks, scalars
+
+AGAIN = {"steps": 6, "save_every": 2, "keep_last": 0, "eval_every": 2, "nonfinite": "rollback"}
+
+
+class Offline:
+    """In place of wandb: a server that takes rows as W&B does, for the processes of one run."""
+
+    __spec__ = "of a module"
+    Settings = SimpleNamespace
+
+    def __init__(self):
+        self.rows, self.runs = {}, []
+
+    def init(self, **options):
+        self.runs.append(options)
+        step = max(self.rows) + 1 if options["id"] == self.runs[0]["id"] and self.rows else 0
+        return SimpleNamespace(offline=False, step=step, log=self.log, finish=lambda: None)
+
+    def log(self, row, step):
+        if step >= max(self.rows, default=0):  # W&B drops others
+            self.rows.setdefault(step, {}).update(row)
+
+
+def from_tensorboard(directory):
+    """Tag -> [(step, value)]."""
+    read = EventAccumulator(str(directory))
+    read.Reload()
+    tags = read.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in tags}
+
+
+def test_each_step_once_after_a_rollback_and_a_kill(workspace, poisoned, monkeypatch):
+    fake = Offline()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run = workspace.root / "sunk"
+    settings = workspace.settings(
+        "sunk", log_to="[tensorboard, wandb]", eval_data=workspace.held_out, **AGAIN
+    )
+    poisoned(4)  # and back from the fifth step to the fourth
+    main(settings)
+    for step in (5, 6):  # as if it had been killed before it could save any more
+        shutil.rmtree(run / f"checkpoints/step-{step:08d}", ignore_errors=True)
+    main([*settings, "resume=auto"])
+    rows = read_metrics(run / "metrics.jsonl")
+    expected = {}
+    for row in rows:
+        for tag, value in scalars(row).items():
+            expected.setdefault(tag, []).append((row["step"], value))
+    found = from_tensorboard(run / "tensorboard")
+    assert found.keys() == expected.keys()
+    assert {"train/loss", "train/accuracy", "speed/tokens_per_second", "eval/loss"} <= set(found)
+    for tag, points in expected.items():
+        assert found[tag] == [(s, pytest.approx(v, rel=1e-6)) for s, v in points], tag
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in found["eval/loss"]] == [0, 2, 4, 6]
+
+    first, second = fake.runs
+    assert first["id"] == second["id"] and first["resume"] == "allow" and len(first["id"]) == 8
+    assert (first["name"], first["project"], first["config"]["lr"]) == ("sunk", "tigon", 3e-3)
+    assert sorted(fake.rows) == [0, 1, 2, 3, 4, 5, 6]
+    assert [s for s, row in fake.rows.items() if "eval/loss" in row] == [0, 2, 4, 6]
+    assert [fake.rows[s]["train/loss"] for s in range(1, 7)] == workspace.metrics("sunk", "loss")
+
+
+def test_a_sink_that_comes_later_has_all(workspace):
+    settings = workspace.settings("late", steps=4, save_every=2)
+    main([*settings, "steps=2", "schedule=constant"])
+    main([*settings, "log_to=tensorboard", "resume=auto", "schedule=constant"])
+    found = from_tensorboard(workspace.root / "late/tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
+    class Failing:
+        def __init__(self, *_):
+            self.rows = 0
+
+        def log(self, row):
+            self.rows += 1
+            if self.rows == 2:
+                raise ConnectionError("no route to host")
+            assert self.rows < 2, "it was left out"
+
+    def absent(*_):
+        raise RuntimeError("api_key not configured")
+
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", Failing)
+    monkeypatch.setitem(sinks.SINKS, "wandb", absent)
+    main(workspace.settings("unsunk", steps=4, log_to="[tensorboard, wandb]"))
+    said = capsys.readouterr().out
+    for name, problem in (
+        ("wandb", "RuntimeError: api_key not configured"),
+        ("tensorboard", "ConnectionError: no route to host"),
+    ):
+        text = f"log_to={name} has failed, and the run goes on without it: {problem}"
+        assert said.count(text) == 1
+    assert workspace.metrics("unsunk", "step") == [1, 2, 3, 4]
+
+
+def test_names_and_packages_are_checked(workspace, monkeypatch):
+    with pytest.raises(SystemExit, match="log_to=comet is not one of tensorboard, wandb"):
+        main(workspace.settings("x", log_to="comet"))
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):
+        main(workspace.settings("x", log_to="wandb"))
+
+
+def test_wandb_itself_offline(workspace, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = load(None, workspace.settings("x", run_dir=tmp_path, log_to="wandb"))
+    rows = [{"step": step, "loss": 1.0 / step, "tokens": 7} for step in (1, 2)]
+    (tmp_path / ".wandb-id").write_text("12345678")  # of a process before this one
+    sinks = Sinks(config, rows, 1, print)
+    run = sinks.open["wandb"].run
+    assert (run.id, run.project, run.name) == ("12345678", "tigon", tmp_path.name)
+    sinks.log({"step": 3, "loss": 0.5})
+    assert run.summary["train/loss"] == 0.5
+    sinks.close()
+    assert "failed" not in capsys.readouterr().out
+    (written,) = (n for n in os.listdir(tmp_path / "wandb") if n.startswith("offline-run"))
+    assert written.endswith("12345678")

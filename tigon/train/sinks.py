@@ -1,0 +1,181 @@
+"""Where the rows of metrics.jsonl go besides: TensorBoard and Weights & Biases."""
+
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from tigon.train.config import Config
+
+FLUSH = 10  # seconds until TensorBoard's file has an event, at most
+FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
+SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {
+    *("tokens", "supervised_tokens", "memory_gib", "memory_reserved_gib")
+}
+Row = dict[str, Any]
+
+
+class Sink(Protocol):
+    def log(self, row: Row) -> None: ...
+    def rewind(self, rows: Sequence[Row], step: int) -> None:
+        """The steps after `step` come again; `rows` are those up to it."""
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """An event file in run_dir/tensorboard for each process of the run.
+
+    A session's start makes readers forget all steps from that on; its rows are written again.
+    """
+
+    def __init__(self, config: Config, rows: Sequence[Row], start: int):
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        directory = Path(config.run_dir, "tensorboard")
+        begun = directory.is_dir() and any(directory.iterdir())
+        self.writer = EventFileWriter(str(directory), flush_secs=FLUSH)
+        self.rewind(rows, start if begun else 0)
+
+    def log(self, row: Row) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=k, simple_value=v) for k, v in scalars(row).items()]
+        self._add(row["step"], summary=Summary(value=values))
+
+    def rewind(self, rows: Sequence[Row], step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._add(step, session_log=SessionLog(status=SessionLog.START))
+        for row in rows:
+            if row["step"] >= step:
+                self.log(row)
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.writer.add_event(Event(wall_time=time.time(), step=step, **what))
+
+
+class WandB:
+    """One W&B run, whose id is kept in run_dir, however often the run goes on.
+
+    W&B takes no step twice: of those that come again it keeps the first.
+    """
+
+    def __init__(self, config: Config, rows: Sequence[Row], start: int):
+        import wandb
+
+        path = Path(config.run_dir)
+        file = path / ".wandb-id"
+        begun = file.exists()
+        if not begun:
+            file.write_text(secrets.token_hex(4))
+        self.run = wandb.init(
+            id=file.read_text().strip(),
+            resume="allow",
+            project=os.environ.get("WANDB_PROJECT", "tigon"),
+            name=os.environ.get("WANDB_NAME", path.resolve().name),
+            dir=str(path),
+            config=asdict(config),
+            settings=wandb.Settings(console="off", finish_timeout=FINISH),
+        )
+        # Offline, nobody knows what an earlier process has logged
+        self.first = start + 1 if begun and self.run.offline else self.run.step
+        self.rewind(rows, 0)
+
+    def log(self, row: Row) -> None:
+        if row["step"] >= self.first:
+            self.first = row["step"]
+            self.run.log(scalars(row), step=row["step"])
+
+    def rewind(self, rows: Sequence[Row], step: int) -> None:
+        for row in rows:
+            if row["step"] >= step:
+                self.log(row)
+
+    def flush(self) -> None:
+        """A process of W&B's own has what was logged."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+SINKS: dict[str, Callable[[Config, Sequence[Row], int], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+}
+
+
+class Sinks:
+    """Those of `log_to`. One that fails is left out from then on, and said: it ends no run."""
+
+    def __init__(self, config: Config, rows: Sequence[Row], start: int, say: Callable[[str], None]):
+        """`rows` are those of the `start` steps that are done."""
+        self.say = say
+        self.open: dict[str, Sink] = {}
+        for name in config.log_to:
+            self._try(name, lambda name=name: self._begin(name, config, rows, start))
+
+    def log(self, row: Row) -> None:
+        self._each(lambda sink: sink.log(row))
+
+    def rewind(self, rows: Sequence[Row], step: int) -> None:
+        self._each(lambda sink: sink.rewind(rows, step))
+
+    def flush(self) -> None:
+        self._each(lambda sink: sink.flush())
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self.open = {}
+
+    def _begin(self, name: str, config: Config, rows: Sequence[Row], start: int) -> None:
+        self.open[name] = SINKS[name](config, rows, start)
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self.open.items()):
+            self._try(name, lambda sink=sink: call(sink))
+
+    def _try(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.open.pop(name, None)
+            problem = f"{type(error).__name__}: {error}"
+            self.say(f"log_to={name} has failed, and the run goes on without it: {problem}")
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """ValueError for names that are not known, ImportError for packages that are not there."""
+    for name in names:
+        if name not in SINKS:
+            raise ValueError(f"log_to={name} is not one of {', '.join(SINKS)}")
+        if find_spec(name) is None:
+            raise ImportError(f"log_to={name} needs a package: pip install 'tigon[{name}]'")
+
+
+def scalars(row: Row) -> dict[str, float]:
+    """The finite numbers of a row, as train/..., speed/... and eval/..."""
+    found = {}
+    for key, value in row.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "step" or not number or not math.isfinite(value):
+            continue
+        group = "speed" if key in SPEED else "train"
+        if "eval_loss" in row:
+            group, key = "eval", key.removeprefix("eval_")
+        found[f"{group}/{key}"] = float(value)
+    return found

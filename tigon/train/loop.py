@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tigon import report
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate
@@ -110,6 +111,7 @@ def row(
         "tokens_per_second": tokens / seconds,
         "memory_gib": peak_memory(run.world.device) / 2**30,
         **({} if trouble is None else {"skipped": trouble.kind}),
+        **({"rollbacks": run.state.rollbacks} if run.state.rollbacks else {}),
     }
 
 
@@ -172,6 +174,8 @@ def finish(run: Run, step: int, record: Record) -> None:
         export(run, directory / "hf")
         if world.main:
             note_export(directory, step)
+    if world.main:
+        world.say(report.attempt(directory))
 
 
 def peak_memory(device: torch.device) -> int:

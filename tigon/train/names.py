@@ -6,7 +6,7 @@ from collections.abc import Iterable
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
 ADAPTERS = "all weights are trained: there are no adapters"
-NOT_LOGGED = "a run writes metrics.jsonl and loss.png, and sends nothing anywhere"
+NOT_LOGGED = "a run writes metrics.jsonl and report.html, and sends nothing anywhere"
 SHARDING = "nothing to set: weights, gradients and AdamW's state are sharded over all ranks"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"

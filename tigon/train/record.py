@@ -1,4 +1,4 @@
-"""What a run leaves for people: config.yaml, metrics.jsonl, loss.png; and its progress."""
+"""What a run leaves for people: config.yaml and metrics.jsonl; and its progress."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,6 @@ from tigon.train.parallel import World, outlived
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
-PLOT_EVERY = 30.0  # seconds, at least
 
 
 class Record:
@@ -34,7 +32,6 @@ class Record:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / "config.yaml", _versions(world) + dump(config))
         self.metrics = self.path / "metrics.jsonl"
-        self.plotted = -math.inf
         self._cut(start)
         self.bar = tqdm(initial=start, total=steps, unit="step", disable=not sys.stderr.isatty())
         # Beside a bar on the terminal, the lines are for a file
@@ -73,9 +70,6 @@ class Record:
             return
         with self.metrics.open("rb") as file:
             os.fsync(file.fileno())
-        if time.monotonic() - self.plotted > PLOT_EVERY:
-            plot(self.metrics, self.path / "loss.png")
-            self.plotted = time.monotonic()
 
     def say(self, text: str) -> None:
         if self.main:
@@ -86,7 +80,6 @@ class Record:
     def close(self) -> None:
         if self.main:
             self.bar.close()
-            plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:
         try:
@@ -141,25 +134,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def plot(metrics: Path, image: Path) -> None:
-    """The loss curve as a PNG, when matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    rows = read_metrics(metrics)
-    axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).subplots()
-    for key, style in (("loss", {"linewidth": 1}), ("eval_loss", {"marker": "o"})):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
-    axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with suppress(OSError):  # no picture is worth a run
-        figure.savefig(image, dpi=120)
 
 
 def _versions(world: World) -> str:

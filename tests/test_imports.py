@@ -31,7 +31,8 @@ ARROWS: dict[str, set[str]] = {
     "report": set(),
     "train": {"data", "models", "report"},
     "eval": {"data", "models"},
-    "commands": {"eval", "models", "tokenizer", "train"},
+    "chat": {"models", "tokenizer"},
+    "commands": {"chat", "eval", "train"},
     "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the

@@ -104,6 +104,19 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(p)
     p.set_defaults(run="generate")
 
+    p = commands.add_parser("chat", help="talk with a model, or with what a run has made of it")
+    _model_arguments(p)
+    p.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    p.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="of an answer (default: 512; fewer where the model's context ends)",
+    )
+    _sampling_arguments(p)
+    p.set_defaults(run="chat")
+
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
 
     p = commands.add_parser("report", help="a page of a run, or of several side by side")

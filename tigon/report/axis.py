@@ -17,7 +17,8 @@ class Scale:
     def at(self, value: float) -> float:
         """0 at the low end, 1 at the high one."""
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)
+            return (math.log(value) - low) / (math.log(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, count: int) -> list[float]:

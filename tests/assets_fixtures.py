@@ -24,6 +24,6 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
-def alpaca() -> Path:
+def gsm8k() -> Path:
     """The directory of train.jsonl and eval.jsonl."""
-    return built("alpaca.py")
+    return built("gsm8k.py")

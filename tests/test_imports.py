@@ -28,10 +28,12 @@ ARROWS: dict[str, set[str]] = {
     "models": {"generation", "weights"},
     "tokenizer": {"hub"},
     "data": {"tokenizer"},
-    "train": {"data", "models"},
+    "report": set(),
+    "train": {"data", "models", "report"},
     "eval": {"data", "models"},
-    "commands": {"eval", "models", "tokenizer", "train"},
-    "cli": {"commands", "train"},
+    "chat": {"models", "tokenizer"},
+    "commands": {"chat", "eval", "train"},
+    "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise
@@ -43,7 +45,6 @@ OPTIONAL = {
     "datasets",
     "flash_attn",
     "lm_eval",
-    "matplotlib",
     "pyarrow",
     "tensorboard",
     "transformers",

@@ -29,6 +29,7 @@ PACKAGES = (
     "kernels",
     "layers",
     "models",
+    "report",
     "tokenizer",
     "train",
     "weights",

@@ -1,4 +1,4 @@
-"""Language models from a shell: generate, train, data, eval, export, info."""
+"""Language models from a shell: generate, chat, train, report, data, eval, export, info."""
 
 import argparse
 import os
@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Imported now: torch takes seconds, and --help must not
             if training:
                 status = import_module("tigon.train").main(arguments[1:]) or 0
+            elif args.command == "report":  # needs no torch
+                print(import_module("tigon.report").write(args.runs, args.out))
+                status = 0
             else:
                 status = getattr(import_module("tigon.commands"), args.run)(args)
         sys.stdout.flush()  # a closed pipe raises here
@@ -101,7 +104,28 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(p)
     p.set_defaults(run="generate")
 
+    p = commands.add_parser("chat", help="talk with a model, or with what a run has made of it")
+    _model_arguments(p)
+    p.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    p.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="of an answer (default: 512; fewer where the model's context ends)",
+    )
+    _sampling_arguments(p)
+    p.set_defaults(run="chat")
+
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
+
+    p = commands.add_parser("report", help="a page of a run, or of several side by side")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")
+    p.add_argument(
+        "--out",
+        metavar="FILE",
+        help="default: RUN/report.html; of several, comparison.html in the first one's directory",
+    )
 
     p = commands.add_parser("data", help="the cache of tokenised data: make it ahead, or clean it")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="WHAT")

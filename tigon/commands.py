@@ -5,11 +5,12 @@ import platform
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from tigon import __version__
+from tigon.chat import Chat, talk
 from tigon.data import clean_cache
 from tigon.eval import parity, perplexity, report
 from tigon.kernels.attention import survey
@@ -31,19 +32,9 @@ def generate(args: Namespace) -> int:
     context = model.config.max_position_embeddings
     if len(ids) >= context:
         raise ValueError(f"the prompt has {len(ids)} tokens, but the model's context is {context}")
-    given = {
-        name: getattr(args, name)
-        for name in (*SAMPLING, "repetition_penalty", "seed")
-        if getattr(args, name) is not None
-    }
-    if args.temperature == 0:
-        given |= {"do_sample": False, "temperature": None}
-    elif any(name in given for name in SAMPLING):
-        given["do_sample"] = True
+    given = _sampling(args)
     if args.stop:
         given["stop_strings"] = args.stop
-    if args.seed is None:
-        torch.seed()  # otherwise every process draws the same tokens
     assistant = None
     if args.assistant is not None:
         assistant = from_pretrained(args.assistant, dtype=_dtype(args), device=model.device)
@@ -64,6 +55,38 @@ def generate(args: Namespace) -> int:
     )
     print(stream.finish())
     return 0
+
+
+def chat(args: Namespace) -> int:
+    model, tokenizer = _load(args)
+    try:
+        conversation = Chat(
+            model,
+            tokenizer,
+            system=args.system,
+            max_new_tokens=args.max_new_tokens,
+            settings=_sampling(args) | {"eos_token_id": _ends(model, tokenizer)},
+        )
+    except ValueError as error:
+        raise ValueError(f"{args.model}: {error}") from None
+    talk(conversation, args.model)
+    return 0
+
+
+def _sampling(args: Namespace) -> dict[str, Any]:
+    """Arguments of model.generate, of the options that were given."""
+    given = {
+        name: getattr(args, name)
+        for name in (*SAMPLING, "repetition_penalty", "seed")
+        if getattr(args, name) is not None
+    }
+    if args.temperature == 0:
+        given |= {"do_sample": False, "temperature": None}
+    elif any(name in given for name in SAMPLING):
+        given["do_sample"] = True
+    if args.seed is None:
+        torch.seed()  # otherwise every process draws the same tokens
+    return given
 
 
 def data_pack(args: Namespace) -> int:

@@ -7,13 +7,10 @@ import pytest
 
 from tests.small import write_chats, write_model
 from tests.train.checkpoints import State
-from tests.train.ranks import no_plot
-from tigon.train import loop, main, record
+from tigon.train import loop, main
 from tigon.train.parallel import World, start
 from tigon.train.record import read_metrics
 from tigon.train.step import backward
-
-PLOT = record.plot
 
 
 class Workspace:
@@ -40,19 +37,6 @@ class Workspace:
 
     def metrics(self, run: str, key: str) -> list[float]:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _no_plots() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "plot", no_plot)
-        yield
-
-
-@pytest.fixture
-def plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a test that looks at loss.png."""
-    monkeypatch.setattr(record, "plot", PLOT)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tigon.train import main, record
+from tigon.train import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -107,10 +107,6 @@ def train_on(count: int, settings: list[str], **environment: str) -> str:
     return Ranks(count, main, settings, environment=environment).finish()
 
 
-def no_plot(metrics: Path, image: Path) -> None:
-    """Instead of loss.png, which takes longer than a test's training."""
-
-
 def _rank(
     environment: dict[str, str],
     threads: int,
@@ -127,5 +123,4 @@ def _rank(
     sys.stderr.reconfigure(line_buffering=True)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    record.plot = no_plot
     function(*arguments)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.small import write_chats
-from tigon.train import checkpoint, main, record
+from tigon.train import checkpoint, main
 from tigon.train.record import Record
-from tigon.train.record import read_metrics as read
 
 STEPS = {"steps": 7, "save_every": 2, "warmup_steps": 2}
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "eval_loss")
@@ -144,11 +143,3 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_touches_anything(work
     assert saved(workspace.root / "diverged") == ["step-00000002"]
     assert {path: path.read_bytes() for path in newest.iterdir()} == before
     assert json.loads((newest / "run.json").read_text())["step"] == 2
-
-
-def test_the_curve_is_drawn_during_the_run(workspace, monkeypatch):
-    """With checkpoints, but not with each: that takes time."""
-    drawn = []
-    monkeypatch.setattr(record, "plot", lambda metrics, image: drawn.append(len(read(metrics))))
-    main(workspace.settings("drawn", steps=3, save_every=1))
-    assert drawn == [1, 3]  # at the first checkpoint and at the end

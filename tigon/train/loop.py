@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tigon import report
 from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, resume
 from tigon.train.build import Run
@@ -118,6 +119,7 @@ def row(
         **values,
         **run.meter(lengths, targets, seconds, run.feed.seconds),
         **({} if trouble is None else {"skipped": trouble.kind}),
+        **({"rollbacks": run.state.rollbacks} if run.state.rollbacks else {}),
     }
 
 
@@ -186,3 +188,5 @@ def finish(run: Run, step: int, record: Record) -> None:
             export(run, directory / "hf-ema", run.ema.tensors(run.model))
         if world.main:
             note_export(directory, step)
+    if world.main:
+        world.say(report.attempt(directory))

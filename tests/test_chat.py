@@ -1,0 +1,206 @@
+"""`tigon chat`: turns, history, commands and interruptions, with a small model on the CPU."""
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tigon
+from tests.small import CHATML, write_model
+from tigon.chat import Chat, talk
+from tigon.cli import main
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture
+def chat(directory: Path) -> Chat:
+    model = tigon.from_pretrained(directory)
+    return Chat(model, tigon.Tokenizer.from_pretrained(directory), max_new_tokens=12)
+
+
+def say(chat: Chat, text: str) -> str:
+    said: list[str] = []
+    chat.answer(text, said.append)
+    return "".join(said)
+
+
+def test_an_answer_is_greedy_text_after_the_whole_conversation(chat: Chat) -> None:
+    first = say(chat, "hello")
+    second = say(chat, "and again")
+    expected = (
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        f"{first}<|im_end|>\n<|im_start|>user\nand again<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = torch.tensor([chat.tokenizer.encode(expected)])
+    tokens = chat.model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
+    assert second == chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    chat.reset()
+    assert say(chat, "hello") == first
+
+
+def test_the_system_message_comes_first_and_can_change(chat: Chat) -> None:
+    plain = say(chat, "hello")
+    chat.reset()
+    chat.use_system("the model says words back to whoever asked it")
+    assert say(chat, "hello") != plain
+    ids = chat._ids(chat.messages[:1])
+    assert chat.tokenizer.decode(ids).startswith("<|im_start|>system\nthe model says")
+
+
+def test_the_oldest_turns_are_forgotten(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat.context == 512
+    text = "words " * 60
+    counts = [chat.answer(f"{i} {text}", lambda piece: None) for i in range(6)]
+    assert counts[0] == 0 and counts[-1] >= 2 and all(count % 2 == 0 for count in counts)
+    assert chat.messages[0]["role"] == "user" and chat.messages[0]["content"][0] != "0"
+    assert len(chat._ids(chat.messages[:-1])) <= 512 - 12
+    with pytest.raises(ValueError, match=r"too long: \d+ tokens, and the model's context is 512"):
+        chat.answer("words " * 600, lambda piece: None)
+    assert chat.messages[-2]["content"].startswith("5 words")  # nothing has changed
+
+
+def test_a_stopped_answer_is_remembered(chat: Chat) -> None:
+    said: list[str] = []
+
+    def write(piece: str) -> None:
+        said.append(piece)
+        if len(said) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.answer("hello", write)
+    assert chat.messages[-1] == {"role": "assistant", "content": "".join(said)}
+    say(chat, "go on")
+    assert len(chat.messages) == 4
+
+
+def piped(
+    chat: Chat, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[str], str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    talk(chat, "tiny")
+    out, err = capsys.readouterr()
+    return out.splitlines(), err
+
+
+def test_lines_in_answers_out(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = say(chat, "hello")
+    chat.reset()
+    text = "hello\n\n/reset\nhello\n/nothing\n/system be brief\n/help\n/exit\nnever said\n"
+    out, err = piped(chat, text, monkeypatch, capsys)
+    assert out == [*first.splitlines(), *first.splitlines()]
+    assert "(a new conversation)" in err and "(system message: be brief)" in err
+    assert "no command /nothing; there are /reset" in err and "/exit" in err
+    assert chat.system == "be brief"
+    out, err = piped(chat, "\udcff\n" + "words " * 600, monkeypatch, capsys)
+    assert out == [] and "not UTF-8 text" in err and "too long" in err
+
+
+def test_templates_without_turns_or_system(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    config = model / "tokenizer_config.json"
+    values = json.loads(config.read_text())
+    refuses = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    config.write_text(json.dumps(values | {"chat_template": refuses + CHATML}))
+    loaded = tigon.from_pretrained(model), tigon.Tokenizer.from_pretrained(model)
+    with pytest.raises(ValueError, match="no system"):
+        Chat(*loaded, system="be brief")
+    chat = Chat(*loaded, max_new_tokens=2)
+    with pytest.raises(ValueError, match="no system"):
+        chat.use_system("be brief")
+    assert chat.system is None and isinstance(say(chat, "hello"), str)
+    del values["chat_template"]
+    config.write_text(json.dumps(values))
+    assert main(["chat", str(model)]) == 1
+
+
+def test_no_template_names_generate(
+    directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare = write_model(tmp_path / "bare")
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    assert main(["chat", str(bare)]) == 1
+    assert "has no chat template, so it knows no turns: `tigon generate`" in capfd.readouterr().err
+    assert main(["chat", str(directory), "--max-new-tokens", "0"]) == 1
+    assert "max_new_tokens=0 must be at least 1" in capfd.readouterr().err
+
+
+SLOW = """
+import sys, time
+import tigon.chat as chat
+from tigon.cli import main
+answer = chat.Chat.answer
+def slow(self, text, write):
+    def pause(piece):
+        write(piece)
+        time.sleep(0.05)
+    return answer(self, text, pause)
+chat.Chat.answer = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_in_a_terminal(directory: Path) -> None:
+    """Ctrl-C stops an answer and keeps the chat, Ctrl-D ends it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = ["chat", str(directory), "--max-new-tokens", "400", "--temperature", "1"]
+        os.execve(
+            sys.executable,
+            [sys.executable, "-c", SLOW, *command],
+            os.environ | {"TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""},
+        )
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        end = time.monotonic() + 120
+        while text not in seen:
+            ready, _, _ = select.select([terminal], [], [], end - time.monotonic())
+            assert ready, seen
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        seen = seen.partition(text)[2]
+
+    try:
+        until("Ctrl-D ends)")
+        until("> ")
+        os.write(terminal, b"hello\n")
+        until("hello")  # the echo
+        until("\n")
+        while len(seen) < 5:  # an answer has begun
+            seen += os.read(terminal, 4096).decode(errors="replace")
+        os.write(terminal, b"\x03")
+        until("(stopped)")
+        until("> ")
+        os.write(terminal, b"\x03")  # of an empty line: another one
+        until("> ")
+        os.write(terminal, b"/system be brief\n")
+        until("(system message: be brief)")
+        until("> ")
+        os.write(terminal, b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        pid = 0
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os.close(terminal)

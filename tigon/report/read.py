@@ -1,0 +1,240 @@
+"""What a run directory says about its run, however much of it is missing or damaged."""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tigon.report.series import Column
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: a run is then never told to be running
+    fcntl = None  # type: ignore[assignment]
+
+HEADER_BYTES = 100 << 20  # of a safetensors file, at most
+LARGEST_STEP = 1 << 53  # what a float holds exactly
+LARGEST = 1e300  # of a value; what is above is as good as infinite, and breaks arithmetic
+LINE_BYTES = 1 << 20  # of a row that is read
+
+
+@dataclass(frozen=True)
+class Sample:
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass
+class RunFiles:
+    """Of one run. `problems` are sentences for people: what could not be read."""
+
+    path: Path
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    machine: str = ""
+    columns: dict[str, Column] = field(default_factory=dict)
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    rollbacks: list[int] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    exported: int | None = None
+    running: bool = False
+    architecture: str = ""
+    parameters: int | None = None
+    updates: list[int] = field(default_factory=list)  # the first and the last step with a loss
+
+    def column(self, key: str) -> Column:
+        return self.columns.get(key, Column())
+
+    @property
+    def last_step(self) -> int | None:
+        return self.updates[1] if self.updates else None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has done all the steps that its settings ask for."""
+        last = self.last_step
+        if last is None:
+            return False
+        steps, epochs = self.config.get("steps"), self.config.get("epochs")
+        if last in (self.exported, steps):
+            return True
+        if (
+            self.config
+            and steps is None
+            and (epoch := self.column("epoch").last()) >= (epochs or 1) - 1e-9
+        ):
+            return not math.isnan(epoch)
+        return False
+
+    @property
+    def ended_early(self) -> bool:
+        """By patience: so many evaluations since the best."""
+        patience, losses = self.config.get("patience"), self.column("eval_loss")
+        best = losses.lowest()
+        if not isinstance(patience, int) or patience <= 0 or best is None:
+            return False
+        return sum(step > best[0] for step in losses.steps) >= patience
+
+
+def read(path: Path) -> RunFiles:
+    """ValueError for a directory that holds no run, FileNotFoundError where there is none."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"no run directory {path}")
+    if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        raise ValueError(f"{path} holds no run: it has neither config.yaml nor metrics.jsonl")
+    run = RunFiles(path, path.resolve().name or str(path))
+    _read_config(run)
+    _read_metrics(run)
+    _read_samples(run)
+    with suppress(OSError, ValueError):
+        run.exported = int((path / ".exported").read_text())
+    run.running = _is_locked(path / ".lock")
+    _read_model(run)
+    return run
+
+
+def _read_config(run: RunFiles) -> None:
+    path = run.path / "config.yaml"
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        config = yaml.safe_load(text)
+    except FileNotFoundError:
+        run.problems.append("There is no config.yaml, so the settings are not known.")
+        return
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        run.problems.append(f"config.yaml cannot be read: {why}.")
+        return
+    if isinstance(config, dict):
+        run.config = {str(key): value for key, value in config.items()}
+    else:
+        run.problems.append("config.yaml holds no settings.")
+    first = text.split("\n", 1)[0]
+    run.machine = first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def _read_metrics(run: RunFiles) -> None:
+    path, seen, rollbacks = run.path / "metrics.jsonl", 0, 0.0
+    if not path.exists():
+        run.problems.append("There is no metrics.jsonl: no step has been recorded.")
+    for row in _rows(run, path):
+        step = row["step"]
+        seen += 1
+        if "loss" in row:
+            run.updates = [min([step, *run.updates]), max([step, *run.updates])]
+        if isinstance(skipped := row.get("skipped"), str):
+            run.skipped.append((step, skipped))
+        for key, value in row.items():
+            if key != "step" and (value is None or type(value) in (int, float)):
+                run.columns.setdefault(key, Column()).add(step, _number(value))
+        if (count := _number(row.get("rollbacks", 0))) > rollbacks:
+            run.rollbacks.append(step)
+            rollbacks = count
+    run.columns.pop("rollbacks", None)
+    if path.exists() and not seen:
+        run.problems.append("metrics.jsonl has no rows: no step has been recorded.")
+    elif not run.updates:
+        run.problems.append("No training step has been recorded.")
+    if seen and "eval_loss" not in run.columns:
+        run.problems.append("There is no evaluation among the metrics.")
+
+
+def _number(value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+    return number if abs(number) <= LARGEST else math.nan
+
+
+def _rows(run: RunFiles, path: Path) -> Iterator[dict[str, Any]]:
+    """The rows that can be read; what a kill or a crash left of others is counted."""
+    lost = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                row = _row(line)
+                if row is not None:
+                    yield row
+                elif line.strip():
+                    lost += 1
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        run.problems.append(f"{path.name} cannot be read: {error.strerror}.")
+    if lost:
+        lines = "A line" if lost == 1 else f"{lost} lines"
+        run.problems.append(f"{lines} of {path.name} cannot be read and {_are(lost)} left out.")
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    if len(line) > LINE_BYTES:
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and 0 <= step < LARGEST_STEP else None
+
+
+def _read_samples(run: RunFiles) -> None:
+    for row in _rows(run, run.path / "samples.jsonl"):
+        prompt = row.get("prompt")
+        prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+        run.samples.append(Sample(row["step"], prompt, str(row.get("text", ""))))
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process has the run."""
+    if fcntl is None:
+        return False
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _read_model(run: RunFiles) -> None:
+    """Architecture and parameters, from the export or the newest checkpoint, if there is one."""
+    steps = run.path.glob("checkpoints/step-*")
+    newest = max(steps, default=None, key=lambda path: _digits(path.name))
+    for directory in filter(None, (run.path / "hf", newest)):
+        files = [*directory.glob("model*.safetensors"), *directory.glob("weights-*.safetensors")]
+        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
+            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+            run.architecture = str((config.get("architectures") or [config["model_type"]])[0])
+            run.parameters = sum(map(_parameters, files)) or None
+            return
+
+
+def _digits(name: str) -> int:
+    found = re.search(r"\d{1,18}", name)
+    return int(found[0]) if found else -1
+
+
+def _parameters(path: Path) -> int:
+    """Of the tensors that the header of a safetensors file lists."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > HEADER_BYTES:
+            raise ValueError(f"{path.name} has no header")
+        header = json.loads(file.read(size))
+    shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
+    return sum(math.prod(shape) for shape in shapes)

@@ -147,10 +147,12 @@ def prepare(config: Config, world: World) -> Run:
         world.say(f"resumed from {source}")
     steps = inputs.steps(config)
     size = sum(p.numel() for p in model.parameters())
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    still = f", {frozen:,} of them frozen" if frozen else ""
     where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     world.say(
-        f"model: {model.config.architecture}, {size:,} parameters, on {where}\n"
+        f"model: {model.config.architecture}, {size:,} parameters{still}, on {where}\n"
         f"steps: {inputs.start} to {steps}{each}"
     )
     for notice in without_effect(config, steps):

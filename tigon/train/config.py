@@ -122,6 +122,8 @@ def check_optimizer(config: Config) -> None:
         raise ValueError(
             f"decay_steps and decay_type are settings of schedule=wsd, not {config.schedule}"
         )
+    if (config.momentum or 0.0) >= 1:
+        raise ValueError(f"momentum={config.momentum} must be below 1")
     if config.nesterov and config.optimizer == "sgd" and not config.momentum:
         raise ValueError("nesterov=true needs a momentum, such as momentum=0.9")
     own = [(f"parameter_groups[{i}].lr", g.lr) for i, g in enumerate(config.parameter_groups)]

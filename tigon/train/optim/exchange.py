@@ -135,25 +135,25 @@ def _round(
                 offset = (begin - rows[m.parameter][rank][0]) * m.cols
                 copy = Copy(m.parameter, offset, length * m.cols, (m.rows, m.cols))
                 if made.out and made.out[-1].meets(copy):
-                    last = made.out.pop()
-                    copy = last._replace(length=last.length + copy.length)
+                    before = made.out.pop()
+                    copy = before._replace(length=before.length + copy.length)
                 made.out.append(copy)
                 size += length * m.cols
         made.sizes_out.append(size)
     source = 0
     for sender in range(len(of_rank)):
-        target, before = 0, source
+        target, begun = 0, source
         for m in made.own:
             begin, length = _common(m, rows[m.parameter][sender])
             if length:
                 move = Move(source, target + (begin - m.first) * m.cols, length * m.cols)
                 if made.moves and made.moves[-1].meets(move):
-                    last = made.moves.pop()
-                    move = last._replace(length=last.length + move.length)
+                    previous = made.moves.pop()
+                    move = previous._replace(length=previous.length + move.length)
                 made.moves.append(move)
                 source += length * m.cols
             target += m.rows * m.cols
-        made.sizes_in.append(source - before)
+        made.sizes_in.append(source - begun)
     return made
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tigon
+from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start
@@ -96,6 +97,11 @@ def two_ranks(workspace) -> str:
         if not (source := step(workspace.root / case, 2)).exists():
             main(workspace.settings(case, **STEPS, **its))
         moved.append((workspace.settings(f"{case}-moved", **STEPS, **its), source))
+    model = write_model(workspace.root / "experts-model", **EXPERTS)
+    its = {"model": model, "optimizer": "adamw_8bit", "steps": 2}
+    main(workspace.settings("experts", **its))
+    source = step(workspace.root / "experts", 2)
+    moved.append((workspace.settings("experts-moved", **its), source))
     half = step(workspace.root / "ranks", 2)
     runs = [
         workspace.settings("ranks", **changes, export="true"),
@@ -105,10 +111,14 @@ def two_ranks(workspace) -> str:
     return Ranks(2, on_ranks, moved, runs, sums).finish()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "experts"])
 def test_states_have_the_same_bits_on_two_ranks(workspace, two_ranks, case):
-    source = step(workspace.root / case, 2)
-    assert_equal(tensors(step(workspace.root / f"{case}-moved", 9)), tensors(source))
+    source = tensors(step(workspace.root / case, 2))
+    assert_equal(tensors(step(workspace.root / f"{case}-moved", 9)), source)
+    if case == "experts":
+        name = "optimizer.exp_avg_sq_{}.model.layers.1.mlp.experts.gate_up_proj"
+        assert source[name.format("codes")].shape == (5, 80, 64)
+        assert source[name.format("scale")].shape == (5, 80, 1)
 
 
 def test_two_ranks_go_on_with_the_same_bits(workspace, two_ranks):

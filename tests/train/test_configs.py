@@ -1,0 +1,74 @@
+"""Every file of configs/ trains: two steps of a tiny model of its family."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.small import LLAMA, write_chats, write_tokenizer
+from tigon.train import load, main
+from tigon.train.record import read_metrics
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+READY = [path for path in CONFIGS if path.stem != "smollm2_sft"]  # which `make quickstart` runs
+FAMILIES: dict[str, dict[str, Any]] = {
+    "smollm2": {},
+    "llama": {},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "gemma": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 32},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of both tasks, and a tokenizer."""
+    root = tmp_path_factory.mktemp("configs")
+    write_tokenizer(root / "tokenizer")
+    chats = write_chats(root / "sft.jsonl", 40).read_text().splitlines()
+    texts = [" ".join(m["content"] for m in json.loads(line)["messages"]) for line in chats]
+    rows = [json.dumps({"text": text}) for text in texts]
+    for task, lines in ("sft", chats), ("pretrain", rows):
+        (root / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
+        (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    return root
+
+
+def test_there_is_one_of_each_kind_for_each_model() -> None:
+    models = {path.stem.rsplit("_", 1)[0] for path in READY}
+    assert len(models) == 7 and len(READY) == 14
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
+    family = max((f for f in FAMILIES if path.stem.startswith(f)), key=len)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | FAMILIES[family]))
+    config = load(path)
+    small = {
+        "run_dir": tmp_path / "run",
+        "model": "",
+        "init": tmp_path / "config.json",
+        "tokenizer": files / "tokenizer",
+        "data": files / f"{config.task}.jsonl",
+        "eval_data": files / f"{config.task}-held-out.jsonl",
+        "seq_len": 64,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+        "epochs": "null",
+        "steps": 2,
+        "workers": 0,
+        "device": "cpu",
+        "export": "false",
+    }
+    main([str(path), *(f"{key}={value}" for key, value in small.items())])
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
+    assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)
+    assert Path(config.run_dir).name == path.stem

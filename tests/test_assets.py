@@ -148,7 +148,7 @@ def test_gsm8k_rows(gsm8k: Path) -> None:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert all(message["content"].strip() for message in row["messages"])
         assert "#### " in row["messages"][1]["content"]  # the worked answer ends with its number
-    assert held_out[0]["messages"][0]["content"].startswith("Every day, Wendi feeds each of her")
+    assert held_out[0]["messages"][0]["content"].startswith("Aleena subscribed to a streaming")
 
 
 def test_gsm8k_split(gsm8k: Path) -> None:

@@ -95,7 +95,7 @@ def tigon(*arguments: str) -> str:
 
 
 def ask(model: str) -> None:
-    tigon("generate", model, QUESTION, "--max-new-tokens", "96", *FP32)
+    tigon("generate", model, QUESTION, "--max-new-tokens", "80", *FP32)
 
 
 def perplexity(model: str, file: str) -> float:

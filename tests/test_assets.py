@@ -143,12 +143,12 @@ def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
 
 def test_gsm8k_rows(gsm8k: Path) -> None:
     train, held_out = rows(gsm8k / "train.jsonl"), rows(gsm8k / "eval.jsonl")
-    assert (len(train), len(held_out)) == (1287, 32)
+    assert (len(train), len(held_out)) == (1295, 24)
     for row in train + held_out:
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
         assert all(message["content"].strip() for message in row["messages"])
         assert "#### " in row["messages"][1]["content"]  # the worked answer ends with its number
-    assert held_out[0]["messages"][0]["content"].startswith("Every day, Wendi feeds each of her")
+    assert held_out[0]["messages"][0]["content"].startswith("Aleena subscribed to a streaming")
 
 
 def test_gsm8k_split(gsm8k: Path) -> None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import pairwise
 
 from tigon.report.axis import Scale, number, step_scale, tick_text, value_scale
 from tigon.report.series import Point
@@ -21,17 +20,23 @@ MARKERS = (
 MARKED = 60  # points of a line with markers, at most
 TRAINING = "training"  # the name of a line that needs no legend where it is alone
 LABELS = 12  # lines with their name at their end, at most
+LABEL_HEIGHT = 14
 
 
 @dataclass(frozen=True)
 class Line:
-    """`label` is short and stands at the line's end; `name` is in the legend."""
+    """With at least one point that is not empty. `label` is short and stands at the line's end;
+    `name` is in the legend."""
 
     name: str
     label: str
     points: Sequence[Point]
     style: int
     marked: bool = False  # a marker for each point, as evaluations have
+
+    @property
+    def last(self) -> float:
+        return next((p.mean for p in reversed(self.points) if not p.empty), math.nan)
 
 
 @dataclass(frozen=True)
@@ -246,23 +251,20 @@ def _data(line: Line, percent: bool) -> str:
 def _labels(chart: Chart, values: Scale, frame: Frame) -> Iterator[str]:
     """Each line's name beside its last point, moved apart where they would overlap; of a line that
     is alone its last value."""
-    ends, alone = [], len(chart.lines) == 1 and chart.lines[0].name == TRAINING
-    for line in chart.lines:
-        last = next((p for p in reversed(line.points) if not p.empty), None)
-        if last is not None:
-            ends.append([frame.y(values.at(last.mean)), line])
-    if len(ends) > LABELS:
+    if len(chart.lines) > LABELS:
         return
-    ends.sort(key=lambda end: end[0])
-    for above, below in pairwise(ends):
-        below[0] = max(below[0], above[0] + 14)
+    alone = len(chart.lines) == 1 and chart.lines[0].name == TRAINING
+    # Their values, from the top down
+    ends = sorted(((line.last, line) for line in chart.lines), key=lambda end: -end[0])
+    heights = [frame.y(values.at(last)) for last, _ in ends]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + LABEL_HEIGHT)
     floor = frame.height - frame.bottom + 4
-    for end in reversed(ends):
-        end[0] = min(end[0], floor)
-        floor = end[0] - 14
+    for i in reversed(range(len(heights))):
+        heights[i] = min(heights[i], floor)
+        floor = heights[i] - LABEL_HEIGHT
     x = frame.width - frame.right + 6
-    for y, line in ends:
-        last = next(p.mean for p in reversed(line.points) if not p.empty)
+    for y, (last, line) in zip(heights, ends, strict=True):
         text = shown(last, chart.percent) if alone else line.label
         text = escape(cut(text, 10 if frame is SMALL else 13))
         yield f'<text class="label s{line.style % STYLES}" x="{x:g}" y="{y + 4:.1f}">{text}</text>'

@@ -218,7 +218,9 @@ def _settings(run: RunFiles) -> str:
         )
         same = [[name, text(run.config[name])] for name in there if name not in changed]
         parts.append(f"<h3>{escape(section.title)}</h3>")
-        parts.append(_table(["Setting", "Value", "Default"], rows, "settings") if changed else "")
+        parts.append(
+            _table(["Setting", "Value", "Default"], rows, "settings changed") if changed else ""
+        )
         if same:
             count = f"{len(same)} at {'its default' if len(same) == 1 else 'their defaults'}"
             rest = _table(["Setting", "Value"], same, "settings")

@@ -87,10 +87,11 @@ class Muon(Optimizer):
         exchange = _Exchange(parameters[0], self.dtype)
 
         def ask(turn: Round) -> "_Message":
-            updates = _slices(turn.out, buffers)
-            if self.nesterov and updates:
-                updates = torch._foreach_lerp(_slices(turn.out, gradients), updates, self.momentum)
-            return exchange.gather(turn, updates)
+            momenta = _slices(turn.out, buffers)
+            if not self.nesterov or not momenta:
+                return exchange.gather(turn, momenta)
+            ahead = torch._foreach_lerp(_slices(turn.out, gradients), momenta, self.momentum)
+            return exchange.gather(turn, list(ahead))
 
         asked = ask(self.rounds[0])
         for turn, after in zip(self.rounds, [*self.rounds[1:], None], strict=True):
@@ -101,8 +102,8 @@ class Muon(Optimizer):
             updates = exchange.scatter(turn, matrices)
             rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.out]
             pairs = zip(_slices(turn.out, weights), updates, strict=True)
-            for rate, same in _by(rates, pairs):
-                torch._foreach_add_([w for w, _ in same], [u for _, u in same], alpha=rate)
+            for rate, each in _by(rates, pairs):
+                torch._foreach_add_([w for w, _ in each], [u for _, u in each], alpha=rate)
 
     def _orthogonalise(self, turn: Round, matrices: Tensor) -> None:
         """The rank's own matrices of the round, in place; equal shapes in one batch."""
@@ -162,11 +163,11 @@ class _Exchange:
     """Sends rows of matrices to the ranks that own these, and back."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype):
-        alone = not isinstance(like, DTensor) or like.device_mesh.size() == 1
-        self.group = None if alone else like.device_mesh.get_group()
+        mesh = like.device_mesh if isinstance(like, DTensor) else None
+        self.group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         self.device, self.dtype = like.device, dtype
 
-    def gather(self, turn: Round, updates: Sequence[Tensor]) -> _Message:
+    def gather(self, turn: Round, updates: list[Tensor]) -> _Message:
         """This rank's part of all matrices of the round, to their owners."""
         message = self._empty(turn.sizes_out)
         if updates:

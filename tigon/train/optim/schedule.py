@@ -19,8 +19,8 @@ def learning_rate(config: Config, step: int, steps: int) -> float:
     warmup = count(config.warmup_steps, steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    shape: str = config.schedule
     length = max(1, steps - warmup)  # of the schedule's way down
-    shape = config.schedule
     if config.schedule == "wsd":
         length, shape = min(length, max(1, count(config.decay_steps, steps))), config.decay_type
     done = max(0, step - (steps - length)) / length

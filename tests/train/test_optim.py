@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.small import LLAMA
 from tigon.models import MODELS
@@ -15,6 +16,7 @@ from tigon.train.optim import (
     learning_rate,
     state_bytes,
 )
+from tigon.train.parallel import shard
 
 
 def config(*overrides: str):
@@ -137,6 +139,27 @@ def test_adamw_and_sgd_are_those_of_torch_bit_for_bit(settings, reference):
     assert {n for n in found if "step" not in n} == {n for n in expected if "step" not in n}
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "sgd momentum=0.9"])
+def test_steps_are_the_same_bits_on_parameters_that_one_rank_shards(optimizer, world):
+    settings = config("weight_decay=0.1", *f"optimizer={optimizer}".split())
+    runs = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = MODELS["llama"].from_config(LLAMA)
+        if sharded:
+            shard(model, world, torch.float32)
+        optimizer_of = build_optimizer(model, settings)
+        for step in range(3):
+            for i, p in enumerate(model.parameters()):
+                torch.manual_seed(100 * step + i)
+                given = torch.randn(p.shape)
+                whole = (given, p.device_mesh, p.placements) if sharded else None
+                p.grad = DTensor.from_local(*whole) if whole else given
+            optimizer_of.step()
+        runs.append([p.full_tensor() if sharded else p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

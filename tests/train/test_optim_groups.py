@@ -120,7 +120,7 @@ def gradients(model, recompute: bool) -> dict[str, torch.Tensor | None]:
     model.train()
     model.activation_checkpointing = recompute
     torch.manual_seed(1)
-    ids = torch.randint(model.config.vocab_size, (1, 8))
+    ids = torch.randint(model.config.vocab_size, (1, 8), device=model.device)
     model(ids, labels=ids).loss.backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -129,23 +129,24 @@ SMALL = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_atte
 SMALL |= {"num_key_value_heads": 1, "tie_word_embeddings": False}
 
 
-def assert_same_bits(kind: str, recompute: bool, match: str) -> None:
-    """Gradients beside those of a model of which nothing is frozen."""
-    expected = gradients(build(kind, **SMALL), recompute=False)
-    model = build(kind, **SMALL)
+def assert_same_gradients(
+    kind: str, recompute: bool, match: str, device: str = "cpu", tolerance: float = 0.0
+) -> None:
+    """Beside those of a model of which nothing is frozen."""
+    expected = gradients(build(kind, **SMALL).to(device), recompute=False)
+    model = build(kind, **SMALL).to(device)
     optimizer = optimizer_of(model, f"match: {match}, freeze: true")
     found = gradients(model, recompute)
     left = {name for name, p in model.named_parameters() if p.requires_grad}
     assert 0 < len(left) < len(found)
     assert {name for name, g in found.items() if g is not None} == left
     for name in left:
-        assert torch.equal(found[name], expected[name]), name
+        assert (found[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
     optimizer.step()
 
 
-FIRST = "['*embed_tokens*', 'model.layers.0.*']"
 FROZEN_SETS = {
-    "first": FIRST,
+    "first": "['*embed_tokens*', 'model.layers.0.*']",
     "norms": "['*embed_tokens*', '*norm.weight']",
     "products": "['*_proj*', lm_head.weight]",
     "all but the ends": "['model.layers*', model.norm.weight]",
@@ -153,14 +154,17 @@ FROZEN_SETS = {
 }
 
 
+def frozen_set(kind: str, which: str) -> str:
+    if kind == "mixtral" and which == "products":  # w1, w2, w3
+        return "['*_proj*', '*experts*', lm_head.weight]"
+    return FROZEN_SETS[which]
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("which", FROZEN_SETS)
 @pytest.mark.parametrize("kind", [*OTHERS])
 def test_the_others_gradients_are_the_same_bits_whatever_is_frozen(kind, which, recompute):
-    match = FROZEN_SETS[which]
-    if kind == "mixtral" and which == "products":
-        match = "['*_proj*', '*experts*', lm_head.weight]"
-    assert_same_bits(kind, recompute, match)
+    assert_same_gradients(kind, recompute, frozen_set(kind, which))
 
 
 FROZEN = "{match: ['*embed_tokens*', 'model.layers.0.*'], freeze: true}"

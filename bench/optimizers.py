@@ -1,0 +1,172 @@
+"""The optimizer's step beside torch's, on Llama-3.2-1B's shape with float32 weights on one GPU.
+
+Ours is what a run has: parameters that FSDP2 shards, here over one rank. torch's has plain ones,
+for Muon with q, k, v, gate and up apart, so that both orthogonalise the same matrices, and with
+fused AdamW for what Muon leaves. The two take turns, in several rounds; a time is the median over
+the steps of all rounds, from an idle device to an idle device. States are what stays allocated
+after the first step.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import tigon
+from bench import harness
+from bench.compare_side import LLAMA_1B
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from tests.small import LLAMA
+from tigon.train import load, start
+from tigon.train.optim import OPTIMIZERS, build_optimizer, hidden_matrices
+from tigon.train.parallel import shard
+
+MOST = {"adamw": 1.05, "sgd": 1.05, "muon": 1.0}  # of torch's time
+SETTINGS = {"sgd": ["momentum=0.9"]}
+Parameters = dict[str, nn.Parameter]
+
+
+def adamw(parameters: Parameters, hidden: set[str]) -> list[Optimizer]:
+    return [torch.optim.AdamW(parameters.values(), 1e-4, (0.9, 0.95), fused=True)]
+
+
+def sgd(parameters: Parameters, hidden: set[str]) -> list[Optimizer]:
+    return [torch.optim.SGD(parameters.values(), 1e-4, 0.9)]
+
+
+def muon(parameters: Parameters, hidden: set[str]) -> list[Optimizer]:
+    rest = {name: p for name, p in parameters.items() if name not in hidden}
+    matrices = [parameters[name] for name in hidden]
+    whole = torch.optim.Muon(matrices, 1e-4, 0.0, adjust_lr_fn="match_rms_adamw")
+    return [whole, *adamw(rest, set())]
+
+
+TORCH: dict[str, Callable[[Parameters, set[str]], list[Optimizer]]] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "muon": muon,
+}
+
+
+def build(tiny: bool) -> tigon.Llama:
+    device = "cpu" if tiny else "cuda"
+    return tigon.Llama.from_config(LLAMA if tiny else LLAMA_1B, dtype=torch.float32, device=device)
+
+
+def ours(name: str, job: Job) -> Record:
+    tiny = job.options.tiny
+    settings = ["run_dir=a", "model=m", "data=d", f"optimizer={name}", "lr=1e-4"]
+    with start("cpu" if tiny else "cuda") as world:
+        model = build(tiny)
+        shard(model, world, torch.float32 if tiny else torch.bfloat16)
+        optimizer = build_optimizer(model, load(None, [*settings, *SETTINGS.get(name, [])]))
+        return timed(list(model.parameters()), [optimizer], job)
+
+
+def theirs(name: str, job: Job) -> Record:
+    model = build(job.options.tiny)
+    matrices, parts = hidden_matrices(model), model.layout()
+    apart: Parameters = {}
+    for parameter, p in model.named_parameters():
+        rows = [part.shape[0] for part in parts[parameter]]
+        for part, own in zip(parts[parameter], p.detach().split(rows), strict=True):
+            apart[part.name] = nn.Parameter(own.clone())
+    hidden = {part.name for parameter in matrices for part in parts[parameter]}
+    del model, p, own
+    return timed(list(apart.values()), TORCH[name](apart, hidden), job)
+
+
+def timed(parameters: list[Tensor], optimizers: list[Optimizer], job: Job) -> Record:
+    """Milliseconds of each step, and GiB of states."""
+    for p in parameters:
+        p.grad = torch.randn_like(p) * 1e-3
+    times, before = [], allocated()
+    for _ in range(3 + job.options.steps):
+        began = now()
+        for optimizer in optimizers:
+            optimizer.step()
+        times.append(1e3 * (now() - began))
+        if len(times) == 1:
+            states = (allocated() - before) / 2**30
+    return {"ms": times[3:], "states_gib": states}
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def measured(name: str, job: Job) -> Record:
+    found: Record = {"name": name, "ours": [], "torch": []}
+    for n in range(job.options.rounds):
+        progress(f"{name}, round {n + 1}")
+        found["ours"].append(ours(name, job))
+        if not job.options.tiny:
+            torch.cuda.empty_cache()
+        if name in TORCH:
+            found["torch"].append(theirs(name, job))
+        if not job.options.tiny:
+            torch.cuda.empty_cache()
+    return found
+
+
+def step_ms(rounds: list[Record]) -> float | None:
+    return median(ms for found in rounds for ms in found["ms"]) if rounds else None
+
+
+def ratio(case: Record) -> float | None:
+    a, b = step_ms(case["ours"]), step_ms(case["torch"])
+    return None if a is None or b is None else a / b
+
+
+def show(record: Record) -> str:
+    rows = [
+        [
+            case["name"],
+            figure(step_ms(case["ours"])),
+            figure(step_ms(case["torch"])),
+            figure(ratio(case)),
+            *(figure(case[s][0]["states_gib"] if case[s] else None) for s in ("ours", "torch")),
+        ]
+        for case in record["cases"]
+    ]
+    head = "optimizer", "ours, ms", "torch's, ms", "ours / torch's", "states, GiB", "torch's, GiB"
+    ends = [
+        verdict(f"{case['name']}, ours / torch's", ratio(case), MOST[case["name"]], most=True)
+        for case in record["cases"]
+        if case["name"] in MOST
+    ]
+    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), "\n".join(ends)])
+
+
+def run(job: Job) -> str:
+    job.record["machine"] = job.record.get("gpu", "CPU")
+    for name in job.only:
+        job.append("cases", measured(name, job))
+    return show(job.record)
+
+
+OPTIONS = (
+    ("--rounds", {"type": int, "default": 3}),
+    ("--steps", {"type": int, "default": 20, "help": "steps that are timed in a round"}),
+    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
+)
+BENCH = Bench(
+    "optimizers", __doc__, run, show, list(OPTIMIZERS), "docs/training.md", options=OPTIONS
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -119,10 +119,10 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tor
             ["beta1=0.8", "beta2=0.9", "eps=1e-6"],
             lambda groups: torch.optim.AdamW(groups, 1.0, (0.8, 0.9), 1e-6, fused=True),
         ),
-        (["optimizer=sgd"], lambda groups: torch.optim.SGD(groups, 1.0)),
+        (["optimizer=sgd"], lambda groups: torch.optim.SGD(groups, 1.0, fused=True)),
         (
             ["optimizer=sgd", "momentum=0.9", "nesterov=true"],
-            lambda groups: torch.optim.SGD(groups, 1.0, 0.9, nesterov=True),
+            lambda groups: torch.optim.SGD(groups, 1.0, 0.9, nesterov=True, fused=True),
         ),
     ],
 )

@@ -338,17 +338,3 @@ def test_eight_bit_training_stays_near_float32():
     assert losses["adamw"] < 0.2 * 64
     for optimizer in ("adamw_8bit", "adamw_bf16"):
         assert losses[optimizer] == pytest.approx(losses["adamw"], rel=0.1), losses
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true is not there"),
-        ({"optimizer": "muon", "param_dtype": "bfloat16"}, "muon rounds bfloat16 weights to near"),
-        ({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"),
-        ({"ema_decay": -0.1}, "ema_decay"),
-    ],
-)
-def test_settings_that_do_not_go_together(changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings(**changes)

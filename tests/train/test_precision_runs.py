@@ -278,3 +278,23 @@ def test_gradients_of_micro_batches_add_up_in_float32(workspace, world, two_rank
 def test_without_accumulate_fp32_one_process_adds_up_in_bfloat16(workspace, world):
     found = errors(gradients(world, workspace.settings("sums", **BF16)))
     assert max(found) > 2**-8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true is not there"),
+        ({"optimizer": "muon", "param_dtype": "bfloat16"}, "muon rounds bfloat16 weights to near"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"),
+        ({"ema_decay": -0.1}, "ema_decay"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, message):
+    with pytest.raises(ValueError, match=message):
+        load(
+            None,
+            [
+                f"{k}={v}"
+                for k, v in ({"run_dir": "x", "data": "x", "model": "x"} | changes).items()
+            ],
+        )

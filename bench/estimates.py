@@ -94,15 +94,19 @@ SETTINGS = {
     "Mistral 3.8B": (1, 4096, 1, "float32"),
     "Qwen3-MoE 2.9B": (2, 4096, 1, "float32"),
 }
-CASES = {
-    f"{model}{' recomputed' if recomputed else ''} on {gpus} GPU{'s' if gpus > 1 else ''}": (
-        model,
-        recomputed,
-        gpus,
-    )
+Settings = dict[str, Any]
+WAYS: dict[str, Settings] = {"": {}, " recomputed": {"activation_checkpointing": "true"}}
+MORE_WAYS: dict[str, Settings] = {  # for one model on one GPU
+    " every second block recomputed": {"activation_checkpointing": 2},
+    " offloaded": {"activation_offload": "true"},
+    " recomputed and offloaded": WAYS[" recomputed"] | {"activation_offload": "true"},
+}
+CASES: dict[str, tuple[str, Settings, int]] = {
+    f"{model}{way} on {gpus} GPU{'s' if gpus > 1 else ''}": (model, changes, gpus)
     for model in MODELS
-    for recomputed in (False, True)
+    for way, changes in (WAYS | (MORE_WAYS if model == "Llama-3.2-1B" else {})).items()
     for gpus in (1, 2)
+    if gpus == 1 or way not in MORE_WAYS
 }
 
 
@@ -113,7 +117,7 @@ def write_text(path: Path, words: int) -> None:
 
 
 def settings(root: Path, case: str, tiny: bool) -> dict[str, Any]:
-    model, recomputed, gpus = CASES[case]
+    model, changes, gpus = CASES[case]
     rows, seq_len, micro, dtype = (2, 64, 2, "float32") if tiny else SETTINGS[model]
     values = MODELS[model]
     if tiny:
@@ -131,8 +135,8 @@ def settings(root: Path, case: str, tiny: bool) -> dict[str, Any]:
         "batch_size": rows * micro * gpus,
         "micro_batch_size": rows,
         "param_dtype": dtype,
-        "activation_checkpointing": str(recomputed).lower(),
         "device": "cpu" if tiny else "cuda",
+        **changes,
     }
 
 
@@ -178,12 +182,13 @@ def show(record: Record) -> str:
             rows.append([case["name"], harness.failure(case)])
             continue
         gib = [figure(n / 2**30) for n in (sum(case["estimate"].values()), case["measured"])]
-        rows.append([case["name"], *gib, f"{ratio(case):.3f}" if case["measured"] else ""])
+        found = f"{ratio(case):.3f}" if case["measured"] else ""
+        rows.append([case["name"], *gib, found, figure(case["step_seconds"])])
         if case["measured"] and abs(ratio(case) - 1) > WITHIN:
             missed.append(case["name"])
-    head = "case", "estimated, GiB", "measured, GiB", "estimated / measured"
-    found = [ratio(c) for c in record["cases"] if c.get("measured")]
-    end = f"{len(found) - len(missed)} of {len(found)} within {WITHIN:.0%}"
+    head = "case", "estimated, GiB", "measured, GiB", "estimated / measured", "a step, s"
+    count = sum(bool(c.get("measured")) for c in record["cases"])
+    end = f"{count - len(missed)} of {count} within {WITHIN:.0%}"
     end += f"; not {', '.join(missed)}" if missed else ""
     return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), end])
 

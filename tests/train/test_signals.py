@@ -2,9 +2,8 @@
 
 import os
 import pty
+import select
 import signal
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -136,16 +135,21 @@ def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_steps_are_logged_to_a_file_though_errors_go_to_a_terminal(workspace, tmp_path):
+def on_terminal(name: str, settings: list[str]) -> None:
+    os.dup2(os.open(name, os.O_WRONLY | os.O_NOCTTY), 2)
+    main(settings)
+
+
+def test_steps_are_logged_to_a_file_though_errors_go_to_a_terminal(workspace):
     terminal, end = pty.openpty()
     termios.tcsetwinsize(end, (24, 80))
-    code = "import sys; from tigon.train import main; main(sys.argv[1:])"
     settings = workspace.settings("logged", steps=3, log_every=1)
-    with (tmp_path / "run.log").open("w") as log:
-        command = [sys.executable, "-c", code, *settings]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=end)
-    os.close(end)
+    run = Ranks(1, on_terminal, os.ttyname(end), settings)
     shown = b""
+    while not run.one_ended(0.05):
+        if select.select([terminal], [], [], 0)[0]:
+            shown += os.read(terminal, 4096)
+    os.close(end)
     while True:
         try:
             piece = os.read(terminal, 4096)
@@ -154,8 +158,7 @@ def test_steps_are_logged_to_a_file_though_errors_go_to_a_terminal(workspace, tm
         if not piece:
             break
         shown += piece
-    assert process.wait(timeout=60) == 0
-    lines = (tmp_path / "run.log").read_text().splitlines()
+    lines = run.finish().splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     assert b"3/3" in shown  # the bar
 

@@ -81,3 +81,16 @@ def test_what_does_not_fit(values: dict[str, Any], error: type[Exception], messa
 def test_bounds_without_reading() -> None:
     with pytest.raises(ConfigError, match="lr=-1 must be at least 0"):
         Run(lr=-1)
+
+
+def test_a_mapping_for_a_list_of_groups_is_one_of_them():
+    @dataclass
+    class Inner:
+        size: int = 1
+
+    @dataclass
+    class Outer:
+        several: tuple[Inner, ...] = ()
+
+    values = strict.read(Outer, {"several": "{size: 3}"}, parse=yaml.safe_load)
+    assert strict.make(Outer, values) == Outer((Inner(3),))

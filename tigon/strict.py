@@ -164,7 +164,8 @@ def _check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
 
 def _dataclass(kind: Any) -> Any:
     """The dataclass that a field's type is, with or without None."""
-    return next((k for k in (kind, *get_args(kind)) if is_dataclass(k)), None)
+    either = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+    return next((k for k in either if is_dataclass(k)), None)
 
 
 def _fit(value: Any, kind: Any, parse: Parse | None, name: str) -> Any:
@@ -190,7 +191,7 @@ def _fit(value: Any, kind: Any, parse: Parse | None, name: str) -> Any:
         try:
             value = parse(value)
         except ValueError:  # `*.jsonl` is no YAML, but a text that may be one of several
-            if origin is not tuple:
+            if origin is not tuple or value.startswith(("[", "{")):
                 raise
     number = not isinstance(value, bool)
     if kind is int and isinstance(value, Integral) and number:

@@ -3,52 +3,48 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tigon.train import load, main, prepare, start
+from tests.train.ranks import Ranks
+from tigon.train import load, main, prepare, record, start
 from tigon.train.claim import claim
 
 ROOT = Path(__file__).parents[2]
-HOLD = """
-import sys, time
-from tigon.train import load
-from tigon.train.claim import claim
-with claim(load(None, sys.argv[1:])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
-KILLED = """
-import os, signal, sys
-import torch
-torch.set_num_threads(1)
-from tigon.train import main, record
-def killed(self, step):
-    os.kill(os.getpid(), signal.SIGKILL)
-record.Record._cut = killed
-main(sys.argv[1:])
-"""
+
+
+def hold(settings: list[str]) -> None:
+    with claim(load(None, settings)):
+        print("held")
+        time.sleep(600)
+
+
+def killed_before_its_first_row(settings: list[str]) -> None:
+    def killed(self, step):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    record.Record._cut = killed
+    main(settings)
 
 
 def test_a_second_run_on_a_directory_is_told_of_the_first(workspace, tmp_path):
     run = tmp_path / "run"
     settings = workspace.settings("x", run_dir=run, steps=1)
-    first = subprocess.Popen(
-        [sys.executable, "-c", HOLD, *settings], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    first = Ranks(1, hold, settings)
     try:
-        assert first.stdout is not None and first.stdout.readline() == "held\n"
-        who = f"is in use by process {first.pid} on {socket.gethostname()}: wait until"
+        until = time.monotonic() + 60
+        while first.printed != "held\n":
+            assert time.monotonic() < until and first.codes == [None], first.errors
+            time.sleep(0.01)
+        who = f"is in use by process {first.processes[0].pid} on {socket.gethostname()}: wait until"
         for resume in ("false", "auto"):
             with pytest.raises(SystemExit, match=who):
                 main([*settings, f"resume={resume}"])
         assert [file.name for file in run.iterdir()] == [".lock"]
     finally:
-        first.send_signal(signal.SIGKILL)
-        first.wait()
+        first.kill()
     main(settings)  # the lock died with its holder
     assert workspace.root is not None and (run / "metrics.jsonl").exists()
 
@@ -57,8 +53,8 @@ def test_killed_before_its_first_row_the_same_command_goes_on(workspace, tmp_pat
     for resume in ("false", "auto"):
         run = tmp_path / resume
         settings = workspace.settings("x", run_dir=run, steps=1, resume=resume)
-        killed = subprocess.run([sys.executable, "-c", KILLED, *settings], cwd=ROOT)
-        assert killed.returncode == -signal.SIGKILL
+        killed = Ranks(1, killed_before_its_first_row, settings)
+        assert killed.one_ended(60) and killed.codes == [-signal.SIGKILL], killed.errors
         assert (run / "config.yaml").exists() and not (run / "metrics.jsonl").exists()
         main(settings)
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 1

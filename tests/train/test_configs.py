@@ -11,7 +11,7 @@ from tigon.train import load, main
 from tigon.train.record import read_metrics
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-READY = [path for path in CONFIGS if path.stem != "smollm2_sft"]  # which `make quickstart` runs
+READY = [path for path in CONFIGS if path.stem != "quickstart"]  # which `make quickstart` runs
 FAMILIES: dict[str, dict[str, Any]] = {
     "smollm2": {},
     "llama": {},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import tigon
-from tests.train.test_launch import NPROC, start  # noqa: F401
+from tests.train.ranks import Ranks
 from tigon.kernels._attention_backends import Request, choose
 from tigon.train import checkpoint, guard, load, loop, main, prepare
 from tigon.train import start as world_of
 from tigon.train.evaluate import evaluate
+from tigon.train.objectives import Part
+from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.record import read_metrics
 from tigon.train.state import State
 from tigon.train.step import backward
@@ -185,21 +188,23 @@ def test_weights_that_no_model_computes_with(workspace, bad):
         assert guard.is_broken(guard.largest_weight(model, world))
 
 
-def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace, start):  # noqa: F811
-    code = """
-import tigon.train.objectives.cross_entropy as c, tigon.train.step as s
-loss = c.CrossEntropyObjective.loss
-calls = []
-def bad(self, model, inputs, sums):
-    part = loss(self, model, inputs, sums)
-    calls.append(1)
-    return s.Part(part.loss * float('nan'), part.metrics) if len(calls) == 5 else part
-c.CrossEntropyObjective.loss = bad
-"""
+def blamed(settings: list[str]) -> None:
+    """The fifth micro-batch of rank 1 has a loss of NaN."""
+    if os.environ["RANK"] == "1":
+        loss, calls = CrossEntropyObjective.loss, []
+
+        def bad(self, model, inputs, sums):
+            part = loss(self, model, inputs, sums)
+            calls.append(1)
+            return Part(part.loss * math.nan, part.metrics) if len(calls) == 5 else part
+
+        CrossEntropyObjective.loss = bad
+    main(settings)
+
+
+def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}
-    process = start(NPROC, workspace.settings("blame", **settings), code)
-    printed, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
+    printed = Ranks(2, blamed, workspace.settings("blame", **settings)).finish()
     assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
     assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
 

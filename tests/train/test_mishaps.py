@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.train.test_claim import ROOT
+from tests.train.ranks import Ranks, train_on
 from tigon.data.lines import _Frames
 from tigon.train import checkpoint, loop, main, predictions, processes, record
 from tigon.train.checkpoint import files, retention
@@ -217,25 +217,20 @@ def test_facts_of_the_wrong_kind(change, message, workspace, finished, tmp_path)
         main(workspace.settings("x", run_dir=tmp_path / "run", resume=source))
 
 
+def unread(how: str, settings: list[str]) -> None:
+    read, write = os.pipe()
+    os.dup2(os.open("/dev/full", os.O_WRONLY) if how == "full" else write, 1)
+    os.close(read)
+    os.close(write)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # a pipe has no position
+    main(settings)
+
+
 @pytest.mark.parametrize("how", ["closed", "full"])
 def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
     """As with `| tee log`, which Ctrl-C ends before the run has saved its checkpoint."""
     run = f"unread-{how}"
-    code = (
-        "import sys, torch\ntorch.set_num_threads(1)\n"
-        "from tigon.train import main\nmain(sys.argv[1:])"
-    )
-    settings = workspace.settings(run, steps=2, log_every=1)
-    read, write = os.pipe()
-    if how == "full":
-        os.close(write)
-        write = os.open("/dev/full", os.O_WRONLY)
-    os.close(read)
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *settings], cwd=ROOT, stdout=write, stderr=subprocess.PIPE
-    )
-    os.close(write)
-    assert ended.returncode == 0, ended.stderr.decode()
+    assert Ranks(1, unread, how, workspace.settings(run, steps=2, log_every=1)).finish() == ""
     assert checkpoint.latest(workspace.root / run / "checkpoints") is not None
 
 
@@ -313,14 +308,12 @@ def test_a_row_that_is_out_of_bounds_is_named(row, message, workspace, tmp_path)
         main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
 
 
-def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path, capfd):
+def test_a_key_that_is_not_unicode_ends_nothing(workspace, tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"messages": messages, "k\ud800": 1}) + "\n")
-    code = "import sys\nfrom tigon.train import main\nmain(sys.argv[1:])"
     settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=1, steps=1)
-    subprocess.run([sys.executable, "-c", code, *settings], cwd=ROOT, check=True)
-    assert r"k\ud800" in capfd.readouterr().out
+    assert r"k\ud800" in train_on(1, settings)
 
 
 def test_a_cache_made_with_bad_rows_skipped_does_not_hide_them(workspace, tmp_path):

@@ -22,9 +22,9 @@ class Section:
 @cache
 def sections() -> tuple[Section, ...]:
     """In the order of the file, which is that of `tigon train --help`."""
-    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
+    classes = (n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef))
     found = []
-    for node in classes:
+    for node in (c for c in classes if c.name.endswith("Settings")):
         defaults = {
             line.target.id: _default(line.value)
             for line in node.body

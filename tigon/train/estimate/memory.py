@@ -141,6 +141,7 @@ def stand_in(rows: int, tokens: int) -> MicroBatch:
         cu_seq_lens=torch.zeros(rows + 1, dtype=torch.int32, **options),
         longest=tokens,
         spans=torch.zeros(rows, 2, dtype=torch.int64, **options),
+        parts=torch.zeros(rows, dtype=torch.int64, **options),
         per_token={"supervised": torch.ones(rows, tokens, dtype=torch.bool, **options)},
         per_example={},
         sources=(),

@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tigon.layers import Attention, LMHead, SparseMoE
 
@@ -123,6 +123,6 @@ def named_peak(name: str) -> float | None:
     return None if peak is None else peak * 1e12
 
 
-def _product(weight: nn.Parameter, input_gradient: bool) -> float:
+def _product(weight: Tensor, input_gradient: bool) -> float:
     """For each token; the parameter may be a DTensor, which has its whole size."""
     return (2.0 + 2.0 * weight.requires_grad + 2.0 * input_gradient) * weight.numel()

@@ -109,9 +109,10 @@ def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Promp
             messages = messages[:-1]  # what the model is to say
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
     else:
-        text = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(text, str) or not text:
+        given = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(given, str) or not given:
             raise ValueError(f'{where}: a prompt has "prompt", a text, or "messages", a list')
+        text = given
         chats = config.task != "pretrain" and tokenizer.chat_template is not None
         messages = [{"role": "user", "content": text}] if chats else None
     if messages is None:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -127,7 +128,7 @@ class Sinks:
         self.say = say
         self.open: dict[str, Sink] = {}
         for name in config.log_to:
-            self._try(name, lambda name=name: self._begin(name, config, rows, start))
+            self._try(name, partial(self._begin, name, config, rows, start))
 
     def log(self, row: Row) -> None:
         self._each(lambda sink: sink.log(row))
@@ -147,7 +148,7 @@ class Sinks:
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for name, sink in list(self.open.items()):
-            self._try(name, lambda sink=sink: call(sink))
+            self._try(name, partial(call, sink))
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:

@@ -92,6 +92,9 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
     assert "Back to" in (printed := capsys.readouterr().out)
     assert re.search(r"step 5: loss nan.*step-00000004: step 5 takes the rows after", printed)
     assert workspace.metrics("back", "step") == [1, 2, 3, 4, 5, 6, 7]
+    assert workspace.metrics("back", "rollbacks") == [1, 1, 1]  # in the rows after it
+    report = (workspace.root / "back/report.html").read_text()
+    assert "rollback before step 5" in report and "finished · 7 steps" in report
     taken = []
 
     def jump(run, step, **options):

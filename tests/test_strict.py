@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import yaml
 
 from tigon.strict import ConfigError, ConfigTypeError, check_bounds, make, read, setting
 
@@ -83,14 +84,23 @@ def test_bounds_without_reading() -> None:
         Run(lr=-1)
 
 
-def test_a_mapping_for_a_list_of_groups_is_one_of_them():
-    @dataclass
-    class Inner:
-        size: int = 1
+@dataclass(frozen=True)
+class Several:
+    adapters: tuple[Adapter, ...] = ()
 
-    @dataclass
-    class Outer:
-        several: tuple[Inner, ...] = ()
 
-    values = strict.read(Outer, {"several": "{size: 3}"}, parse=yaml.safe_load)
-    assert strict.make(Outer, values) == Outer((Inner(3),))
+def test_a_mapping_is_a_list_of_one_group():
+    values = read(Several, {"adapters": "{rank: 3}"}, parse=yaml.safe_load)
+    assert make(Several, values) == Several((Adapter(3),))
+
+
+def test_text_that_is_no_yaml_is_one_of_a_list_unless_it_begins_as_one():
+    def parse(text):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError from error
+
+    assert read(Run, {"files": "*.jsonl"}, parse=parse) == {"files": ("*.jsonl",)}
+    with pytest.raises(ConfigTypeError, match="is not text or a list of texts"):
+        read(Run, {"files": "[What is 2 + 2?]"}, parse=parse)

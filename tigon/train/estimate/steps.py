@@ -53,7 +53,7 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
     with run.feed:
         for step in range(steps):
             began = time.perf_counter()
-            backward(run, step, stop=lambda: False)
+            backward(run, step)
             update(run, step)
             run.optimizer.zero_grad()
             if device.type == "cuda":

@@ -169,8 +169,9 @@ class Stored(Optimizer):
                 continue
             weight, gradient = _rows(local), _rows(_local(p.grad).contiguous())
             rows = {name: _rows(tensor) for name, tensor in state.items() if name != "step"}
-            columns = weight.shape[1]
-            count = max(1, SIZE // columns // ROWS) * ROWS
+            columns, count = weight.shape[1], len(weight)
+            if self._converts(local, formats):
+                count = max(1, SIZE // columns // ROWS) * ROWS
             for row in range(0, len(weight), count):
                 here = slice(row, row + count)
                 yield Piece(
@@ -181,6 +182,11 @@ class Stored(Optimizer):
                     self.positions[p] + row * columns,
                     int(state["step"]),
                 )
+
+    def _converts(self, weight: Tensor, formats: Mapping[str, Format]) -> bool:
+        """Whether an update needs memory for copies of what is kept."""
+        kept = [weight.dtype == torch.float32, not self.memory.on_host]
+        return not all([*kept, *(isinstance(form, Float32) for form in formats.values())])
 
     def _update(
         self, group: dict[str, Any], pieces: Sequence[Piece], states: Iterator[Tensor]

@@ -286,7 +286,8 @@ def test_eight_bits_are_torchaos(monkeypatch):
         for step in range(5):
             theirs.learn(step)
             optimizer.step()
-    torch.testing.assert_close(mine.w, theirs.w, rtol=1e-5, atol=1e-6)
+    # But for the few elements whose second moment became 0 there
+    assert (~torch.isclose(mine.w, theirs.w, rtol=1e-5, atol=1e-6)).float().mean() < 1e-3
     for kind in ("exp_avg", "exp_avg_sq"):
         state = optimizer.state[theirs.w][kind]
         assert isinstance(state, subclass_8bit.OptimState8bit)
@@ -319,6 +320,24 @@ def test_eight_bits_are_the_nearest_code(signed):
     assert (found[2, :64] == 0).all()
     again = eight_bit.quantize(found, signed)
     assert torch.equal(again[0].int().sign(), codes.int().sign())
+
+
+def test_eight_bit_updates_are_bounded_where_gradients_are_small():
+    """Squares of the small ones are below the least code of their block, the momentum is not."""
+    sizes = {}
+    for optimizer in ("adamw", "adamw_8bit"):
+        model = Model(torch.float32, {"w": (4, 256)})
+        learner = build_optimizer(model, settings(optimizer=optimizer, lr=1e-3, weight_decay=0))
+        sizes[optimizer] = 0.0
+        for step in range(8):
+            before = model.w.detach().clone()
+            model.w.grad = torch.zeros(4, 256)
+            if step % 4 == 0:
+                model.w.grad += torch.tensor([1e-2] + [3e-6] * 255)
+            learner.step()
+            sizes[optimizer] = max(sizes[optimizer], (model.w - before).abs().max().item() / 1e-3)
+    assert sizes["adamw"] == pytest.approx(1, rel=1e-3)
+    assert sizes["adamw_8bit"] < 1.1  # 127 where the second moment becomes 0
 
 
 def test_eight_bit_training_stays_near_float32():

@@ -2,7 +2,8 @@
 
 Block-wise dynamic quantisation (Dettmers et al., 8-bit Optimizers via Block-wise Quantization,
 2022), with the table of bitsandbytes and torchao. A block lies within a row, so that states are the
-same however rows are divided among ranks.
+same however rows are divided among ranks. Unlike theirs, a positive second moment never becomes 0:
+beside a momentum that is not 0, the next update without a gradient would be divided by eps alone.
 
 R rows, C columns, K blocks in a row.
 """
@@ -29,6 +30,8 @@ def quantize(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     share = blocks / scale.unsqueeze(-1)
     share = torch.where(scale.unsqueeze(-1) > 0, share, 0.0)
     codes = torch.bucketize(share, _bounds(signed, value.device), right=True, out_int32=True)
+    if not signed:
+        codes = torch.where(share > 0, codes.clamp(min=1), codes)
     return codes.to(torch.uint8).view_as(value), scale
 
 

@@ -19,6 +19,8 @@ from tigon.train.estimate import memory
 from tigon.train.estimate.gathering import Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, meta_model
+from tigon.train.estimate.steps import measure
+from tigon.train.flops import model_flops
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 from tigon.train.settings import ParameterGroup
@@ -224,6 +226,26 @@ def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> N
     said = capsys.readouterr().out
     assert "a step, measured: " in said and "all steps: about" in said
     assert not (workspace.root / "dry").exists()
+
+
+def test_a_dry_run_of_a_stream_that_goes_on(workspace, capsys, monkeypatch) -> None:
+    """Its steps are made of rows that the stream still has, and counted as what they are."""
+    found, expected = [], []
+
+    def noted(run: Any) -> Any:
+        model = run.model
+        found.append(measure(run))
+        both = [run.data.lengths(step)[0] for step in (4, 5)]
+        expected.append(sum(model_flops(model, lengths) for lengths in both) / 2)
+        return found[0]
+
+    monkeypatch.setattr("tigon.train.estimate.report.measure", noted)
+    settings = {"streaming": "true", "shuffle_window": 8, "resume": "auto", "workers": 0}
+    main(workspace.settings("stream", steps=2, **settings))
+    main(["--dry-run", *workspace.settings("stream", steps=8, **settings)])
+    said = capsys.readouterr().out
+    assert "steps: 2 to 8" in said and "a step, measured: " in said
+    assert found[0].flops == pytest.approx(expected[0], rel=1e-12)
 
 
 def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
     """Parameters, operations, tokens and steps."""
     data, steps = inputs.data, inputs.steps(config)
+    first = inputs.start + inputs.state.offset  # step of the data
     every = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
@@ -73,11 +74,11 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
         size += f", {active:,} active for a token"
     lengths = [
         int(length)
-        for batch in data.micro_batches(inputs.start)
+        for batch in data.micro_batches(first)
         for length in batch.spans.diff(dim=1).flatten()
     ]
     flops = model_flops(model, lengths) / max(1, sum(lengths))
-    tokens, targets = data.counts(inputs.start)
+    tokens, targets = data.counts(first)
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
     per_rank = config.batch_size // (gpus * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
@@ -165,18 +166,15 @@ def timed(config: Config, inputs: Inputs, world: World) -> list[str]:
         lines = advice(config, inputs, world.size) if world.main else []
         first = str(error).split(". ")[0]
         raise InputError("\n".join([f"a step does not fit: {first}", *lines])) from None
-    return answer(config, inputs, world, model, found)
+    return answer(config, inputs, world, found)
 
 
-def answer(
-    config: Config, inputs: Inputs, world: World, model: CausalLM, found: Measured
-) -> list[str]:
+def answer(config: Config, inputs: Inputs, world: World, found: Measured) -> list[str]:
     speed = found.tokens / found.seconds
     line = f"a step, measured: {found.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))
     if peak is not None:
-        used = model_flops(model, [config.seq_len]) / config.seq_len * speed
-        line += f", {used / (peak * world.size):.1%} MFU"
+        line += f", {found.flops / found.seconds / (peak * world.size):.1%} MFU"
     if found.peak:
         line += f", {found.peak / GIB:.2f} GiB at its peak"
     left = (inputs.steps(config) - inputs.start) * found.seconds

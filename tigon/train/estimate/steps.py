@@ -4,6 +4,7 @@ import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
+from tigon.train.flops import Cost
 from tigon.train.loop import update
 from tigon.train.model import compute_dtype, is_sharded, outline
 from tigon.train.parallel import World, shard
@@ -24,7 +26,8 @@ class Measured:
     """Of one step; the same on every rank."""
 
     seconds: float
-    tokens: float  # of all ranks
+    tokens: float  # of all ranks, as are the operations
+    flops: float
     peak: int  # bytes allocated on the GPU that holds most; 0 on the CPU
 
 
@@ -44,14 +47,15 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
 
 def measure(run: Run, steps: int = STEPS) -> Measured:
     """The last of `steps` steps; raises torch.OutOfMemoryError where the GPU is too small."""
-    device = run.world.device
+    device, cost = run.world.device, Cost.of(run.model)
+    first = run.start + run.state.offset  # a stream has no rows before
     run.objective.begin(run.model)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, tokens = [], []
+    seconds, tokens, flops = [], [], []
     with run.feed:
-        for step in range(steps):
+        for step in range(first, first + steps):
             began = time.perf_counter()
             backward(run, step)
             update(run, step)
@@ -59,9 +63,11 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-            tokens.append(run.data.counts(step)[0])
+            lengths, _ = run.data.lengths(step)
+            tokens.append(int(lengths.sum()))
+            flops.append(cost(lengths))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
-    time_of_one = sum(seconds[half]) / len(seconds[half])
-    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
-    return Measured(float(highest[1]), sum(tokens[half]) / len(tokens[half]), int(highest[0]))
+    own = [float(peak), fmean(seconds[half])]
+    most, slowest = run.world.top(torch.tensor(own, dtype=torch.double)).tolist()
+    return Measured(slowest, fmean(tokens[half]), fmean(flops[half]), int(most))

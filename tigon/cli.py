@@ -72,7 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_text(commands)
+    _add_runs(commands)
+    _add_models(commands)
+    return parser
 
+
+def _add_text(commands: Any) -> None:
+    """What writes text."""
     p = commands.add_parser("generate", help="answer a prompt, or continue a text")
     _model_arguments(p)
     p.add_argument("prompt", help="what the user says; - reads it from standard input")
@@ -117,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
     _sampling_arguments(p)
     p.set_defaults(run="chat")
 
+
+def _add_runs(commands: Any) -> None:
+    """Training, its data and its results."""
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
 
     p = commands.add_parser("report", help="a page of a run, or of several side by side")
@@ -143,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.set_defaults(run="data_clean")
 
+
+def _add_models(commands: Any) -> None:
+    """What measures, copies or describes a model."""
     p = commands.add_parser("eval", help="perplexity, or parity with transformers")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="MEASURE")
     p = kinds.add_parser("perplexity", help="of texts, or of the answers in chats")
@@ -173,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("model", nargs="?", help="as for generate")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     p.set_defaults(run="info")
-    return parser
 
 
 def _model_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:

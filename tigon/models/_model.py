@@ -182,12 +182,7 @@ class LanguageModel(nn.Module):
         """
         batch, targets = self._resolve(input_ids, given, batch, targets)
         batch.check_cache()
-        metrics = given.get("metrics")
-        if metrics is None:
-            metrics = () if targets.labels is None else self.defaults.metrics
-        metrics = (metrics,) if isinstance(metrics, str) else tuple(metrics)
-        of_routing = tuple(m for m in metrics if m in ROUTING_METRICS)
-        of_head = tuple(m for m in metrics if m not in ROUTING_METRICS)
+        of_head, of_routing = self._metrics(given.get("metrics"), targets)
         asked = Asked(targets, of_head, given.get("criteria"))
         x = batch.inputs_embeds
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
@@ -240,6 +235,16 @@ class LanguageModel(nn.Module):
         if batch.defaults is not self.defaults:
             raise ValueError("batch= was made by Batch.of for another model: make one for this")
         return batch, Targets.of(batch, **of_targets) if targets is None else targets
+
+    def _metrics(
+        self, given: str | Sequence[str] | None, targets: Targets
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those of the head and those of routers; with labels, by default those of `defaults`."""
+        if given is None:
+            given = () if targets.labels is None else self.defaults.metrics
+        names = (given,) if isinstance(given, str) else tuple(given)
+        of_head = tuple(name for name in names if name not in ROUTING_METRICS)
+        return of_head, tuple(name for name in names if name in ROUTING_METRICS)
 
     def _add_routing(
         self,

@@ -4,6 +4,7 @@ import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
+from tigon.train.flops import Cost
 from tigon.train.loop import update
 from tigon.train.model import compute_dtype, is_sharded, outline
 from tigon.train.parallel import World, shard
@@ -25,6 +27,7 @@ class Measured:
 
     seconds: float
     tokens: float  # of all ranks
+    flops: float  # likewise
     peak: int  # bytes allocated on the GPU that holds most; 0 on the CPU
 
 
@@ -49,7 +52,8 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seconds, tokens = [], []
+    cost = Cost.of(run.model)
+    seconds, tokens, flops = [], [], []
     with run.feed:
         for step in range(steps):
             began = time.perf_counter()
@@ -59,9 +63,16 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-            tokens.append(run.data.counts(step)[0])
+            lengths, _ = run.data.lengths(step)
+            tokens.append(int(lengths.sum()))
+            flops.append(cost(lengths))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
-    time_of_one = sum(seconds[half]) / len(seconds[half])
+    time_of_one = fmean(seconds[half])
     highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
-    return Measured(float(highest[1]), sum(tokens[half]) / len(tokens[half]), int(highest[0]))
+    return Measured(
+        seconds=float(highest[1]),
+        tokens=fmean(tokens[half]),
+        flops=fmean(flops[half]),
+        peak=int(highest[0]),
+    )

@@ -1,6 +1,7 @@
 """The memory estimate against what autograd saves and what is held, and `--dry-run`."""
 
 import gc
+import re
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +223,14 @@ def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
 
 def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
+    monkeypatch.setattr("tigon.train.estimate.report.peak_flops", lambda *_: 1e9)
     main(["--dry-run", *workspace.settings("dry")])
     said = capsys.readouterr().out
     assert "a step, measured: " in said and "all steps: about" in said
+    # Of the sequences that there are, which are shorter than a row
+    each = float(re.search(r"a token: ([\d.e-]+) GFLOP", said)[1])
+    speed, mfu = re.search(r"([\d,]+) tokens/s, ([\d.]+)% MFU", said).groups()
+    assert float(mfu) / 100 == pytest.approx(each * float(speed.replace(",", "")), rel=0.05)
     assert not (workspace.root / "dry").exists()
 
 

@@ -38,7 +38,7 @@ PLOTS = (
 # Neither drawn nor of use to people by the step
 SILENT = {
     *("epoch", "tokens", "supervised_tokens", "eval_tokens", "seconds"),
-    *("step_seconds", "data_seconds"),
+    *("step_seconds", "data_seconds", "memory_reserved_gib"),
 }
 TITLES = {
     "nll": "Cross-entropy",

@@ -47,17 +47,19 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         world.say("\n".join(described(config, inputs, model, gpus)))
         for notice in without_effect(config, inputs.steps(config)):
             world.say(f"note: {notice}")
+        advised = False
         if not on_gpu(config):
             world.say("memory is estimated for GPUs, and this run is on a CPU")
         elif world.main:
             found = plan(config, inputs, gpus)
             world.say("\n".join(table(found, gpus, world.device)))
-            if (room := memory_of(world.device)) and found.total > room:
+            room = memory_of(world.device)
+            if advised := room is not None and found.total > room:
                 world.say("\n".join(advice(config, inputs, gpus)))
         if why := unmeasurable(config, world, gpus):
             world.say(f"time of a step: cannot be measured here: {why}")
             return
-        world.say("\n".join(timed(config, inputs, world)))
+        world.say("\n".join(timed(config, inputs, world, advised)))
     finally:
         inputs.data.close()
 
@@ -155,15 +157,15 @@ def unmeasurable(config: Config, world: World, gpus: int) -> str | None:
     return None
 
 
-def timed(config: Config, inputs: Inputs, world: World) -> list[str]:
-    """A few steps on random weights."""
+def timed(config: Config, inputs: Inputs, world: World, advised: bool) -> list[str]:
+    """A few steps on random weights. `advised`: what saves memory has been said."""
     try:
         model = random_model(config, world, inputs.source)
         optimizer = build_optimizer(model, config)
         run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
         found = measure(run)
     except torch.OutOfMemoryError as error:
-        lines = advice(config, inputs, world.size) if world.main else []
+        lines = advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]
         raise InputError("\n".join([f"a step does not fit: {first}", *lines])) from None
     return answer(config, inputs, world, found)

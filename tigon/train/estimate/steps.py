@@ -26,8 +26,8 @@ class Measured:
     """Of one step; the same on every rank."""
 
     seconds: float
-    tokens: float  # of all ranks, as are the operations
-    flops: float
+    tokens: float  # of all ranks
+    flops: float  # likewise
     peak: int  # bytes allocated on the GPU that holds most; 0 on the CPU
 
 
@@ -47,12 +47,12 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
 
 def measure(run: Run, steps: int = STEPS) -> Measured:
     """The last of `steps` steps; raises torch.OutOfMemoryError where the GPU is too small."""
-    device, cost = run.world.device, Cost.of(run.model)
-    first = run.start + run.state.offset  # a stream has no rows before
+    device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.objective.begin(run.model)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    cost = Cost.of(run.model)
     seconds, tokens, flops = [], [], []
     with run.feed:
         for step in range(first, first + steps):
@@ -68,6 +68,11 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
             flops.append(cost(lengths))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
-    own = [float(peak), fmean(seconds[half])]
-    most, slowest = run.world.top(torch.tensor(own, dtype=torch.double)).tolist()
-    return Measured(slowest, fmean(tokens[half]), fmean(flops[half]), int(most))
+    time_of_one = fmean(seconds[half])
+    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    return Measured(
+        seconds=float(highest[1]),
+        tokens=fmean(tokens[half]),
+        flops=fmean(flops[half]),
+        peak=int(highest[0]),
+    )

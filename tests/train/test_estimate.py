@@ -16,7 +16,7 @@ from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
 from tigon.train import main
 from tigon.train.config import Config
-from tigon.train.estimate import memory
+from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, meta_model
@@ -215,7 +215,7 @@ def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
     assert "82,304 parameters, all of them trained" in said
     assert "8 rows of 128 tokens, 4 micro-batches of 1 on each of 2 ranks" in said
     assert "steps: 0 to 3, 3 an epoch" in said
-    assert "sum" in said and "for async_save" in said
+    assert "sum" in said and "for weights and states" in said
     if not torch.cuda.is_available():
         assert said.endswith("time of a step: cannot be measured here: there is no GPU\n")
     assert sorted(p for p in workspace.root.rglob("*")) == before
@@ -268,6 +268,25 @@ def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not empty"):
         main(["--dry-run", *workspace.settings("dry", run_dir=tmp_path / "used")])
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["file"]
+
+
+def test_what_the_estimate_leaves_out_is_said() -> None:
+    assert report.not_counted(settings()) == []
+    found = report.not_counted(
+        settings(param_dtype="float32", dtype="float32", activation_offload=True)
+    )
+    assert [notice.split()[0] for notice in found] == ["attention", "host"]
+
+
+def test_advice_names_only_what_saves_memory() -> None:
+    config = settings(activation_checkpointing=True)
+    total = {2: 30, True: 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            report, "plan", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
+        )
+        lines = report.advice(config, None, 1)  # type: ignore[arg-type]
+    assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
 
 
 def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:

@@ -114,14 +114,27 @@ def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
     room = memory_of(device)
     beside = f" of {room / GIB:.1f}: {torch.cuda.get_device_name(device)}" if room else ""
     lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{beside}")
-    host = found.host / GIB
-    lines.append(f"host memory of each rank, for async_save: {host:.2f} GiB")
+    lines.append(f"host memory of each rank, for weights and states: {found.host / GIB:.2f} GiB")
     return lines
+
+
+def not_counted(config: Config) -> list[str]:
+    """What the run will also take."""
+    found = []
+    if compute_dtype(config, torch.device("cuda")) == torch.float32:
+        found.append("attention in float32, which is not fused and may hold scores")
+    elif config.attention == "reference":
+        found.append("the scores that attention=reference holds")
+    if config.hooks:
+        found.append("what hooks are given and keep")
+    if config.activation_offload:
+        found.append("host memory for the activations of activation_offload")
+    return found
 
 
 def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
     """Which settings save how much."""
-    lines = ["less memory:"]
+    lines, present = ["less memory:"], plan(config, inputs, gpus).total
     for change in SAVING:
         try:
             other = replace(config, **change)  # type: ignore[arg-type]
@@ -129,6 +142,8 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
             continue
         if other != config:
             total = plan(other, inputs, gpus).total
+            if total >= present:
+                continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
     total = plan(config, inputs, 2 * gpus).total if config.batch_size % (2 * gpus) == 0 else None
@@ -179,7 +194,7 @@ def answer(config: Config, inputs: Inputs, world: World, found: Measured) -> lis
         line += f", {found.flops / found.seconds / (peak * world.size):.1%} MFU"
     if found.peak:
         line += f", {found.peak / GIB:.2f} GiB at its peak"
-    left = (inputs.steps(config) - inputs.start) * found.seconds
+    left = max(0, inputs.steps(config) - inputs.start) * found.seconds
     return [line, f"all steps: about {duration(left)}, without evaluations and checkpoints"]
 
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.small import LLAMA
 from tigon.models import MODELS
+from tigon.train.checkpoint.tensors import optimizer_states
 from tigon.train.config import load
 from tigon.train.optim import (
     build_optimizer,
@@ -211,3 +212,15 @@ def test_clipping_scales_to_the_global_norm_and_reports_the_one_before():
         assert clip_gradients(model, limit).item() == pytest.approx(norm, rel=1e-6)
         for p, g in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(p.grad, g * scale, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "muon", "sgd"])
+def test_states_saved_before_the_first_update_have_counted_none(optimizer):
+    """As where the first steps are skipped: the update after them is the first."""
+    models = [MODELS["llama"].from_config(LLAMA) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [build_optimizer(model, config(f"optimizer={optimizer}")) for model in models]
+    saved = optimizer_states(models[0], optimizers[0])
+    assert all(chunk.rows.count_nonzero() == 0 for rows in saved.values() for chunk in rows.chunks)
+    both = [trained(*pair) for pair in zip(optimizers, models, strict=True)]
+    assert all(torch.equal(value, both[1][name]) for name, value in both[0].items())

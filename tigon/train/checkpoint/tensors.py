@@ -116,7 +116,12 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
     parameters = dict(model.named_parameters())
     rows: dict[str, dict[str, tuple[Tensor, int]]] = {}
     found: State = {}
+    new = not optimizer.state
     by_parameter: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    if new:  # torch makes states by a step that changes no weight, but counts
+        for values in optimizer.state.values():
+            if "step" in values:
+                values["step"].zero_()
     for name, values in by_parameter["state"].items():
         own, first = own_rows(name, parameters[name])
         for kind, value in values.items():

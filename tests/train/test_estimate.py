@@ -19,7 +19,7 @@ from tigon.train.config import Config
 from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
-from tigon.train.estimate.meter import Ledger, Meter, meta_model
+from tigon.train.estimate.meter import Ledger, Meter, tensors_of
 from tigon.train.estimate.steps import measure
 from tigon.train.flops import model_flops
 from tigon.train.objectives import find_objective
@@ -52,7 +52,7 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
 
 def saved_by(model: CausalLM, device: str) -> int:
     """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
-    own = {t.untyped_storage()._cdata for t in meta_model(model)}
+    own = {t.untyped_storage()._cdata for t in tensors_of(model)}
     kept: dict[int, Any] = {}
 
     def pack(x: Tensor) -> Tensor:

@@ -67,20 +67,20 @@ class Offload:
         self.gpu = device.type == "cuda"
         self._shared = {_key(x) for x in shared}
         self._blocks: list[list[_Stored]] = []
-        self._reached: int | None = None  # the block that backward differentiates
+        self._current: int | None = None  # the block that backward differentiates
         # Being copied: the memory may be used anew only when the copy is done
-        self._leaving: deque[tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _Stored]]]]
-        self._leaving = deque()
+        self._copying: deque[tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _Stored]]]]
+        self._copying = deque()
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
         """What the block saves for backward leaves the device."""
-        while len(self._leaving) > 1:
-            self._let_go()
+        while len(self._copying) > 1:
+            self._finish_copies()
         index = len(self._blocks)
         self._blocks.append([])
-        leaving: dict[Any, tuple[Tensor, _Stored]] = {}
-        self._leaving.append((None, leaving))
+        held: dict[Any, tuple[Tensor, _Stored]] = {}
+        self._copying.append((None, held))
         own: set[int] = set()
 
         def pack(x: Tensor) -> Tensor | _Saved:
@@ -91,13 +91,13 @@ class Offload:
             if small or x.device != self.device or _key(x) in own or _key(x) in self._shared:
                 return x.detach()
             key = _key(x), x._version
-            known = next((some[key] for _, some in self._leaving if key in some), None)
+            known = next((some[key] for _, some in self._copying if key in some), None)
             if known is None:
                 stored = _Stored(storage.nbytes(), x.device)
-                with self._beside():
+                with self._side_stream():
                     stored.take(x)
                 self._blocks[index].append(stored)
-                known = leaving[key] = x.detach(), stored
+                known = held[key] = x.detach(), stored
             where = x.shape, x.stride(), x.storage_offset()
             return _Saved(index, known[1], x.dtype, *where)
 
@@ -106,20 +106,20 @@ class Offload:
         if self.gpu:
             copied = torch.cuda.Event()
             copied.record(_stream(self.device))
-            self._leaving[-1] = copied, leaving
+            self._copying[-1] = copied, held
 
     def end(self) -> None:
         """After the last block: nothing is being copied any more."""
-        while self._leaving:
-            self._let_go()
+        while self._copying:
+            self._finish_copies()
 
-    def _let_go(self) -> None:
-        copied, leaving = self._leaving.popleft()
+    def _finish_copies(self) -> None:
+        copied, held = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-        leaving.clear()  # autograd keeps `pack`, which has it
+        held.clear()  # autograd keeps `pack`, which has it
 
-    def _beside(self) -> Any:
+    def _side_stream(self) -> Any:
         """The side stream, behind what is under way on the current one."""
         if not self.gpu:
             return nullcontext()
@@ -130,8 +130,8 @@ class Offload:
     def _unpack(self, saved: Tensor | _Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if saved.block != self._reached:
-            self._reach(saved.block)
+        if saved.block != self._current:
+            self._enter(saved.block)
         stored = saved.stored
         if stored.fetched is None:
             self._fetch([stored])
@@ -141,9 +141,9 @@ class Offload:
         values = stored.fetched.view(saved.dtype)
         return values.as_strided(saved.shape, saved.stride, saved.offset)
 
-    def _reach(self, block: int) -> None:
-        """Backward has come to a block: the one before it is fetched, those behind are done."""
-        self._reached = block
+    def _enter(self, block: int) -> None:
+        """Backward begins with a block: fetch it and the one before, free those after it."""
+        self._current = block
         for stored in (s for later in self._blocks[block + 1 :] for s in later):
             stored.fetched = None
         for some in self._blocks[max(0, block - 1) : block + 1][::-1]:
@@ -152,7 +152,7 @@ class Offload:
     def _fetch(self, missing: list[_Stored]) -> None:
         for stored in missing:
             stored.fetched = torch.empty(stored.size, dtype=torch.uint8, device=self.device)
-        with self._beside():
+        with self._side_stream():
             for stored in missing:
                 stored.fetch()
         if not (self.gpu and missing):

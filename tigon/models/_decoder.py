@@ -101,15 +101,15 @@ class Decoder(nn.Module):
         # A recomputed block would append to the cache again
         learns = cache is None and torch.is_grad_enabled()
         recompute = int(recompute) if learns else 0
-        away = None
+        offloading = None
         if offload and learns:
-            away = Offload(x.device, [t for r in ropes for t in r if t is not None])
+            offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])
         residual, tallies = None, []
         for i, (block, rope, state) in enumerate(
             zip(layers, self.rope_of_layer, states, strict=True)
         ):
-            # The last block's would be fetched again at once
-            with away.of(block) if away and i + 1 < len(layers) else nullcontext():
+            # Backward begins with the last block: it would fetch at once
+            with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if recompute and i % recompute == 0:
                     x, residual, counts = checkpoint(
                         block, x, residual, ropes[rope], state, ctx, use_reentrant=False
@@ -118,8 +118,8 @@ class Decoder(nn.Module):
                     x, residual, counts = block(x, residual, ropes[rope], state, ctx)
             if counts is not None:
                 tallies.append(counts)
-        if away is not None:
-            away.end()
+        if offloading is not None:
+            offloading.end()
         if cache is not None:
             cache.end(mask)
         return self.norm(x, residual)[0], tallies

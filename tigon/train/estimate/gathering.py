@@ -3,7 +3,7 @@
 Of a group, G bytes in the dtype of the computation and R in float32, both of all ranks together:
 
 - before a group's forward its weights are gathered into a buffer (G, with several ranks), copied
-  out of it (G), and given up after it; the buffer lives until the next group's is there
+  out of it (G), and freed after it; the buffer lives until the next group's is there
 - before its backward they are gathered again, and those of the group before it are on their way
 - after its backward the gradients are copied into a buffer (R) and reduced into a shard; the buffer
   lives until the next group's gradients are there
@@ -82,7 +82,7 @@ class Gathering:
     def end(self) -> None:
         """After its backward."""
         for group in (*self.blocks, self.ends):
-            self._give_up(group)
+            self._release(group)
             group.is_prefetched = False
         self._replace("reducing", 0)
 
@@ -97,7 +97,7 @@ class Gathering:
     def _leave(self, group: Group, out: Any) -> None:
         if self.in_backward:
             return
-        self._give_up(group)
+        self._release(group)
         at = self.blocks.index(group)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -138,7 +138,7 @@ class Gathering:
 
     def _after(self, group: Group) -> None:
         """After the backward of a group."""
-        self._give_up(group)
+        self._release(group)
         if not self.reduce:
             if not group.accumulated:
                 group.accumulated = group.reduced
@@ -151,9 +151,11 @@ class Gathering:
         group.accumulated = 0
         self.ledger.add(GRADIENTS, group.shard)
         if self.world == 1:  # the buffer divided by 1, before it is copied
-            self._pass(group.reduced)
+            self._add_briefly(group.reduced)
         if self.param_dtype != torch.float32:  # shards of the weights' dtype
-            self._pass(sum(rounded(p, self.param_dtype) for p in group.trained) // self.world)
+            self._add_briefly(
+                sum(rounded(p, self.param_dtype) for p in group.trained) // self.world
+            )
             self.ledger.remove(GRADIENTS, group.shard * (4 - self.param_dtype.itemsize) // 4)
 
     def _drop_gradients(self, group: Group) -> None:
@@ -164,7 +166,7 @@ class Gathering:
         group.is_gathered = True
         self.ledger.add(GATHERED, group.gathered)
 
-    def _give_up(self, group: Group) -> None:
+    def _release(self, group: Group) -> None:
         if group.is_gathered:
             group.is_gathered = False
             self.ledger.remove(GATHERED, group.gathered)
@@ -180,6 +182,6 @@ class Gathering:
             self.ledger.remove(COMMUNICATION, old)
         setattr(self, name, size)
 
-    def _pass(self, size: int) -> None:
+    def _add_briefly(self, size: int) -> None:
         self.ledger.add(COMMUNICATION, size)
         self.ledger.remove(COMMUNICATION, size)

@@ -18,7 +18,7 @@ from tigon.kernels import use
 from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
-from tigon.train.estimate.meter import Ledger, Meter, meta_model, rounded, watch_head
+from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.model import is_sharded
 from tigon.train.objectives import Objective
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, state_bytes
@@ -98,7 +98,7 @@ def _weigh(
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
     ledger = Ledger()
-    meter = Meter(ledger, meta_model(model))
+    meter = Meter(ledger, tensors_of(model))
     watch_head(meter, model.lm_head)
     gathering = None
     if sharded is not None:

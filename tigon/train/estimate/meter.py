@@ -119,7 +119,7 @@ def watch_head(meter: Meter, head: nn.Module) -> None:
     head.register_forward_hook(leave)
 
 
-def meta_model(model: nn.Module) -> list[Tensor]:
+def tensors_of(model: nn.Module) -> list[Tensor]:
     """All tensors that it has."""
     return [*model.parameters(), *model.buffers()]
 

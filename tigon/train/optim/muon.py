@@ -86,18 +86,18 @@ class Muon(Optimizer):
             self.planned, self.rounds = known, self._plan(parameters)
         exchange = _Exchange(parameters[0], self.dtype)
 
-        def ask(turn: Round) -> "_Message":
+        def send(turn: Round) -> "_Message":
             momenta = _slices(turn.out, buffers)
             if not self.nesterov or not momenta:
                 return exchange.gather(turn, momenta)
             ahead = torch._foreach_lerp(_slices(turn.out, gradients), momenta, self.momentum)
             return exchange.gather(turn, list(ahead))
 
-        asked = ask(self.rounds[0])
+        message = send(self.rounds[0])
         for turn, after in zip(self.rounds, [*self.rounds[1:], None], strict=True):
-            matrices = exchange.assemble(turn, asked)
+            matrices = exchange.assemble(turn, message)
             if after is not None:  # its rows travel meanwhile
-                asked = ask(after)
+                message = send(after)
             self._orthogonalise(turn, matrices)
             updates = exchange.scatter(turn, matrices)
             rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.out]

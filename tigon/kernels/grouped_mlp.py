@@ -264,11 +264,11 @@ def backward_workspace(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
 ) -> int:
     """The same for `_backward`, whose outputs are made one after the other."""
-    _, c, inner = down.shape
+    c, inner = down.shape[1:]
     slots, size = weights.numel(), x.element_size()
-    sizes = (t.numel() * size * want for t, want in zip((x, gate_up, down), wanted, strict=False))
-    dx, dgate_up, ddown = sizes
-    first = slots * (c + 4 * inner) * size - dx - dgate_up - ddown  # in _act_backward
+    tensors = zip((x, gate_up, down), wanted, strict=False)
+    outputs = sum(t.numel() * size for t, want in tensors if want)
+    first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
     last = slots * (c + 2 * inner) * size
     return max(first, last)
 

@@ -98,8 +98,8 @@ class Offload:
                     stored.take(x)
                 self._blocks[index].append(stored)
                 known = held[key] = x.detach(), stored
-            where = x.shape, x.stride(), x.storage_offset()
-            return _Saved(index, known[1], x.dtype, *where)
+            offset = int(x.storage_offset())
+            return _Saved(index, known[1], x.dtype, x.shape, x.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield

@@ -146,8 +146,8 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
                 continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    total = plan(config, inputs, 2 * gpus).total if config.batch_size % (2 * gpus) == 0 else None
-    if total is not None and config.batch_size % (2 * gpus * config.micro_batch_size) == 0:
+    if config.batch_size % (2 * gpus * config.micro_batch_size) == 0:
+        total = plan(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
     return lines
 

@@ -97,11 +97,14 @@ class SGD:
         states: Mapping[str, list[Tensor]],
         steps: list[Tensor],
     ) -> None:
+        # torch begins with the gradient, and so does a momentum of zeros
+        momenta: list[Tensor | None] = [None] * len(weights)
+        if self.states:
+            momenta = [*states["momentum_buffer"]]
         torch_sgd(
             weights,
             gradients,
-            # torch's begins with the gradient, which is what a momentum of zeros comes to
-            states.get("momentum_buffer", [None] * len(weights)),
+            momenta,
             fused=True,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -208,11 +211,13 @@ class Stored(Optimizer):
         if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
             drawn = draws(self.seed, piece.step, piece.position, weight.numel(), weight.device)
             bits = [sixteen(drawn.view_as(weight), i) for i in range(len(bits))]
+        of_weight, *of_states = bits
         if rounds:
-            weight = round_stochastically(weight, bits[0])
+            assert of_weight is not None
+            weight = round_stochastically(weight, of_weight)
         if weight is not piece.weight:
             piece.weight.copy_(weight)
-        for (kind, value), own in zip(values.items(), bits[1:], strict=True):
+        for (kind, value), own in zip(values.items(), of_states, strict=True):
             piece.formats[kind].write(piece.states, kind, value, own)
 
 

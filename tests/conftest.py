@@ -19,10 +19,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported
 
 import tigon
+from tests import interpreter
 from tests.assets_fixtures import gsm8k, smollm2
 from tests.models.contract import tiny_llama
 
 __all__ = ["gsm8k", "smollm2"]
+
+if not torch.cuda.is_available():
+    interpreter.install()
 
 # One: models this small lose by sharing, and badly on a busy machine
 torch.set_num_threads(int(os.environ.get("TIGON_TEST_THREADS", "1")))

@@ -3,6 +3,7 @@
 TIGON_TEST_THREADS=4 runs the suite with four threads: no result may depend on their number.
 """
 
+import gc
 import os
 import tempfile
 
@@ -19,13 +20,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported
 
 import tigon
+from tests import interpreter
 from tests.assets_fixtures import gsm8k, smollm2
 from tests.models.contract import tiny_llama
 
 __all__ = ["gsm8k", "smollm2"]
 
+if not torch.cuda.is_available():
+    interpreter.install()
+
 # One: models this small lose by sharing, and badly on a busy machine
 torch.set_num_threads(int(os.environ.get("TIGON_TEST_THREADS", "1")))
+
+
+def pytest_collection_finish() -> None:
+    """What all imports have made stays: every run of a trainer, which collects garbage at its end,
+    would go through it, as torch's compiler does."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -274,16 +274,16 @@ def test_states(tmp_path: Path, run: Path) -> None:
     assert "stopped · step 4 of 9" in page_of(early)
 
 
-def test_two_hundred_thousand_steps(tmp_path: Path) -> None:
+def test_thousands_of_steps(tmp_path: Path) -> None:
     row = json.dumps(step_row(7)).replace('"step": 7', '"step": %d').replace("0.428", "%d.428")
     path = write_run(tmp_path / "long", [])
-    text = "".join(row % (i, i % 3) + "\n" for i in range(1, 200_001))
+    text = "".join(row % (i, i % 3) + "\n" for i in range(1, 20_001))
     (path / "metrics.jsonl").write_text(text)
     began = time.process_time()
     out = tigon.report.write([path])
-    assert time.process_time() - began < 30  # about 3 s on a quiet core
+    assert time.process_time() - began < 3  # about 0.3 s on a quiet core
     assert out.stat().st_size < 1_500_000
-    assert "the mean of up to 834 steps" in out.read_text()
+    assert "the mean of up to 84 steps" in out.read_text()
 
 
 def test_buckets_keep_extremes_and_means() -> None:

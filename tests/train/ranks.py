@@ -3,6 +3,7 @@
 Each has the environment that --nproc and torchrun would give it.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -114,6 +115,7 @@ def _rank(
     function: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # what torch's import has made is not garbage
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

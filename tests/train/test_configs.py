@@ -38,7 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"text": text}) for text in texts]
     for task, lines in ("sft", chats), ("pretrain", rows):
         (root / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
-        (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:4]) + "\n")
+        (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:1]) + "\n")
     return root
 
 
@@ -60,8 +60,8 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
         "data": files / f"{config.task}.jsonl",
         "eval_data": files / f"{config.task}-held-out.jsonl",
         "seq_len": 64,
-        "batch_size": 4,
-        "micro_batch_size": 2,
+        "batch_size": 2,
+        "micro_batch_size": 1,
         "epochs": "null",
         "steps": 2,
         "workers": 0,

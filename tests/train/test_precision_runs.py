@@ -20,6 +20,7 @@ from tigon.train.parallel import World, sync_gradients
 
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
 STEPS = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.75, "schedule": "constant"}
+STEPS |= {"batch_size": 2, "seq_len": 64}
 CASES = {
     "bf16": {"optimizer": "adamw_bf16", **BF16},
     "8bit": {
@@ -98,7 +99,7 @@ def two_ranks(workspace) -> str:
             main(workspace.settings(case, **STEPS, **its))
         moved.append((workspace.settings(f"{case}-moved", **STEPS, **its), source))
     model = write_model(workspace.root / "experts-model", **EXPERTS)
-    its = {"model": model, "optimizer": "adamw_8bit", "steps": 2}
+    its = {"model": model, "optimizer": "adamw_8bit", "steps": 2, "batch_size": 2}
     main(workspace.settings("experts", **its))
     source = step(workspace.root / "experts", 2)
     moved.append((workspace.settings("experts-moved", **its), source))
@@ -168,7 +169,7 @@ def test_the_average_is_that_of_its_definition(workspace):
 def test_steps_that_are_left_out_do_not_enter_the_average(workspace, poisoned, policy):
     """Step 3 is skipped; or step 2's checkpoint comes back, with the rows of step 4."""
     poisoned(2)
-    changes = STEPS | {"ema_decay": 0.5, "save_every": 1, "steps": 4, "nonfinite": policy}
+    changes = STEPS | {"ema_decay": 0.5, "save_every": 1, "nonfinite": policy}
     main(workspace.settings(policy, **changes))
     saved = [tensors(step(workspace.root / policy, n)) for n in (1, 2, 3, 4)]
     averages = [{n: t for n, t in found.items() if n.startswith("ema.")} for found in saved]
@@ -233,7 +234,7 @@ def test_states_on_the_host_change_no_bit(workspace):
 SUMS = {"bfloat16": BF16, "float32": {"dtype": "bfloat16"}}  # weights, of a bfloat16 computation
 
 
-def gradients(world: World, settings: list[str], batches: int = 16) -> list[str]:
+def gradients(world: World, settings: list[str], batches: int = 8) -> list[str]:
     """Relative rms error of the sums of micro-batches' gradients, against fp64."""
     run = prepare(load(None, settings), world)
     draw = torch.Generator().manual_seed(world.rank)

@@ -124,7 +124,7 @@ def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, 
 
 
 KILLED = """
-import os, signal, sys
+import gc, os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
@@ -134,6 +134,7 @@ from tigon.train.parallel import start
 
 model, root = map(Path, sys.argv[1:])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
+gc.freeze()  # of imports nothing is garbage, which every child would look for
 moment = 0
 while True:
     moment += 1

@@ -8,9 +8,10 @@ from typing import Any
 
 from triton.runtime import interpreter
 
-_replace = interpreter._patch_lang
+# None in versions of Triton that have others
+_replace: Any = getattr(interpreter, "_patch_lang", None)
 _run_grid = interpreter.GridExecutor.__call__
-_np_dtype = interpreter._get_np_dtype
+_np_dtype: Any = getattr(interpreter, "_get_np_dtype", None)
 _replaced: dict[int, Any] = {}  # for functions of which modules, by their globals
 _np_dtypes: dict[str, Any] = {}
 
@@ -39,6 +40,8 @@ def _known_np_dtype(dtype: Any) -> Any:
 
 
 def install() -> None:
+    if _replace is None or _np_dtype is None:
+        return
     interpreter._patch_lang = _replace_once
     interpreter.GridExecutor.__call__ = _run_and_forget
     interpreter._get_np_dtype = _known_np_dtype

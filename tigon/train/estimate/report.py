@@ -108,7 +108,8 @@ def plan(config: Config, inputs: Inputs, gpus: int) -> Estimate:
 
 def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
     """In GiB."""
-    lines = ["memory of a GPU, estimated, GiB:" if gpus == 1 else f"of each of {gpus} GPUs, GiB:"]
+    owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    lines = [f"memory of {owner} at its peak, estimated, GiB:"]
     lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
     room = memory_of(device)
     beside = f" of {room / GIB:.1f}: {torch.cuda.get_device_name(device)}" if room else ""

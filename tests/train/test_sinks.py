@@ -21,8 +21,15 @@ class Offline:
     __spec__ = "of a module"
     Settings = SimpleNamespace
 
-    def __init__(self):
-        self.rows, self.runs = {}, []
+    def __init__(self, key=True):
+        self.rows, self.runs, self.key = {}, [], key
+
+    def setup(self):
+        return SimpleNamespace(settings=SimpleNamespace(mode="online"))
+
+    def login(self, prompt, verify):
+        assert not prompt
+        return self.key
 
     def init(self, **options):
         self.runs.append(options)
@@ -116,6 +123,16 @@ def test_names_and_packages_are_checked(workspace, monkeypatch):
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):
         main(workspace.settings("x", log_to="wandb"))
+
+
+def test_wandb_without_a_key_asks_nothing(workspace, monkeypatch, tmp_path, capsys):
+    fake = Offline(key=False)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sinks = Sinks(
+        load(None, workspace.settings("x", run_dir=tmp_path, log_to="wandb")), [], 0, print
+    )
+    assert not sinks.open and not fake.runs
+    assert "without it: ValueError: no API key: run wandb login" in capsys.readouterr().out
 
 
 def test_wandb_itself_offline(workspace, monkeypatch, tmp_path, capsys):

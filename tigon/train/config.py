@@ -250,6 +250,10 @@ def _parse(text: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
+        if text.startswith(("[", "{")):
+            why = getattr(error, "problem", None) or "it cannot be read"
+            fix = "quote a text in it that has one of ? : , [ ] { }"
+            raise strict.ConfigError(f"{text!r} is not YAML: {why}; {fix}") from error
         raise ValueError from error
     return _number(value) if isinstance(value, str) else value
 

@@ -127,6 +127,8 @@ OTHERS = {
     "optimizer_in_bwd": "no: all gradients are clipped together; optimizer_offload saves memory",
     "cpu_offload": OFFLOAD,
     "fsdp_cpu_offload": OFFLOAD,
+    "freeze": FREEZE,
+    "frozen_parameters": FREEZE,
     "accumulate_allreduce_grads_in_fp32": "accumulate_fp32; over ranks they always add up so",
     "ema": AVERAGE,
     "use_ema": AVERAGE,

@@ -79,6 +79,12 @@ class WandB:
     def __init__(self, config: Config, rows: Sequence[Row], start: int):
         import wandb
 
+        # init would ask at a terminal for a key, and a run that nobody watches would wait for ever
+        online = wandb.setup().settings.mode in ("online", "run")
+        if online and not wandb.login(prompt=False, verify=False):
+            raise ValueError(
+                "no API key: run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline"
+            )
         path = Path(config.run_dir)
         file = path / ".wandb-id"
         begun = file.exists()

@@ -84,11 +84,12 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
     per_rank = config.batch_size // (gpus * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
+    ranks = f" on each of {gpus} ranks" if gpus > 1 else ""
     return [
         f"model: {model.config.architecture}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
-        f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts} on each of "
-        f"{gpus} ranks; the first has {tokens:,} tokens, of which {targets:,} are learned",
+        f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
+        f"the first has {tokens:,} tokens, of which {targets:,} are learned",
         f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
 
@@ -109,7 +110,8 @@ def plan(config: Config, inputs: Inputs, gpus: int) -> Estimate:
 
 def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
     """In GiB."""
-    lines = ["memory of a GPU, estimated, GiB:" if gpus == 1 else f"of each of {gpus} GPUs, GiB:"]
+    owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    lines = [f"memory of {owner} at its peak, estimated, GiB:"]
     lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
     room = memory_of(device)
     beside = f" of {room / GIB:.1f}: {torch.cuda.get_device_name(device)}" if room else ""

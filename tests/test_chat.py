@@ -15,7 +15,7 @@ import torch
 
 import tigon
 from tests.small import CHATML, write_model
-from tigon.chat import Chat, talk
+from tigon.chat import Chat, put, talk
 from tigon.cli import main
 
 
@@ -109,6 +109,18 @@ def test_lines_in_answers_out(
     assert chat.system == "be brief"
     out, err = piped(chat, "\udcff\n" + "words " * 600, monkeypatch, capsys)
     assert out == [] and "not UTF-8 text" in err and "too long" in err
+
+
+def test_a_terminal_does_not_follow_what_a_model_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\tred \x1b[31m, the clipboard \x1b]52;c;eA==\x07, \x9b2J, gone\b\x7f\rover\r\né\n"
+    put(text)
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    put(text)
+    shown = "\tred \\x1b[31m, the clipboard \\x1b]52;c;eA==\\x07, \\x9b2J, gone\\x08\\x7fover\né\n"
+    assert capsys.readouterr().out == shown
 
 
 def test_templates_without_turns_or_system(tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 Message = dict[str, str]
+# What a terminal would follow, not show: it could set its title, the clipboard, or hide text
+CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
+} | {ord("\r"): None}
 
 
 class Chat:
@@ -130,7 +134,7 @@ def talk(chat: Chat, name: str) -> None:
 def turn(chat: Chat, text: str, name: str) -> None:
     try:
         text.encode()  # some locales accept any byte
-        forgotten = chat.answer(text, lambda piece: print(piece, end="", flush=True))
+        forgotten = chat.answer(text, put)
     except KeyboardInterrupt:
         print(flush=True)
         note("stopped")
@@ -147,6 +151,11 @@ def turn(chat: Chat, text: str, name: str) -> None:
             f"the oldest {forgotten} messages are forgotten: {name} reads {chat.context} tokens "
             "at most"
         )
+
+
+def put(piece: str) -> None:
+    """Print what a model says; on a terminal, control characters as what they are called."""
+    print(piece.translate(CONTROL) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def command(chat: Chat, line: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tigon import __version__
-from tigon.chat import Chat, talk
+from tigon.chat import Chat, put, talk
 from tigon.data import clean_cache
 from tigon.eval import parity, perplexity, report
 from tigon.kernels.attention import survey
@@ -41,7 +41,7 @@ def generate(args: Namespace) -> int:
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
-        print(stream.step(int(new)) or "", end="", flush=True)
+        put(stream.step(int(new)) or "")
 
     model.generate(
         torch.tensor([ids]),
@@ -53,7 +53,7 @@ def generate(args: Namespace) -> int:
         cache_implementation=args.cache,
         **given,
     )
-    print(stream.finish())
+    put(f"{stream.finish()}\n")
     return 0
 
 

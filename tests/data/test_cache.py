@@ -302,6 +302,19 @@ def test_clean_removes_what_nobody_uses(tmp_path, root, monkeypatch, capsys):
     assert tokenised(sources[:1], Count(), workers=0)[0].count == last.count
 
 
+def test_clean_beside_names_that_others_have_made(tmp_path):
+    entry, other = tmp_path / ("a" * 32), tmp_path / "other.txt"
+    entry.mkdir()
+    other.write_text("of somebody")
+    (tmp_path / f"link{usage.USES}").symlink_to(other)
+    (tmp_path / f"directory{usage.USES}").mkdir()
+    noted = tmp_path / f"bytes{usage.USES}"
+    noted.write_bytes(b"\xff\n" + b"a" * 32)
+    with usage.lock(noted):
+        assert (usage.clean(tmp_path).removed, entry.exists()) == (0, True)
+    assert (usage.clean(tmp_path).removed, other.read_text()) == (1, "of somebody")
+
+
 def test_clean_does_not_interfere_with_a_run_that_tokenises(tmp_path, root):
     source = write_rows(tmp_path / "a.jsonl", 20)
 

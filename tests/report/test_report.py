@@ -19,7 +19,7 @@ import yaml
 import tigon.report
 from tigon.cli import main
 from tigon.report.page import _digest
-from tigon.report.read import read
+from tigon.report.read import COLUMNS, read
 from tigon.report.series import Column, points
 from tigon.report.settings import UNKNOWN, plain, sections
 from tigon.train.config import dump, load
@@ -245,6 +245,68 @@ def test_values_of_any_kind(tmp_path: Path) -> None:
     same = write_run(tmp_path / "constant", [step_row(1, loss=0.0)])
     elements = assert_harmless(page_of(same))
     assert "There is no evaluation among the metrics." in elements.text
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BOMB + "model: *i\ndata: *i\n", "lr: &a [*a]\n", f"steps: 0x{'f' * 5000}\n", "#" * (1 << 19)],
+    ids=["a bomb", "inside itself", "a number", "long"],
+)
+def test_settings_that_no_page_can_show(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.yaml").write_text(config)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step_row(1)) + "\n")
+    page = tigon.report.write([tmp_path]).read_text()
+    assert "config.yaml cannot be read" in page and len(page) < 100_000
+
+
+def test_settings_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("epochs: two\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step_row(1)) + "\n")
+    assert "stopped" in tigon.report.write([tmp_path]).read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "metrics.jsonl", "samples.jsonl", ".exported", ".lock", "hf/config.json"],
+)
+def test_a_pipe_in_place_of_a_file(run: Path, tmp_path: Path, name: str) -> None:
+    other = tmp_path / "piped"
+    shutil.copytree(run, other)
+    (other / "hf").mkdir(exist_ok=True)
+    (other / name).unlink(missing_ok=True)
+    os.mkfifo(other / name)  # which nobody ever writes
+    script = f"import tigon.report; tigon.report.write([{str(other)!r}])"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+
+
+def test_a_line_and_keys_beyond_measure(tmp_path: Path) -> None:
+    keys = {f"key{i}": i for i in range(COLUMNS + 5)}
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps(step_row(1)) + "\n")
+        file.truncate(100 << 20)  # zeros
+        file.seek(0, os.SEEK_END)
+        file.write("\n" + json.dumps({"step": 2, "loss": 1.0} | keys) + "\n")
+    found = read(tmp_path)
+    assert found.updates == [1, 2] and len(found.columns) == COLUMNS
+    assert any("A line of metrics.jsonl" in problem for problem in found.problems)
+    assert any("are left out" in problem for problem in found.problems)
+
+
+def test_sizes_that_are_no_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: m\n")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "llama"}')
+    for shape in ([10**4000, 10**4000], [10**400, 1.5], [-5], ["a"]):
+        header = json.dumps({"a": {"shape": shape}}).encode()
+        content = len(header).to_bytes(8, "little") + header
+        (tmp_path / "hf" / "model.safetensors").write_bytes(content)
+        assert read(tmp_path).parameters is None
+        tigon.report.write([tmp_path])
 
 
 def test_states(tmp_path: Path, run: Path) -> None:

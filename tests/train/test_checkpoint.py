@@ -1,5 +1,7 @@
 """Checkpoints as files: what they hold, how damage is found, which of them stay."""
 
+import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.small import EXPERTS, write_model
@@ -16,6 +18,7 @@ from tigon.train import checkpoint, main
 from tigon.train.checkpoint import files, integrity, retention, saver, storage
 from tigon.train.checkpoint.retention import Keep, Saved
 from tigon.train.checkpoint.tensors import LocalRows
+from tigon.train.optim import Ema
 
 
 def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, tmp_path):
@@ -82,6 +85,65 @@ def test_a_checkpoint_that_does_not_fit_is_refused(state, tmp_path, world):
     wide = tigon.from_pretrained(write_model(tmp_path / "wide", intermediate_size=128))
     with pytest.raises(ValueError, match=r"it resizes model.layers.0.mlp.down_proj.weight"):
         checkpoint.load(target, wide)
+
+
+def test_files_that_do_not_say_what_they_said_are_refused(state, tmp_path, world):
+    """By somebody who could write the checksums too."""
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    path = target / "weights-00000.safetensors"
+    name, before = "model.layers.0.mlp.down_proj.weight", path.read_bytes()
+    length = int.from_bytes(before[:8], "little")
+
+    def change(**to):
+        """A tensor's entry in the header, of the same length."""
+        header = json.loads(before[8 : 8 + length])
+        header[name] |= to
+        new = json.dumps(header, separators=(",", ":")).encode()
+        path.write_bytes(len(new).to_bytes(8, "little") + new + before[8 + length :])
+
+    change(dtype="I32")
+    with pytest.raises(ValueError, match=f"has whole numbers for others, .*, in {name}"):
+        checkpoint.load(target, state.model)
+
+    path.write_bytes(before)
+    tensors = load_file(path)
+    tensor = tensors.pop(name)
+    half = len(tensor) // 2
+
+    def put(file, offsets, tensors):
+        info = json.dumps({n: {"saved_offsets": offsets.get(n, [0] * t.dim())} for n, t in tensors})
+        save_file(dict(tensors), target / file, {"format": "pt", "DCP_SHARDING_INFO": info})
+
+    put(path.name, {}, tensors.items())
+    for i, row, rows in (
+        (1, 0, tensor[:half]),
+        (2, 0, tensor[:half]),
+        (3, len(tensor) - 1, tensor[-1:]),
+    ):
+        put(f"weights-{i:05d}.safetensors", {name: [row, 0]}, [(name, rows.contiguous())])
+    with pytest.raises(ValueError, match=f"lacks rows of {name}"):
+        checkpoint.load(target, state.model)
+
+
+def test_an_average_that_is_no_number_is_not_saved(state, tmp_path, world):
+    ema = Ema(state.model, 0.9)
+    next(iter(ema.values.values()))[0] = math.nan
+    with saver.Saver(tmp_path, world) as to:
+        arguments = 1, state.model, state.optimizer, state.tokenizer, {"config": {}}, ema
+        with pytest.raises(FloatingPointError, match=r"not finite: average of model\.embed_tokens"):
+            to.save(*arguments)
+
+
+def test_states_of_other_parameters_name_the_groups(state, tmp_path, world):
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    norm = state.model.model.norm.weight
+    others = [p for p in state.model.parameters() if p is not norm]
+    norm.requires_grad_(False)
+    state.model.zero_grad()
+    with pytest.raises(ValueError, match=r"also has optimizer\.exp_avg\.model\.norm.*freeze other"):
+        checkpoint.load(target, state.model, torch.optim.AdamW(others))
 
 
 DAMAGE = {

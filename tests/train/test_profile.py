@@ -4,10 +4,12 @@ import gzip
 import json
 
 import pytest
+import torch
 
 from tigon.train import load, main
-from tigon.train.profile import KINDS, STEP, Interval, by_kind, kind_of, table
+from tigon.train.profile import KINDS, STEP, Interval, Profiler, by_kind, kind_of, table
 from tigon.train.record import read_metrics
+from tigon.train.settings import Profile
 
 
 @pytest.mark.parametrize(
@@ -98,3 +100,66 @@ def test_steps_that_the_run_has_not(workspace, tmp_path):
     assert load(config, [*workspace.settings("x"), "profile=null"]).profile is None
     with pytest.raises(ValueError, match=r"unknown setting 'profile\.step'; did you mean 'steps'"):
         load(None, [*workspace.settings("x"), "profile={step: 2}"])
+
+
+class Silent:
+    """In place of torch's profiler, which takes seconds."""
+
+    def __init__(self, **_):
+        self.stopped = False
+
+    def start(self):
+        pass
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def profiler(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", Silent)
+    return lambda start, steps, done, of: Profiler(
+        Profile(start=start, steps=steps), str(tmp_path), world, done, of
+    )
+
+
+def test_a_profile_that_cannot_be_written_ends_no_run(profiler, tmp_path, capsys):
+    (tmp_path / "profile").write_text("in the way")
+    made = profiler(2, 1, 0, 4)
+    for step in (1, 2, 3):
+        made.begin(step)
+        made.end(step)
+    assert "no profile: [Errno 17]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "done", "of"), [(5, 2, 0, 4), (2, 3, 4, 8)], ids=["beyond", "resumed past"]
+)
+def test_steps_that_do_not_come_are_said(profiler, capsys, start, steps, done, of):
+    made = profiler(start, steps, done, of)
+    assert "nothing is profiled" in capsys.readouterr().out
+    for step in range(done + 1, of + 1):
+        made.begin(step)
+        assert made.running is None
+
+
+def test_after_a_kill_the_rest_is_profiled_and_an_early_end_is_said(profiler, capsys):
+    made = profiler(2, 4, 3, 8)  # 2 to 5, of which 4 and 5 are left
+    made.begin(4)
+    made.end(4)
+    made.close()
+    assert capsys.readouterr().out == "no profile: the run ended before step 5\n"
+
+
+def test_a_rollback_begins_the_profile_again(profiler):
+    made = profiler(3, 3, 0, 8)
+    made.begin(3)
+    made.end(3)
+    before = made.running
+    made.begin(4)  # and back to step 2
+    made.begin(2)
+    assert before.stopped and made.running is None
+    made.end(2)
+    made.begin(3)
+    assert made.running not in (None, before)
+    made.close()

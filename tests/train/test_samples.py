@@ -95,7 +95,7 @@ def test_two_ranks_say_the_same(workspace, with_and_without):
 def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):
     file = tmp_path / "prompts.jsonl"
     turns = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "few"}]
-    file.write_text(json.dumps({"messages": turns}) + '\n\n{"prompt": "back é"}\n')
+    file.write_text(json.dumps({"messages": turns}) + '\n\n{"prompt": "back\u2028é"}\n')
     settings = {"steps": 1, "eval_data": workspace.held_out, "sample_prompts": file}
     sample = loop.sample
 
@@ -107,7 +107,7 @@ def test_prompts_of_a_file(workspace, monkeypatch, tmp_path):
 
     monkeypatch.setattr(loop, "sample", watched)
     main(workspace.settings("filed", **settings, sample_tokens=3))
-    assert [row["prompt"] for row in samples(workspace, "filed")] == ["user: the", "back é"]
+    assert [row["prompt"] for row in samples(workspace, "filed")] == ["user: the", "back\u2028é"]
     assert "é" in (workspace.root / "filed/samples.jsonl").read_text(encoding="utf-8")
     text = {"task": "pretrain", "data": workspace.root / "text.txt"}
     text["data"].write_text("the model reads some of these words")
@@ -126,6 +126,9 @@ def test_bad_prompts_are_named_before_the_first_step(workspace, tmp_path):
         ('{"prompt": "a"}\n[', "prompts.jsonl:2 is not valid JSON"),
         ('{"prompt": "a"}\n' * 65, "sample_prompts has 65 prompts: give at most 64"),
         (json.dumps({"prompt": "back " * 600}), "a prompt of .* the model reads 512 at most"),
+        ('{"messages": ["a"]}', "prompts.jsonl:1: a message is an object with role and content"),
+        ("[" * 100_000, "prompts.jsonl:1 is not valid JSON"),
+        (" \n", "prompts.jsonl has no prompts"),
     ):
         file.write_text(text)
         settings = {"eval_data": workspace.held_out, "sample_prompts": file}

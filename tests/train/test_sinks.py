@@ -117,6 +117,21 @@ def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
     assert workspace.metrics("unsunk", "step") == [1, 2, 3, 4]
 
 
+def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
+    fake = Offline()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = load(None, ["model=m", "data=d", f"run_dir={tmp_path}", "seq_len=8", "lr=1"])
+    file, other = tmp_path / ".wandb-id", tmp_path / "other"
+    file.write_text("")  # as a crash of the machine leaves it
+    sinks.WandB(config, [], 0)
+    assert len(file.read_text()) == 8
+    file.unlink()
+    file.symlink_to(other)
+    sinks.WandB(config, [], 0)
+    assert not other.exists() and not file.is_symlink()
+    assert [run["id"] for run in fake.runs][1] == file.read_text()
+
+
 def test_names_and_packages_are_checked(workspace, monkeypatch):
     with pytest.raises(SystemExit, match="log_to=comet is not one of tensorboard, wandb"):
         main(workspace.settings("x", log_to="comet"))

@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -121,11 +122,13 @@ def _used(root: Path) -> set[str]:
     """The names that living processes have noted; the files of others are removed."""
     used: set[str] = set()
     for path in root.glob(f"*{USES}"):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            continue  # no process has made it
         with lock(path, wait=False) as free:
             if free:
                 path.unlink()
             else:
-                used.update(path.read_text().split())
+                used.update(path.read_text(errors="replace").split())
     return used
 
 

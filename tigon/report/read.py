@@ -1,13 +1,15 @@
 """What a run directory says about its run, however much of it is missing or damaged."""
 
+import errno
 import json
 import math
+import operator
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -22,6 +24,13 @@ HEADER_BYTES = 100 << 20  # of a safetensors file, at most
 LARGEST_STEP = 1 << 53  # what a float holds exactly
 LARGEST = 1e300  # of a value; what is above is as good as infinite, and breaks arithmetic
 LINE_BYTES = 1 << 20  # of a row that is read
+CONFIG_BYTES = 1 << 18  # of config.yaml, which takes seconds to read
+ITEMS, DEPTH = 100_000, 50  # of all settings, at most; an alias counts as what it stands for
+COLUMNS = 1000  # keys of metrics.jsonl, at most
+
+
+# What JSON that is not what it should be leads to
+DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -63,16 +72,10 @@ class RunFiles:
         last = self.last_step
         if last is None:
             return False
-        steps, epochs = self.config.get("steps"), self.config.get("epochs")
+        steps, epochs = self.config.get("steps"), _number(self.config.get("epochs") or 1)
         if last in (self.exported, steps):
             return True
-        if (
-            self.config
-            and steps is None
-            and (epoch := self.column("epoch").last()) >= (epochs or 1) - 1e-9
-        ):
-            return not math.isnan(epoch)
-        return False
+        return bool(self.config) and steps is None and self.column("epoch").last() >= epochs - 1e-9
 
     @property
     def ended_early(self) -> bool:
@@ -95,7 +98,7 @@ def read(path: Path) -> RunFiles:
     _read_metrics(run)
     _read_samples(run)
     with suppress(OSError, ValueError):
-        run.exported = int((path / ".exported").read_text())
+        run.exported = int(_content(path / ".exported", 100))
     run.running = _is_locked(path / ".lock")
     _read_model(run)
     return run
@@ -104,8 +107,9 @@ def read(path: Path) -> RunFiles:
 def _read_config(run: RunFiles) -> None:
     path = run.path / "config.yaml"
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = _content(path, CONFIG_BYTES).decode(errors="replace")
         config = yaml.safe_load(text)
+        _check_size(config)
     except FileNotFoundError:
         run.problems.append("There is no config.yaml, so the settings are not known.")
         return
@@ -121,8 +125,40 @@ def _read_config(run: RunFiles) -> None:
     run.machine = first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
+def _open(path: Path) -> BinaryIO:
+    """To read; OSError for what is no file: a pipe or a device may never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.open("rb")
+
+
+def _content(path: Path, most: int) -> bytes:
+    """ValueError for more bytes than that."""
+    with _open(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return content
+
+
+def _check_size(settings: Any) -> None:
+    """ValueError for more than a page can show, such as a few aliases that stand for millions."""
+    left, count = [(settings, 0)], 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if count > ITEMS or depth > DEPTH:
+            raise ValueError("its settings are too many, or too deep inside each other")
+        if type(value) is int and abs(value) > LARGEST:
+            raise ValueError("a number is too large")
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        if isinstance(inside, list | tuple | set):
+            left += [(item, depth + 1) for item in inside]
+
+
 def _read_metrics(run: RunFiles) -> None:
     path, seen, rollbacks = run.path / "metrics.jsonl", 0, 0.0
+    others: set[str] = set()
     if not path.exists():
         run.problems.append("There is no metrics.jsonl: no step has been recorded.")
     for row in _rows(run, path):
@@ -133,12 +169,21 @@ def _read_metrics(run: RunFiles) -> None:
         if isinstance(skipped := row.get("skipped"), str):
             run.skipped.append((step, skipped))
         for key, value in row.items():
-            if key != "step" and (value is None or type(value) in (int, float)):
+            if key == "step" or not (value is None or type(value) in (int, float)):
+                continue
+            if key in run.columns or len(run.columns) < COLUMNS:
                 run.columns.setdefault(key, Column()).add(step, _number(value))
+            else:
+                others.add(key)
         if (count := _number(row.get("rollbacks", 0))) > rollbacks:
             run.rollbacks.append(step)
             rollbacks = count
     run.columns.pop("rollbacks", None)
+    if others:
+        run.problems.append(
+            f"metrics.jsonl measures more than {COLUMNS:,} things: {len(others):,} "
+            "of them are left out."
+        )
     if path.exists() and not seen:
         run.problems.append("metrics.jsonl has no rows: no step has been recorded.")
     elif not run.updates:
@@ -159,8 +204,8 @@ def _rows(run: RunFiles, path: Path) -> Iterator[dict[str, Any]]:
     """The rows that can be read; what a kill or a crash left of others is counted."""
     lost = 0
     try:
-        with path.open("rb") as file:
-            for line in file:
+        with _open(path) as file:
+            for line in _lines(file):
                 row = _row(line)
                 if row is not None:
                     yield row
@@ -173,6 +218,15 @@ def _rows(run: RunFiles, path: Path) -> Iterator[dict[str, Any]]:
     if lost:
         lines = "A line" if lost == 1 else f"{lost} lines"
         run.problems.append(f"{lines} of {path.name} cannot be read and {_are(lost)} left out.")
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Of one that is too long only the beginning, which is too long too."""
+    while line := file.readline(LINE_BYTES + 1):
+        rest = line
+        while rest and not rest.endswith(b"\n"):
+            rest = file.readline(LINE_BYTES)
+        yield line
 
 
 def _are(count: int) -> str:
@@ -202,7 +256,7 @@ def _is_locked(path: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        with path.open("rb") as file:
+        with _open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -217,10 +271,11 @@ def _read_model(run: RunFiles) -> None:
     newest = max(steps, default=None, key=lambda path: _digits(path.name))
     for directory in filter(None, (run.path / "hf", newest)):
         files = [*directory.glob("model*.safetensors"), *directory.glob("weights-*.safetensors")]
-        with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        with suppress(*DAMAGED):
+            config = json.loads(_content(directory / "config.json", LINE_BYTES))
             run.architecture = str((config.get("architectures") or [config["model_type"]])[0])
-            run.parameters = sum(map(_parameters, files)) or None
+            count = sum(map(_parameters, files))
+            run.parameters = count if 0 < count < LARGEST_STEP else None
             return
 
 
@@ -231,10 +286,10 @@ def _digits(name: str) -> int:
 
 def _parameters(path: Path) -> int:
     """Of the tensors that the header of a safetensors file lists."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         size = int.from_bytes(file.read(8), "little")
         if size > HEADER_BYTES:
             raise ValueError(f"{path.name} has no header")
         header = json.loads(file.read(size))
     shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
-    return sum(math.prod(shape) for shape in shapes)
+    return sum(math.prod(map(operator.index, shape)) for shape in shapes)

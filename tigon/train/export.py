@@ -75,7 +75,7 @@ def export(run: Run, target: Path, tensors: Mapping[str, Tensor] | None = None) 
     Raises FloatingPointError if a weight is not finite. What was at `target` stays until the new
     one is whole.
     """
-    checkpoint.check_finite(run.model)
+    checkpoint.check_finite(run.model, ema=None if tensors is None else run.ema)
     dtype = export_dtype(run.config, run.model)
     needed = dtype.itemsize * sum(p.numel() for p in run.model.parameters())
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))

@@ -60,7 +60,7 @@ def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
-    profiler = Profiler(config.profile, config.run_dir, world, run.steps)
+    profiler = Profiler(config.profile, config.run_dir, world, run.start, run.steps)
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1

@@ -14,6 +14,7 @@ from tigon.train.parallel import World
 from tigon.train.settings import Profile
 
 STEP = "tigon step"  # of the trace
+TABLE = "table.json"
 # By the name of a kernel on a GPU, or of an operation on a CPU; the first that fits. Where several
 # run at a time, the time is that of the first in this order too.
 KINDS = {
@@ -38,12 +39,18 @@ class Interval(NamedTuple):
 class Profiler:
     """Profiles the steps of `profile` on the first rank, if the run makes them."""
 
-    def __init__(self, chosen: Profile | None, run_dir: str, world: World, steps: int):
-        """`steps`: of the whole run."""
+    def __init__(self, chosen: Profile | None, run_dir: str, world: World, done: int, steps: int):
+        """`done` of the whole run's `steps` are made already."""
         self.world, self.directory = world, Path(run_dir, "profile")
         self.first = self.last = 0
         if chosen is not None and world.main:
-            self.first, self.last = chosen.start, min(chosen.start + chosen.steps - 1, steps)
+            self.first = max(chosen.start, done + 1)
+            self.last = min(chosen.start + chosen.steps - 1, steps)
+            if self.first > self.last and not (self.directory / TABLE).exists():
+                world.say(
+                    f"note: nothing is profiled: this run makes the steps {done + 1} to {steps}, "
+                    f"none of which profile.start={chosen.start} profile.steps={chosen.steps} name"
+                )
         self.running: torch.profiler.profile | None = None
         self.mark: Any = None
         world.closing.callback(self.close)
@@ -52,7 +59,10 @@ class Profiler:
         """Before a step, counted from 1."""
         if self.mark is not None:  # of a step that comes again
             self.mark.__exit__(None, None, None)
-        if step == self.first:
+            self.mark = None
+            if step <= self.first:
+                self._stop()
+        if step == self.first <= self.last:
             activities = [ProfilerActivity.CPU]
             if self.world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
@@ -71,16 +81,22 @@ class Profiler:
             torch.cuda.synchronize(self.world.device)
         self.mark.__exit__(None, None, None)
         self.mark = None
-        if step >= self.last:
-            self.running.stop()
-            self._write(self.running)
-            self.running = None
+        if step >= self.last and (profiled := self._stop()) is not None:
+            try:
+                self._write(profiled)
+            except OSError as error:  # no profile is worth a run
+                self.world.say(f"no profile: {error}")
 
     def close(self) -> None:
-        """For a run that was stopped on its way."""
-        if self.running is not None:
-            self.running.stop()
-            self.running = None
+        """However the run ends."""
+        if self._stop() is not None:
+            self.world.say(f"no profile: the run ended before step {self.last}")
+
+    def _stop(self) -> torch.profiler.profile | None:
+        profiled, self.running = self.running, None
+        if profiled is not None:
+            profiled.stop()
+        return profiled
 
     def _write(self, profiled: torch.profiler.profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -89,7 +105,7 @@ class Profiler:
         events = list(profiled.events() or ())
         milliseconds = by_kind(intervals(events, on_gpu), windows(events))
         facts = {"first_step": self.first, "last_step": self.last, "milliseconds": milliseconds}
-        (self.directory / "table.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (self.directory / TABLE).write_text(json.dumps(facts, indent=2) + "\n")
         where = "GPU" if on_gpu else "CPU"
         title = f"steps {self.first} to {self.last}: milliseconds a step, on the {where} of rank 0"
         text = f"{title}\n{table(milliseconds)}"

@@ -93,11 +93,14 @@ def _ends(model: CausalLM) -> set[int]:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"sample_prompts={path}: there is no such file")
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_bytes().split(b"\n")  # not splitlines: JSON may have U+2028 as it is
+    if not any(map(bytes.strip, lines)):
+        raise ValueError(f"sample_prompts={path} has no prompts")
+    for number, text in enumerate(lines, 1):
         if text.strip():
             try:
                 yield f"{path}:{number}", json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} is not valid JSON: {error}") from None
 
 
@@ -105,6 +108,8 @@ def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Promp
     """`where` the row is from, for messages."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if isinstance(messages, list) and messages:
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError(f"{where}: a message is an object with role and content")
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # what the model is to say
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -87,11 +88,14 @@ class WandB:
             )
         path = Path(config.run_dir)
         file = path / ".wandb-id"
-        begun = file.exists()
-        if not begun:
-            file.write_text(secrets.token_hex(4))
+        found = file.read_text(errors="replace").strip() if file.is_file() else ""
+        begun = re.fullmatch(r"[\w-]+", found) is not None
+        if not begun:  # or a crash of the machine has left it empty
+            found = secrets.token_hex(4)
+            file.unlink(missing_ok=True)
+            file.write_text(found)
         self.run = wandb.init(
-            id=file.read_text().strip(),
+            id=found,
             resume="allow",
             project=os.environ.get("WANDB_PROJECT", "tigon"),
             name=os.environ.get("WANDB_NAME", path.resolve().name),

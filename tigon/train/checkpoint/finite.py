@@ -1,4 +1,4 @@
-"""Whether weights and optimizer states are numbers."""
+"""Whether weights, optimizer states and averages are numbers."""
 
 import math
 from collections.abc import Iterable
@@ -9,9 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tigon.train.optim import Ema
 
-def check_finite(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Raises FloatingPointError, naming the first, where a weight or a state is NaN or infinite.
+
+def check_finite(
+    model: nn.Module, optimizer: Optimizer | None = None, ema: Ema | None = None
+) -> None:
+    """Raises FloatingPointError, naming the first, where a weight, a state or an average is NaN or
+    infinite.
 
     In a process group every rank calls this and all raise alike; one collective, and one wait for
     the device.
@@ -21,6 +26,8 @@ def check_finite(model: nn.Module, optimizer: Optimizer | None = None) -> None:
         for name, p in model.named_parameters():
             states = optimizer.state.get(p, {}).items()
             found += [(f"{kind} of {name}", s) for kind, s in states if isinstance(s, Tensor)]
+    if ema is not None:
+        found += [(f"average of {name}", value) for name, value in ema.values.items()]
     local = [(name, t.to_local() if isinstance(t, DTensor) else t) for name, t in found]
     floating = [(name, t) for name, t in local if t.is_floating_point() and t.numel()]
     good = _all_finite([t for _, t in floating], next(model.parameters()).device).float()

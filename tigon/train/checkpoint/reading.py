@@ -1,13 +1,14 @@
 """Reads checkpoints into models and optimizers, on any number of ranks."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -16,6 +17,11 @@ from tigon.train.checkpoint import files, legacy
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything
 from tigon.train.optim import Ema
+
+OTHERS_TRAINED = (
+    "parameter_groups that freeze other parameters than before are for another run_dir, with "
+    "model= an export of this one"
+)
 
 
 def load(
@@ -80,20 +86,35 @@ def _check_names(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> N
     unexpected = sorted(stored.keys() - state.keys())
     both = state.keys() & stored.keys()
     wrong = sorted(n for n in both if stored[n].size != state[n].size())
-    holes = sorted(
-        n for n in both if sum(c.sizes.numel() for c in stored[n].chunks) < state[n].numel()
+    holes = sorted(n for n in both if not _has_all_rows(stored[n].chunks, state[n].size()))
+    kinds = sorted(
+        n
+        for n in both
+        if stored[n].properties.dtype.is_floating_point != state[n].dtype.is_floating_point
     )
     for fault, names in (
         ("lacks", missing),
         ("also has", unexpected),
         ("resizes", wrong),
         ("lacks rows of", holes),
+        ("has whole numbers for others, or others for whole ones, in", kinds),
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{checkpoint} does not fit the model: it {fault} {', '.join(names[:3])}{more}"
-            )
+            trained = all(name.startswith((OPTIMIZER, EMA)) for name in names)
+            hint = f"; {OTHERS_TRAINED}" if trained and fault in ("lacks", "also has") else ""
+            what = f"{', '.join(names[:3])}{more}{hint}"
+            raise ValueError(f"{checkpoint} does not fit the model: it {fault} {what}")
+
+
+def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) -> bool:
+    """Whether each row is in a chunk; chunks have whole rows."""
+    row = 0
+    for chunk in sorted(chunks, key=lambda c: tuple(c.offsets)):
+        if chunk.offsets[0] > row or any(chunk.offsets[1:]) or chunk.sizes[1:] != shape[1:]:
+            return False
+        row = max(row, chunk.offsets[0] + chunk.sizes[0])
+    return row == shape[0]
 
 
 def _load_legacy(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None) -> None:

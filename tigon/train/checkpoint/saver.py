@@ -98,7 +98,7 @@ class Saver:
         self._began = time.monotonic()
         target = self.directory / f"step-{step:08d}"
         try:
-            check_finite(model, optimizer)
+            check_finite(model, optimizer, ema)
         except FloatingPointError as error:
             raise FloatingPointError(f"{target} was not written: {error}") from None
         state = everything(model, optimizer, ema)

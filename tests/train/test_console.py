@@ -11,7 +11,7 @@ import pytest
 
 from tigon.train import console as module
 from tigon.train import load, main
-from tigon.train.console import Console, duration, line, number
+from tigon.train.console import Console, duration, line, number, shorten
 
 ROW = {
     "step": 1,
@@ -137,3 +137,7 @@ def test_every_row_has_its_speed(workspace, capsys):
     assert workspace.metrics("speed", "mfu") == [None, None]
     assert workspace.metrics("speed", "memory_reserved_gib") == [None, None]
     assert all(0.05 < gib < 64 for gib in workspace.metrics("speed", "memory_gib"))
+
+
+def test_no_control_character_of_a_sample_reaches_a_terminal():
+    assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\u009bc\u2028"'

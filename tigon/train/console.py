@@ -1,6 +1,7 @@
 """What a run says while it trains: a line for a step, as on a terminal as in a file."""
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -19,6 +20,7 @@ PLACED = {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"} | {
     *("tokens", "supervised_tokens", "step_seconds", "data_seconds", "data_share"),
     *("tokens_per_second", "mfu", "memory_gib", "memory_reserved_gib"),
 }
+CONTROL = re.compile("[\x7f-\x9f\u2028\u2029]")  # what JSON does not escape
 Row = Mapping[str, Any]
 
 
@@ -142,6 +144,7 @@ def measures(values: Mapping[str, float]) -> str:
 def shorten(text: str, most: int) -> str:
     """In quotes on one line, without control characters, and cut to so many characters."""
     shown = json.dumps(text, ensure_ascii=False)
+    shown = CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", shown)
     return shown if len(shown) <= most else shown[: most - 4] + '..."'
 
 

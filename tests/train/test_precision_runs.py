@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import tigon
 from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
+from tests.train.conftest import Workspace
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.tensors import everything
@@ -88,6 +89,12 @@ def on_ranks(moved: list[tuple[list[str], Path]], runs: list[list[str]], sums: l
         for name, settings in sums:
             for line in gradients(world, settings):
                 world.say(f"{name} {line}")
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Of this file alone, whose runs have names that others have too."""
+    return Workspace(tmp_path_factory.mktemp("precision"))
 
 
 @pytest.fixture(scope="module")

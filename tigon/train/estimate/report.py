@@ -1,12 +1,12 @@
 """`tigon train CONFIG --dry-run`: what a run is, what it takes, and how long a step is."""
 
-import math
 from dataclasses import replace
 
 import torch
 
 from tigon.layers import SparseMoE
 from tigon.models import CausalLM
+from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect
 from tigon.train.config import Config
 from tigon.train.estimate.memory import Estimate, estimate
@@ -198,11 +198,3 @@ def answer(config: Config, inputs: Inputs, world: World, found: Measured) -> lis
         line += f", {found.peak / GIB:.2f} GiB at its peak"
     left = max(0, inputs.steps(config) - inputs.start) * found.seconds
     return [line, f"all steps: about {duration(left)}, without evaluations and checkpoints"]
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{math.ceil(seconds)} s"
-    minutes = math.ceil(seconds / 60)
-    hours, rest = divmod(minutes, 60)
-    return f"{hours} h {rest} min" if hours else f"{minutes} min"

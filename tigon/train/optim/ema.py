@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tigon.train.config import Config
-from tigon.train.optim.low_precision import SIZE
+from tigon.train.optim.low_precision import SIZE, local
 from tigon.train.optim.offload import Memory
 
 
@@ -87,8 +87,7 @@ def ema_bytes(config: Config) -> float:
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """This rank's rows."""
-    found = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    return {n: p.to_local() if isinstance(p, DTensor) else p for n, p in found.items()}
+    return {n: local(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:

@@ -161,19 +161,19 @@ class Stored(Optimizer):
             if p.grad is None:
                 continue
             formats = {kind: self.format_of(p, kind) for kind in self.rule.states}
-            local, state = _local(p.detach()), self.state[p]
+            own, state = local(p.detach()), self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
                 for kind, form in formats.items():
-                    for name, (shape, dtype) in form.tensors(kind, local.shape).items():
+                    for name, (shape, dtype) in form.tensors(kind, own.shape).items():
                         state[name] = self.memory.zeros(shape, dtype)
             state["step"] += 1
-            if not local.numel():
+            if not own.numel():
                 continue
-            weight, gradient = _rows(local), _rows(_local(p.grad).contiguous())
+            weight, gradient = _rows(own), _rows(local(p.grad).contiguous())
             rows = {name: _rows(tensor) for name, tensor in state.items() if name != "step"}
             columns, count = weight.shape[1], len(weight)
-            if self._converts(local, formats):
+            if self._converts(own, formats):
                 count = max(1, SIZE // columns // ROWS) * ROWS
             for row in range(0, len(weight), count):
                 here = slice(row, row + count)
@@ -288,7 +288,7 @@ def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield bucket
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

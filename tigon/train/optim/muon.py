@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.train.optim.exchange import Copy, Matrix, Round, plan, rows_of_ranks
+from tigon.train.optim.low_precision import local
 from tigon.weights import own_rows
 
 T = TypeVar("T")
@@ -227,5 +228,4 @@ def _by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, lis
 def _flat(tensor: Tensor | None) -> Tensor:
     """This rank's elements."""
     assert tensor is not None
-    tensor = tensor.detach()
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).view(-1)
+    return local(tensor.detach()).view(-1)

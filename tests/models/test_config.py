@@ -215,7 +215,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a huge number": ({"vocab_size": 10**30}, r"vocab_size=1000.* must be at most"),
     "a huge head": ({"head_dim": 2**40}, r"head_dim=1099511627776 must be at most 65536"),
     "huge together": (
-        {"hidden_size": 2**30, "intermediate_size": 2**30 + 2**10, "vocab_size": 2**31 - 1},
+        {
+            "hidden_size": 2**30,
+            "intermediate_size": 2**30 + 2**10,
+            "vocab_size": 2**31 - 1,
+            "head_dim": 128,
+        },
         r"no model can have these sizes",
     ),
     "eps of NaN": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan must be at least 0"),

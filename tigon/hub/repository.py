@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import (
@@ -114,8 +115,9 @@ class Repository:
             revision = self._commit or self.revision
             cached = try_to_load_from_cache(self.name, path, self.cache_dir, revision)
             if self._unreachable is None and not isinstance(cached, str):
-                return self._fetch_beginning(path, revision, count)
-        local = self.file(name)
+                with suppress(OfflineModeIsEnabled):
+                    return self._fetch_beginning(path, revision, count)
+        local = Repository.file(self, name)  # as a whole, whatever a subclass has of it
         with local.open("rb") as file:
             return file.read(count), os.fstat(file.fileno()).st_size
 

@@ -1,4 +1,4 @@
-"""A server on loopback for the part of the Hugging Face hub's HTTP API that downloads use."""
+"""A server on loopback for the part of the Hugging Face hub's HTTP API that we use."""
 
 import hashlib
 import json
@@ -6,13 +6,15 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
+
+from tests.hub_uploads import Uploads
 
 LARGE = (".safetensors", ".bin", ".gguf")  # behind a redirect to the CDN, as LFS files are
 
@@ -32,6 +34,12 @@ class HubServer:
         self.sent: Counter[str] = Counter()  # bytes of its content
         self.cuts: Counter[str] = Counter()  # so many answers with it break off half-way
         self.knows_ranges = True
+        self.writers: set[str] = set()  # tokens that may upload
+        self.readers: set[str] = set()  # and those that may not
+        self.created: dict[str, dict[str, Any]] = {}  # repository -> what was asked for
+        self.messages: dict[str, str] = {}  # commit -> its summary
+        self.large: dict[str, bytes] = {}  # SHA-256 -> content
+        self.puts: Counter[str] = Counter()  # SHA-256 -> uploads
         self._commits: dict[str, Path] = {}
         self._refs: dict[tuple[str, str], str] = {}
         self.connections: set[socket.socket] = set()
@@ -84,7 +92,7 @@ class HubServer:
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Uploads):
     protocol_version = "HTTP/1.1"
     server: Any
 
@@ -210,6 +218,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, for bytes
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

@@ -4,6 +4,7 @@ import platform
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, find_checkpoint, load_checkpoint
+from tigon.train.push import push as push_folder
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -156,6 +158,20 @@ def export(args: Namespace) -> int:
     model.save_pretrained(args.directory, tokenizer=tokenizer, max_shard_size=args.max_shard_size)
     source = find_checkpoint(args.model) or args.model
     print(f"{source} -> {args.directory}, {dtype_name(model.dtype)}")
+    return 0
+
+
+def push(args: Namespace) -> int:
+    where = push_folder(
+        Path(args.model),
+        args.repository,
+        private=args.private or None,
+        revision=args.revision,
+        message=args.message,
+        create_pr=args.create_pr,
+        overwrite_card=args.overwrite_card,
+    )
+    print(where)
     return 0
 
 

@@ -27,8 +27,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from tigon.hub.folders import check_name, is_own_file
-
-REACH_SECONDS = 5.0  # for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT says otherwise
+from tigon.hub.reach import reach_seconds, why_unreachable
 
 
 class _NoSuchFile(FileNotFoundError):
@@ -132,7 +131,9 @@ class Repository:
         try:
             revision = self._commit or self.revision
             api = HfApi(token=self.token)
-            siblings = api.model_info(self.name, revision=revision, timeout=REACH_SECONDS).siblings
+            siblings = api.model_info(
+                self.name, revision=revision, timeout=reach_seconds()
+            ).siblings
         except Exception:  # of the hub or its HTTP client; it is not worth an error of its own
             return []
         prefix = "".join(f"{part}/" for part in (self.subfolder, folder) if part)
@@ -155,26 +156,11 @@ class Repository:
         """Ask the hub once; what fetches files asks for minutes where nobody answers."""
         if self.local_files_only:
             return
-        told = constants.HF_HUB_ETAG_TIMEOUT
-        seconds = REACH_SECONDS if told == constants.DEFAULT_ETAG_TIMEOUT else told
-        faults: list[str] = []
-
-        def ask() -> None:
-            try:
-                url = hf_hub_url(self.name, path, revision=self.revision)
-                HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=seconds)
-            except (OSError, ValueError):  # its answer, a bad name, offline: `_fetch` explains them
-                pass
-            except Exception as error:  # of the HTTP client, whichever the hub's library has
-                faults.append(str(error) or type(error).__name__)
-
-        # A thread, since looking up the address of a host has no time limit
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(seconds + 1)
-        if thread.is_alive():
-            faults = [f"no answer in {seconds + 1:g} s"]
-        self._unreachable = faults[0] if faults else None
+        url = hf_hub_url(self.name, path, revision=self.revision)
+        api = HfApi(token=self.token)
+        self._unreachable = why_unreachable(
+            lambda seconds: api.get_hf_file_metadata(url=url, timeout=seconds)
+        )
 
     def _fetch(self, name: str, revision: str) -> Path:
         path = self._inside(name)
@@ -209,7 +195,9 @@ class Repository:
         content = bytearray()
         try:
             # As a stream: a server may ignore the range and send all of the file
-            with get_session().stream("GET", url, headers=headers, timeout=REACH_SECONDS) as answer:
+            with get_session().stream(
+                "GET", url, headers=headers, timeout=reach_seconds()
+            ) as answer:
                 hf_raise_for_status(answer)
                 size = _size(answer.headers)
                 for piece in answer.iter_bytes():

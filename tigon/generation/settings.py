@@ -146,6 +146,14 @@ def settle(
     return Settings(**read)
 
 
+def check_generation_config(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value of a generation_config.json of another type or range than its
+    setting, wherever it is not used too."""
+    known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in OURS}
+    tokens = {k: _tokens(known[k], None) for k in TOKENS if k in known}
+    strict.read(Settings, _set(known | tokens))
+
+
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if v is not None}
 

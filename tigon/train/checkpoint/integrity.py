@@ -8,10 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tigon.hub import check_folder
+from tigon.json_file import read_bytes, shown
 from tigon.train.checkpoint import files, legacy
 
 SUMS = "SHA256SUMS"
 BLOCK = 16 << 20
+MOST_SUMS = 16 << 20  # bytes of the file
 
 
 def checksum(path: Path) -> str:
@@ -104,10 +106,10 @@ def _read_sums(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
+    for line in read_bytes(path, MOST_SUMS).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
-            raise ValueError(f"{path} is damaged: it has the line {line!r}")
+            raise ValueError(f"{path} is damaged: it has the line {shown(line)}")
         sums[name.removesuffix("\n")] = digest
     if files.RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {files.RUN}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
 from tigon.layers import SparseMoE
 from tigon.models import (
@@ -101,6 +102,7 @@ def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
+    check_folder(source)
     model = _from_config(source / "config.json", dtype, "meta")
     generation = read_json(source / "generation_config.json")
     stacked = bool(checkpoint.facts(source).get("stacked_experts"))

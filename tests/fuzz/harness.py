@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzz.target import Case, Link, Target, read_files
 
 SECONDS = 5  # of processor time, so that other work on the machine is not counted
-STUCK = 120  # seconds of a clock, for what waits or cannot be interrupted
+STUCK = 900  # seconds of a clock for CHUNK cases: one waits, or cannot be interrupted
 MEMORY = 1 << 30  # bytes that one case may add to the process
 SPARE = 3 << 30  # bytes of address space, of which threads take much and use little
 LONGEST = 20_000  # characters of a message
@@ -105,11 +105,9 @@ def _bounded() -> Iterator[None]:
     before = signal.signal(signal.SIGPROF, stop)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE, hard))
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
-    faulthandler.dump_traceback_later(STUCK, exit=True)
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, before)
@@ -146,7 +144,11 @@ class Fuzzer:
                 self.check(case)
 
             before = self.count
-            one()
+            faulthandler.dump_traceback_later(STUCK, exit=True)
+            try:
+                one()
+            finally:
+                faulthandler.cancel_dump_traceback_later()
             seed += 1
             if self.count == before:
                 raise AssertionError(f"{self.target.name}: no cases are made")

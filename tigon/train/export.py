@@ -1,6 +1,5 @@
 """A run's weights in Hugging Face format: as it trains, at its end, of any checkpoint later."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tigon.models import CausalLM, materialize, torch_dtype
@@ -18,6 +16,7 @@ from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.model import build_model, described, export_dtype
 from tigon.train.parallel import start
+from tigon.weights import RankError, named_if_full
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -67,45 +66,24 @@ def as_directory(source: Path) -> Iterator[str]:
         yield str(Path(parent, "hf"))
 
 
-def export(run: Run, target: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """Hugging Face format, in the dtype of the checkpoint that the run began with unless told.
 
-    `tensors`: in place of the model's parameters, by their names.
+    `values`: in place of the model's parameters, by their names, this rank's part of each.
 
-    Raises FloatingPointError if a weight is not finite. What was at `target` stays until the new
-    one is whole.
+    Raises FloatingPointError if a weight is not finite, SaveError if it cannot be written. What was
+    at `target` stays until the new one is whole.
     """
-    checkpoint.check_finite(run.model, ema=None if tensors is None else run.ema)
+    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
     dtype = export_dtype(run.config, run.model)
     needed = dtype.itemsize * sum(p.numel() for p in run.model.parameters())
-    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
-    fault: list[str | None] = [None]
-    if run.world.main:
-        try:
-            for left in (temporary, old):
-                shutil.rmtree(left, ignore_errors=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.require_space(target.parent, needed)
-        except OSError as error:
-            fault = [str(error)]
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0] is not None:
-        raise checkpoint.SaveError(f"{target} was not written: {fault[0]}")
     try:
-        with checkpoint.named_if_full(temporary, needed):
+        with named_if_full(target, needed):
             run.model.save_pretrained(
-                temporary, tokenizer=run.tokenizer, dtype=dtype, tensors=tensors
+                target, tokenizer=run.tokenizer, dtype=dtype, replace=True, values=values
             )
-    except OSError:
-        if run.world.main:  # a full disk needs the room
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if run.world.main:
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    run.world.barrier()
+    except (OSError, RankError) as error:
+        raise checkpoint.SaveError(f"{target} was not written: {error}") from error
     run.world.say(f"exported to {target}")
 
 

@@ -185,7 +185,7 @@ def finish(run: Run, step: int, record: Record) -> None:
     if config.export and world.most(exported(directory) != step):
         export(run, directory / "hf")
         if run.ema is not None:
-            export(run, directory / "hf-ema", run.ema.tensors(run.model))
+            export(run, directory / "hf-ema", run.ema.values)
         if world.main:
             note_export(directory, step)
     if world.main:

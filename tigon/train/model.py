@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tigon.hub import check_folder
 from tigon.layers import SparseMoE
 from tigon.models import (
     MODELS,
@@ -100,6 +101,7 @@ def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
+    check_folder(source)
     values, generation = (
         json.loads((source / name).read_text())
         for name in ("config.json", "generation_config.json")

@@ -5,7 +5,7 @@ from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.directory import fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
-from tigon.weights.header import TensorInfo, write_header
+from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
@@ -32,6 +32,7 @@ __all__ = [
     "new_directory",
     "own_rows",
     "own_slices",
+    "read_header",
     "require_space",
     "write_checkpoint",
     "write_header",

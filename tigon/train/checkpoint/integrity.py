@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tigon.hub import check_folder
 from tigon.train.checkpoint import files, legacy
 
 SUMS = "SHA256SUMS"
@@ -75,6 +76,8 @@ def newest_whole(
 
 
 def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:
+    if checkpoint.is_dir():
+        check_folder(checkpoint)
     if not (checkpoint / files.RUN).is_file():
         return [f"{checkpoint / files.RUN} is missing"]
     if legacy.is_legacy(checkpoint):

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.hub import is_own_file
-from tigon.models import CausalLM, materialize, torch_dtype
+from tigon.models import CausalLM, materialize, torch_dtype, write_converted
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.build import Run, load_tokenizer
@@ -40,12 +41,39 @@ def load_checkpoint(
     if checkpoint.is_legacy(source):
         return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
-        checkpoint.verify(source, wanted=lambda name: name.startswith("weights-") or _small(name))
+        checkpoint.verify(source, wanted=_of_export)
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
         return model.eval(), Tokenizer.from_pretrained(source)
+
+
+def convert_checkpoint(
+    source: Path,
+    directory: str,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> torch.dtype:
+    """A run's checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
+
+    The options are those of save_pretrained; raises as `load_checkpoint` does.
+    """
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
+    if checkpoint.is_legacy(source):
+        model, tokenizer = load_checkpoint(source, dtype=dtype)
+        model.save_pretrained(directory, tokenizer=tokenizer, **options)
+        return model.dtype
+    with checkpoint.in_use(source):
+        checkpoint.verify(source, wanted=_of_export)
+        model = described(source, torch.float32)
+        model.to(dtype or torch_dtype(model.config.dtype or "float32"))
+        tokenizer = Tokenizer.from_pretrained(source)
+        stored, layout = checkpoint.stored_weights(source, model)
+        write_converted(model, directory, stored, layout, tokenizer=tokenizer, **options)
+    return model.dtype
 
 
 def described_checkpoint(source: Path) -> CausalLM:
@@ -103,8 +131,8 @@ def export_best(run: Run, step: int) -> None:
         export(run, Path(run.config.run_dir, "hf-best"))
 
 
-def _small(name: str) -> bool:
-    return name.endswith(SMALL)
+def _of_export(name: str) -> bool:
+    return name.startswith("weights-") or name.endswith(SMALL)
 
 
 def _own_template(config: Config, source: Path) -> str:

@@ -2,6 +2,7 @@
 
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.converted import Stored, converted
 from tigon.weights.directory import fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
@@ -23,8 +24,10 @@ __all__ = [
     "Ranks",
     "Repository",
     "Rows",
+    "Stored",
     "TensorInfo",
     "as_bytes",
+    "converted",
     "entries",
     "fsync",
     "load_into",

@@ -44,7 +44,9 @@ def entries(
         for part in layout[name]:
             shapes[part.name] = part.shape
             found = pieces.setdefault(part.name, [])
-            for row, rows in own_slices(part, p.shape, local, first):
+            for row, block in own_slices(part, p.shape, local, first):
+                rows = block.reshape(-1, *part.shape[1:][-1:])  # as pieces count them
+                row *= len(rows) // len(block)
                 row_bytes = rows[0].numel() * dtype.itemsize
                 groups = list(cut(len(rows), row_bytes)) if replicas > 1 else [(0, len(rows))]
                 # Shares begin at another replica for each tensor: most tensors are one group

@@ -33,7 +33,10 @@ PT = MappingProxyType({"format": "pt"})
 
 
 class Piece(NamedTuple):
-    """Rows of a tensor of the checkpoint that this process writes."""
+    """Rows of a tensor of the checkpoint that this process writes.
+
+    A row is the last dimension of a tensor that has several, [E, N, D] has E * N; else an element.
+    """
 
     row: int  # of the tensor, where they begin
     rows: int
@@ -42,10 +45,7 @@ class Piece(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A tensor of the checkpoint, and what this process writes of it.
-
-    A tensor without dimensions has one row.
-    """
+    """A tensor of the checkpoint, and what this process writes of it."""
 
     name: str
     shape: Sequence[int]
@@ -56,14 +56,10 @@ class Entry(NamedTuple):
     def of(cls, name: str, tensor: Tensor) -> "Entry":
         """A whole tensor as it is."""
         whole = tensor.detach()
-        rows = whole if whole.dim() else whole.view(1)
-        read = rows.narrow
-        piece = Piece(0, len(rows), lambda first, count: read(0, first, count))
-        return cls(name, tuple(whole.shape), whole.dtype, [piece])
-
-    @property
-    def height(self) -> int:
-        return self.shape[0] if len(self.shape) else 1
+        shape = tuple(whole.shape)
+        rows = whole.reshape(height(shape), *shape[1:][-1:])
+        piece = Piece(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        return cls(name, shape, whole.dtype, [piece])
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +67,12 @@ class Entry(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
+        return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
+
+
+def height(shape: Sequence[int]) -> int:
+    """Rows of a tensor, as pieces count them."""
+    return math.prod(shape[:-1] if len(shape) > 1 else shape)
 
 
 def write_checkpoint(
@@ -155,7 +156,7 @@ def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Ranks) -> None:
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
         for i, entry in enumerate(entries):
             found = [span for _, of_rank in everywhere for span in of_rank[i]]
-            if not tiles(found, entry.height) and entry.nbytes:
+            if not tiles(found, height(entry.shape)) and entry.nbytes:
                 raise ValueError(
                     f"{entry.name} {list(entry.shape)} cannot be written: the rows {sorted(found)} "
                     "of it are there (first, number), not each row once"
@@ -299,7 +300,7 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
 
 def _rows(job: _Job) -> Tensor:
     entry, rows = job.entry, job.piece.read(job.first, job.count)
-    if rows.shape != (job.count, *entry.shape[1:]):
+    if rows.shape != (job.count, *entry.shape[1:][-1:]):
         raise ValueError(
             f"tensor {entry.name!r} was announced as {list(entry.shape)}, and {job.count} rows of "
             f"it came as {list(rows.shape)}"

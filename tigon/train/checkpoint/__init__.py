@@ -8,7 +8,7 @@ from tigon.train.checkpoint.files import facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
 from tigon.train.checkpoint.legacy import is_legacy
-from tigon.train.checkpoint.reading import load
+from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.retention import Keep
 from tigon.train.checkpoint.saver import SaveError, Saver
 
@@ -24,5 +24,6 @@ __all__ = [
     "load",
     "newest_whole",
     "step_of",
+    "stored_weights",
     "verify",
 ]

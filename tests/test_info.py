@@ -131,7 +131,7 @@ def test_a_model_type_that_we_do_not_have(hub: HubServer, tmp_path: Path) -> Non
             "parameters": "17 stored",
             "model dim": "8",
             "files": "1 of weights, 64 bytes",
-            "tensors": "1 float32, 0.0 MiB, 1 float16, 0.0 MiB",
+            "tensors": "1 float32, 0.0 MiB; 1 float16, 0.0 MiB",
             "loads": r"no: model_type 'new\x1b[31m' is not supported; README.md lists what is",
         }
     (folder / "model.safetensors").unlink()

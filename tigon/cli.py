@@ -177,9 +177,17 @@ def _add_models(commands: Any) -> None:
     p.set_defaults(run="eval_parity")
 
     p = commands.add_parser("export", help="write a model, or a run's checkpoint, for transformers")
-    _model_arguments(p)
+    _model_arguments(p, device=False)
     p.add_argument("directory", help="a new or empty directory")
-    p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
+    p.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
+    )
+    p.add_argument(
+        "--stack-experts",
+        action=argparse.BooleanOptionalAction,
+        help="one tensor for all experts of a layer, as transformers 5 has them in memory, or each "
+        "expert apart (default: as the model has them)",
+    )
     p.set_defaults(run="export")
 
     p = commands.add_parser("push", help="upload a run's export, or an exported model, to the hub")
@@ -200,16 +208,19 @@ def _add_models(commands: Any) -> None:
     p.set_defaults(run="info")
 
 
-def _model_arguments(parser: argparse.ArgumentParser, *, dtype: bool = True) -> None:
+def _model_arguments(
+    parser: argparse.ArgumentParser, *, dtype: bool = True, device: bool = True
+) -> None:
     parser.add_argument(
         "model", help="a directory, a run or one of its checkpoints, or a hub repository"
     )
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"
     )
-    parser.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda where there is one)"
-    )
+    if device:
+        parser.add_argument(
+            "--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda where there is one)"
+        )
     if dtype:
         parser.add_argument(
             "--dtype", choices=DTYPES, default="auto", help="default: auto, the model's own"

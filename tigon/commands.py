@@ -16,11 +16,12 @@ from tigon.eval import parity, perplexity, report
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import CausalLM, from_pretrained
+from tigon.models import MODELS, CausalLM, convert, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
-from tigon.train.export import as_directory, find_checkpoint, load_checkpoint
+from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
 from tigon.train.push import push as push_folder
+from tigon.weights import Repository
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -154,10 +155,18 @@ def eval_parity(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    model, tokenizer = _load(args)
-    model.save_pretrained(args.directory, tokenizer=tokenizer, max_shard_size=args.max_shard_size)
-    source = find_checkpoint(args.model) or args.model
-    print(f"{source} -> {args.directory}, {dtype_name(model.dtype)}")
+    dtype = _dtype(args)
+    options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
+    if source := find_checkpoint(args.model):
+        own = None if dtype == "auto" else dtype
+        dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
+    else:
+        repository = Repository(args.model, revision=args.revision)
+        tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
+        dtype = convert(
+            repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
+        ).dtype
+    print(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}")
     return 0
 
 

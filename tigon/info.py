@@ -6,8 +6,8 @@ Of a hub repository only these are fetched: a few kilobytes of each file of weig
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, read_json, shown
-from tigon.models import MODELS, CausalLM, misfits, read_config, torch_dtype
+from tigon.models import MODELS, CausalLM, build, misfits
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.weights import Checkpoint, TensorInfo, read_header
 
@@ -42,29 +42,39 @@ def describe(path: str, revision: str | None = None) -> Facts:
         return _of_run(checkpoint)
     with _headers(path, revision) as repository:
         source = read_json(repository.file("config.json"))
-        problems: list[str] = []
-        stored = _open(repository, problems)
-        model = _build(repository, source, stored, problems)
+        kind, problems = source.get("model_type"), []
+        model = stored = None
+        try:
+            model, stored = build(repository, MODELS)
+        except ConnectionError:
+            raise
+        except (OSError, ValueError) as error:
+            problems = [repository.renamed(error)]
+            known = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
+            if not known:
+                problems = [f"model_type {shown(kind)} is not supported; README.md lists what is"]
+            try:
+                Checkpoint.open(repository)  # for what is in its files all the same
+            except (OSError, ValueError) as error:
+                problems += [] if known else [repository.renamed(error)]
         facts = _of_source(source) if model is None else _of_model(model)
-        if stored is not None:
-            facts |= _of_files(stored.tensors)
-            if model is None:
-                count = sum(math.prod(info.shape) for info in stored.tensors.values())
-                facts["parameters"] = f"{count:,} stored"
-            else:
-                problems += _unfit(model, stored)
+        tensors = repository.tensors()
+        if model is None and tensors:
+            facts["parameters"] = f"{sum(math.prod(t.shape) for t in tensors):,} stored"
+        if model is not None and stored is not None:
+            problems += _unfit(model, stored)
         if isinstance(quantised := source.get("quantization_config"), dict):
-            facts["quantised"] = shown(quantised.get("quant_method"))
-        return facts | {"loads": _loading(model, stored, problems)}
+            facts["quantised"] = _plain(quantised.get("quant_method"))
+        return facts | _of_files(tensors) | {"loads": _loading(model, stored, problems)}
 
 
 class _HeadersOnly(Repository):
-    """A repository whose files of weights on the hub are here as a header before a hole."""
+    """A repository whose files of weights are, in `holes`, a header before a hole."""
 
     holes: Path
 
     def file(self, name: str) -> Path:
-        if self.directory is not None or not name.endswith(".safetensors"):
+        if not name.endswith(".safetensors"):
             return super().file(name)
         start, size = self.beginning(name, FIRST)
         needed = 8 + int.from_bytes(start[:8], "little")
@@ -74,58 +84,29 @@ class _HeadersOnly(Repository):
         path = self.holes / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
-            file.write(start)
+            file.write(start[:needed])  # a hole that begins in a tensor would be a false one
             file.truncate(size)
         return path
 
+    def tensors(self) -> list[TensorInfo]:
+        """Of all files that were asked for, as they are stored."""
+        found: list[TensorInfo] = []
+        for path in sorted(self.holes.rglob("*.safetensors")):
+            with suppress(ValueError):  # which whoever asked for it has been told
+                found += read_header(path).values()
+        return found
+
+    def renamed(self, error: Exception) -> str:
+        """Its text, with the name of the repository."""
+        return str(error).replace(str(self.holes), self.name)
+
 
 @contextmanager
-def _headers(path: str, revision: str | None) -> Iterator[Repository]:
+def _headers(path: str, revision: str | None) -> Iterator[_HeadersOnly]:
     with tempfile.TemporaryDirectory(prefix="tigon-headers-") as holes:
         repository = _HeadersOnly(path, revision=revision)
         repository.holes = Path(holes)
-        try:
-            yield repository
-        except (OSError, ValueError) as error:
-            if holes not in str(error):
-                raise
-            raise ValueError(str(error).replace(holes, repository.name)) from None
-
-
-def _open(repository: Repository, problems: list[str]) -> Checkpoint | None:
-    try:
-        return Checkpoint.open(repository)
-    except ConnectionError:
-        raise
-    except (OSError, ValueError) as error:
-        holes = str(getattr(repository, "holes", ""))
-        problems.append(str(error).replace(holes, repository.name))
-        return None
-
-
-def _build(
-    repository: Repository,
-    source: Mapping[str, Any],
-    stored: Checkpoint | None,
-    problems: list[str],
-) -> CausalLM | None:
-    """On the meta device, in the dtype that loading would choose."""
-    kind = source.get("model_type")
-    if (not isinstance(kind, str) or kind not in MODELS) and "text_config" not in source:
-        problems.insert(0, f"model_type {shown(kind)} is not supported; README.md lists what is")
-        return None
-    try:
-        cls, config = read_config(repository, MODELS)
-        if config.dtype is not None:
-            dtype = torch_dtype(config.dtype)
-        else:
-            infos = stored.tensors.values() if stored is not None else ()
-            floating = (info.dtype for info in infos if info.dtype.is_floating_point)
-            dtype = next(floating, torch.float32)
-        return cls.from_config(config, dtype=dtype, device="meta")
-    except (OSError, ValueError) as error:
-        problems.insert(0, str(error))
-        return None
+        yield repository
 
 
 def _of_model(model: CausalLM) -> Facts:
@@ -160,17 +141,17 @@ def _of_source(source: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _of_files(tensors: Mapping[str, TensorInfo]) -> Facts:
+def _of_files(tensors: Sequence[TensorInfo]) -> Facts:
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
-    for info in tensors.values():
+    for info in tensors:
         count[dtype_name(info.dtype)] += 1
         size[dtype_name(info.dtype)] += info.nbytes
-    kinds = ", ".join(f"{n} {dtype}, {mebibytes(size[dtype])}" for dtype, n in count.most_common())
-    files = len({info.path for info in tensors.values()})
+    kinds = [f"{n} {dtype}, {mebibytes(size[dtype])}" for dtype, n in count.most_common()]
+    files = len({info.path for info in tensors})
     return {
         "files": f"{files} of weights, {sum(size.values()):,} bytes",
-        "tensors": kinds or "none",
+        "tensors": "; ".join(kinds) or "none",
     }
 
 

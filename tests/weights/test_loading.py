@@ -4,10 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, entries, load_into, loading
+from tigon.weights import (
+    Checkpoint,
+    Layout,
+    Part,
+    Repository,
+    Rows,
+    entries,
+    load_into,
+    loading,
+    write_checkpoint,
+)
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
@@ -79,23 +89,23 @@ def test_a_part_of_several_slices(
     monkeypatch.setattr(loading, "CHUNK", chunk)
     stored = torch.randn(12, 4)
     checkpoint = save(tmp_path, {"gate_up": stored})
+    (tmp_path / "out").mkdir()
     parameters = {name: torch.full((6, 4), torch.nan, dtype=dtype) for name in ("a", "b")}
     layout = {"a": (halves(0),), "b": (halves(1),)}
     load_into(parameters, layout, checkpoint)
     gate, up = stored.to(dtype).split(6)
     assert torch.equal(parameters["a"], torch.cat([gate[:3], up[:3]]))
     assert torch.equal(parameters["b"], torch.cat([gate[3:], up[3:]]))
-    ((name, shape, _, get),) = entries(parameters, layout, dtype)
-    assert (name, shape) == ("gate_up", (12, 4))
-    assert torch.equal(get(), stored.to(dtype))
+    write_checkpoint(tmp_path / "out", entries(parameters, layout, dtype))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert list(written) == ["gate_up"]
+    assert torch.equal(written["gate_up"], stored.to(dtype))
 
     alone = {"a": torch.empty(6, 4)}
     load_into(alone, {"a": (halves(0),)}, checkpoint)
     assert torch.equal(alone["a"], torch.cat([stored[:3], stored[6:9]]))
-    with pytest.raises(
-        ValueError, match=r"gate_up \[12, 4\] cannot be written: a have rows \[\(0, 3"
-    ):
-        entries(alone, {"a": (halves(0),)}, dtype)
+    with pytest.raises(ValueError, match=r"gate_up \[12, 4\] cannot be written: the rows \[\(0, 3"):
+        write_checkpoint(tmp_path / "never", entries(alone, {"a": (halves(0),)}, dtype))
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tigon.weights import Checkpoint, Part, Repository, Rows, load_into, write_checkpoint
+from tigon.weights import Checkpoint, Part, Repository, Rows, entries, load_into, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
@@ -52,6 +52,14 @@ def parts() -> dict[str, torch.Tensor]:
     }
 
 
+WELL = ("sharded", "replicated", "hybrid", "whole mesh")
+KINDS = (*WELL, "lost", "other", "fails", "elsewhere")
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +75,6 @@ def rank_main(directory: Path) -> dict[str, Any]:
         return counted[-1]
 
     os.preadv = counting
-    rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     checkpoint = Checkpoint.open(Repository(directory))
     with torch.device("meta"):
@@ -92,33 +99,56 @@ def rank_main(directory: Path) -> dict[str, Any]:
         except ValueError as error:
             result[key] = str(error)
 
-    calls: list[str] = []
-
-    def entry(name: str, parameter: Any) -> tuple[str, torch.Size, torch.dtype, Any]:
-        def get() -> torch.Tensor:
-            calls.append(name)
-            return parameter.full_tensor()
-
-        return name, parameter.shape, parameter.dtype, get
-
-    entries = [entry(name, parameter) for name, parameter in parameters.items()]
-    out = directory / "out" if rank == 0 else None
-    write_checkpoint(out, entries, max_shard_size=1000)
-    result["calls"] = calls.copy()
-    calls.clear()
-    try:  # the first shard's name is taken: the writer fails at once, the others must not hang
-        write_checkpoint(out, entries, max_shard_size=1000)
-    except FileExistsError as error:
-        result["taken"] = str(error)
-    dist.barrier()
-    result["calls_of_failure"] = calls
+    result["written"] = {kind: written(directory / kind, kind, parameters) for kind in KINDS}
     return result
+
+
+def written(out: Path, kind: str, sharded: dict[str, Any]) -> int | str:
+    """The bytes that this rank writes; or what stops it."""
+    first = dist.get_rank() == 0
+    meshes = {"hybrid": (2, 1), "whole mesh": (1, 2)}
+    parameters = sharded
+    if kind == "replicated":
+        parameters = whole()
+    elif kind in meshes:
+        mesh = init_device_mesh("cpu", meshes[kind])
+        places = [Replicate(), Shard(0)]
+        parameters = {name: distribute_tensor(t, mesh, places) for name, t in whole().items()}
+    found = entries(parameters, LAYOUT, torch.float32)
+    if kind == "lost":  # a row that nobody has
+        (piece,) = next(entry for entry in found if entry.name == "single").pieces or (None,)
+        found = [entry._replace(pieces=[]) if piece in entry.pieces else entry for entry in found]
+    if kind == "other" and not first:
+        found = found[1:]
+    if kind == "elsewhere" and not first:  # a directory of the same name on another machine
+        Path.is_file = lambda path: False  # type: ignore[method-assign, assignment]
+    if kind == "fails" and not first:
+        found = [e._replace(pieces=[p._replace(read=broken) for p in e.pieces]) for e in found]
+    pwrite, counted = os.pwrite, []
+
+    def counting(*arguments: Any) -> int:
+        counted.append(pwrite(*arguments))
+        return counted[-1]
+
+    os.pwrite = counting
+    try:
+        write_checkpoint(out if first else None, found, max_shard_size=100_000)
+    except (RuntimeError, ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.pwrite = pwrite
+    return sum(counted)
+
+
+def broken(first: int, count: int) -> torch.Tensor:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("ranks")
-    (directory / "out").mkdir()
+    for kind in KINDS:
+        (directory / kind).mkdir()
     save_file(parts(), directory / "model.safetensors")
     threads = str(torch.get_num_threads())  # as this process has: the bits may depend on it
     environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
@@ -168,27 +198,47 @@ def test_placements(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
         assert "only Shard(0) and Replicate() load" in rank["strided"]
 
 
-def test_ranks_write_one_checkpoint_together(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
-    directory, (first, second) = ranks
-    assert sorted(first["calls"]) == sorted(SHAPES)
-    assert first["calls"] == second["calls"]
-    written = {
-        name: tensor
-        for path in sorted((directory / "out").glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    assert written.keys() == whole().keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in whole().items())
-
-
-def test_a_rank_that_cannot_write_does_not_hang_the_others(
-    ranks: tuple[Path, list[dict[str, Any]]],
+@pytest.mark.parametrize("kind", WELL)
+def test_ranks_write_one_checkpoint_together(
+    kind: str, ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    directory, (first, second) = ranks
-    assert "model-00001-of-00002.safetensors" in first["taken"]
-    assert "taken" not in second
-    assert first["calls_of_failure"] == second["calls_of_failure"] == first["calls"]
-    assert len(list((directory / "out").iterdir())) == 3
+    directory, results = ranks
+    each = [result["written"][kind] for result in results]
+    assert sum(each) == sum(tensor.nbytes for tensor in parts().values())
+    assert min(each) > 0.2 * sum(each)
+    write_checkpoint(tmp_path, entries(whole(), LAYOUT, torch.float32), max_shard_size=100_000)
+    assert files(directory / kind) == files(tmp_path)
+    assert len(files(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [
+        (
+            "fails",
+            [
+                "RankError: rank 1 stopped with OSError: [Errno 28] No space left on device",
+                "OSError: [Errno 28] No space left on device",
+            ],
+        ),
+        ("lost", ["ValueError: single [1, 7] cannot be written: the rows [] of it are there"] * 2),
+        ("other", ["ValueError: rank 1 and rank 0 do not write the same tensors"] * 2),
+        (
+            "elsewhere",
+            [
+                "RankError: rank 1 stopped with OSError: rank 1 does not see ",
+                "OSError: rank 1 does not see ",
+            ],
+        ),
+    ],
+)
+def test_what_stops_one_rank_stops_all(
+    kind: str, messages: list[str], ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    directory, results = ranks
+    for result, message in zip(results, messages, strict=True):
+        assert result["written"][kind].startswith(message)
+    assert files(directory / kind) == {}
 
 
 if __name__ == "__main__":

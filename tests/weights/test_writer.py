@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Entry, Repository, new_directory, write_checkpoint, writer
+from tigon.weights import Checkpoint, Entry, Piece, Repository, new_directory, write_checkpoint
 from tigon.weights.header import DTYPES
 
 INDEX = "model.safetensors.index.json"
 
 
 def entries(tensors: dict[str, Tensor]) -> list[Entry]:
-    return [(name, t.shape, t.dtype, lambda t=t: t) for name, t in tensors.items()]  # type: ignore
+    return [Entry.of(name, tensor) for name, tensor in tensors.items()]
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -75,10 +75,7 @@ def test_what_was_loaded_is_written_again_bit_for_bit(tmp_path: Path) -> None:
         return out
 
     with new_directory(tmp_path / "b") as directory:
-        write_checkpoint(
-            directory,
-            [(n, i.shape, i.dtype, lambda n=n: read(n)) for n, i in checkpoint.tensors.items()],  # type: ignore
-        )
+        write_checkpoint(directory, [Entry.of(name, read(name)) for name in checkpoint.tensors])
     expected: dict[str, Tensor] = {}
     for path in (tmp_path / "a").glob("*.safetensors"):
         expected |= load_file(path)
@@ -104,35 +101,24 @@ def test_mode_follows_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
-def test_none_takes_part_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    taken: list[str] = []
-
-    def entry(name: str, dtype: torch.dtype) -> Entry:
-        def get() -> Tensor:
-            taken.append(name)
-            return torch.ones(4, dtype=dtype)
-
-        return name, (4,), dtype, get
-
-    write_checkpoint(None, [entry("b", torch.half), entry("c", torch.half), entry("a", torch.int)])
-    assert taken == ["a", "b", "c"]  # the file's order: wider types first, then by name
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("max_shard_size", [16, "5GB"])
 def test_nothing_is_left_of_a_failed_write(tmp_path: Path, max_shard_size: int | str) -> None:
     (tmp_path / "config.json").write_text("{}")
 
-    def fail() -> Tensor:
+    def fail(first: int, count: int) -> Tensor:
         raise OSError("disk on fire")
 
-    tensors: list[Entry] = [*entries({"a": torch.ones(4)}), ("b", (4,), torch.float32, fail)]
+    a = entries({"a": torch.ones(4)})
+    tensors = [*a, Entry("b", (4,), torch.float32, [Piece(0, 4, fail)])]
     with pytest.raises(OSError, match="disk on fire"):
         write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
-    tensors[1] = ("b", (4,), torch.float32, lambda: torch.ones(2, 2, dtype=torch.half))
-    with pytest.raises(ValueError, match=r"'b' was announced as torch.float32 \[4\] and came as"):
+    tensors[1] = Entry("b", (4,), torch.float32, [Piece(0, 4, lambda first, count: torch.ones(2))])
+    with pytest.raises(ValueError, match=r"'b' was announced as \[4\], and 4 rows .* as \[2\]"):
         write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
+    for missing in ([Piece(0, 3, fail)], [Piece(1, 3, fail)], [Piece(0, 4, fail)] * 2, []):
+        tensors[1] = Entry("b", (4,), torch.float32, missing)
+        with pytest.raises(ValueError, match=r"b \[4\] cannot be written: the rows .* not each"):
+            write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
@@ -150,78 +136,3 @@ def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"model.safetensors"):
         write_checkpoint(tmp_path, entries({"a": torch.zeros(4)}))
     assert (tmp_path / "model.safetensors").read_bytes() == before
-
-
-def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "out"
-    with new_directory(target) as directory:
-        (directory / "sub").mkdir()
-        (directory / "sub" / "x").write_text("x")
-        assert not target.exists()
-        assert directory.parent == target.parent and directory.name.startswith(".out.tmp-")
-    assert (target / "sub" / "x").read_text() == "x"
-    assert os.listdir(target.parent) == ["out"]
-
-
-def test_new_directory_syncs_before_it_renames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    fsync, rename = writer.fsync, os.rename
-
-    def noted_fsync(path: Path) -> None:
-        events.append(path.name)
-        fsync(path)
-
-    def noted_rename(old: Path, new: Path) -> None:
-        events.append("rename")
-        rename(old, new)
-
-    monkeypatch.setattr(writer, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "rename", noted_rename)
-    with new_directory(tmp_path / "out") as directory:
-        (directory / "x").write_text("x")
-        name = directory.name
-    assert events == ["x", name, "rename", tmp_path.name]
-
-
-def test_new_directory_leaves_nothing_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as directory:
-        (directory / "x").write_text("x")
-        raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_new_directory_replaces_an_empty_one_only(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    with new_directory(tmp_path / "link") as directory:
-        (directory / "x").write_text("x")
-    assert (tmp_path / "empty" / "x").read_text() == "x"
-    (tmp_path / "file").touch()
-    for name, what in {"empty": "a directory with files in it", "file": "a file"}.items():
-        message = f"{tmp_path / name} exists and is {what}: remove it or choose another path"
-        with pytest.raises(FileExistsError, match=message), new_directory(tmp_path / name):
-            pytest.fail("the check comes before any work")
-    with pytest.raises(FileExistsError, match="late exists"), new_directory(tmp_path / "late"):
-        (tmp_path / "late").mkdir()
-        (tmp_path / "late" / "y").touch()
-    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "late", "link"]
-
-
-def test_new_directory_cannot_replace_a_mount_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
-    message = f"{tmp_path} is a mount point: name a directory inside it"
-    with pytest.raises(FileExistsError, match=message), new_directory(tmp_path):
-        pytest.fail("the check comes before any work")
-
-
-def test_leftover_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
-    leftover = tmp_path / f".out.tmp-{os.getpid()}"
-    leftover.mkdir()
-    (leftover / "half").touch()
-    with new_directory(tmp_path / "out") as directory:
-        (directory / "x").touch()
-    assert os.listdir(tmp_path / "out") == ["x"]

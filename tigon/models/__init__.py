@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 from tigon.models import _load, families
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
+from tigon.models._convert import convert, write_converted
 from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
@@ -45,12 +46,14 @@ __all__ = [
     "Targets",
     "aux_loss_coef",
     "build",
+    "convert",
     "from_pretrained",
     "load_weights",
     "materialize",
     "misfits",
     "read_config",
     "torch_dtype",
+    "write_converted",
     "write_description",
 ]
 if not TYPE_CHECKING:  # type checkers read the import of families instead

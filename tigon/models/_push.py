@@ -3,15 +3,14 @@
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tigon.hub import Destination, Metadata, write_card
 from tigon.hub.card import plain, usage
 from tigon.models._model import LanguageModel
-from tigon.models._save import SavesItself, _rank_0_decides, save_pretrained
+from tigon.models._save import SavesItself, save_pretrained
+from tigon.weights import Ranks
 
 
 def push_to_hub(
@@ -40,18 +39,16 @@ def push_to_hub(
     this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
     hub cannot be reached or refuses: before anything is written, where that can be known.
     """
-    main = not dist.is_initialized() or dist.get_rank() == 0
-    shared: list[Any] = [None]
+    ranks = Ranks()
     with ExitStack() as stack:
-        with _rank_0_decides():
-            if main:
+        place = ""
+        with ranks.together():
+            if ranks.first:
                 destination = Destination(
                     repo_id, private=private, revision=revision, token=token, create_pr=create_pr
                 )
-                shared = [stack.enter_context(tempfile.TemporaryDirectory())]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared, src=0)
-        folder = Path(shared[0], "model")
+                place = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(ranks.gather(place)[0], "model")
         save_pretrained(
             model,
             folder,
@@ -60,17 +57,14 @@ def push_to_hub(
             max_shard_size=max_shard_size,
             stacked_experts=stacked_experts,
         )
-        with _rank_0_decides():
-            if main:
+        where = ""
+        with ranks.together():
+            if ranks.first:
                 text = _short_card(model, destination.name) if card is None else card
-                shared = [
-                    destination.upload(
-                        folder, card=text, message=commit_message, overwrite_card=overwrite_card
-                    )
-                ]
-        if dist.is_initialized():
-            dist.broadcast_object_list(shared, src=0)
-        return shared[0]
+                where = destination.upload(
+                    folder, card=text, message=commit_message, overwrite_card=overwrite_card
+                )
+        return ranks.gather(where)[0]
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:

@@ -2,20 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tigon.models._config import Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
-from tigon.weights import entries, new_directory, write_checkpoint
+from tigon.weights import Entry, Ranks, entries, new_directory, write_checkpoint
 
 
 class SavesItself(Protocol):
@@ -32,30 +31,60 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
+    replace: bool = False,
+    values: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
     In the model's dtype, or in another without touching the model. The directory must be new or
-    empty, and appears whole or not at all. Under a process group every rank calls this; rank 0
-    writes, and what stops it stops all of them. `stacked_experts`: one tensor for all experts of a
-    layer, or each expert apart; None is what the checkpoint had that the model is from, else apart.
-    `tensors`: in place of the model's parameters, by their names, such as an average of them.
+    empty, and appears whole or not at all; with `replace`, what was there stays until the new one
+    is whole. Under a process group every rank calls this and writes its own rows, so that all need
+    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
+    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
+    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
+    of a sharded parameter this rank's part.
     """
     dtype = dtype or model.dtype
-    writes = not dist.is_initialized() or dist.get_rank() == 0
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
-    found = entries(tensors or dict(model.named_parameters()), parts_of, dtype)
-    opened = ExitStack()
-    with _rank_0_decides():  # before the others wait in collectives
-        root = opened.enter_context(new_directory(directory)) if writes else None
-    with _rank_0_decides(), opened:
-        write_checkpoint(root, found, max_shard_size=max_shard_size)
-        if root is not None:
-            config = replace(model.config, dtype=str(dtype).removeprefix("torch."))
-            write_description(root, config, model.generation_config, tokenizer)
+    ranks = Ranks()
+    with ranks.together():
+        found = entries(dict(model.named_parameters()), parts_of, dtype, values=values, ranks=ranks)
+    config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
+    write_model(
+        directory,
+        found,
+        lambda root: write_description(root, config, model.generation_config, tokenizer),
+        ranks=ranks,
+        max_shard_size=max_shard_size,
+        replace=replace,
+    )
+
+
+def write_model(
+    directory: str | os.PathLike[str],
+    tensors: Sequence[Entry],
+    describe: Callable[[Path], None],
+    *,
+    ranks: Ranks,
+    max_shard_size: int | str = "5GB",
+    replace: bool = False,
+) -> None:
+    """A directory with the tensors and what the first rank's `describe` writes into it."""
+    needed = sum(entry.nbytes for entry in tensors)
+    with ExitStack() as opened:
+        root = None
+        with ranks.together():
+            if ranks.first:
+                root = opened.enter_context(
+                    new_directory(directory, replace=replace, needed=needed)
+                )
+        write_checkpoint(root, tensors, max_shard_size=max_shard_size, ranks=ranks)
+        with ranks.together():
+            if root is not None:
+                describe(root)
+            opened.close()  # gives the directory its name
 
 
 def write_description(
@@ -69,22 +98,6 @@ def write_description(
     _write_json(root / "generation_config.json", generation)
     if tokenizer is not None:
         tokenizer.save_pretrained(root)
-
-
-@contextmanager
-def _rank_0_decides() -> Iterator[None]:
-    """Leave together; an error of rank 0 inside is raised on every rank."""
-    failed: list[str | None] = [None]
-    try:
-        yield
-    except BaseException as error:
-        failed = [f"{type(error).__name__}: {error}"]
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.broadcast_object_list(failed, src=0)
-    if failed[0] is not None:
-        raise RuntimeError(f"rank 0 stopped with {failed[0]}")
 
 
 def _tokens(config: Config) -> dict[str, Any]:

@@ -1,24 +1,24 @@
 """A run's weights in Hugging Face format: as it trains, at its end, of any checkpoint later."""
 
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tigon.hub import is_own_file
-from tigon.models import CausalLM, materialize, torch_dtype
+from tigon.models import CausalLM, materialize, torch_dtype, write_converted
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.model import build_model, described, export_dtype
 from tigon.train.parallel import start
+from tigon.weights import RankError, named_if_full
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -41,12 +41,39 @@ def load_checkpoint(
     if checkpoint.is_legacy(source):
         return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
-        checkpoint.verify(source, wanted=lambda name: name.startswith("weights-") or _small(name))
+        checkpoint.verify(source, wanted=_of_export)
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
         return model.eval(), Tokenizer.from_pretrained(source)
+
+
+def convert_checkpoint(
+    source: Path,
+    directory: str,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> torch.dtype:
+    """A run's checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
+
+    The options are those of save_pretrained; raises as `load_checkpoint` does.
+    """
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
+    if checkpoint.is_legacy(source):
+        model, tokenizer = load_checkpoint(source, dtype=dtype)
+        model.save_pretrained(directory, tokenizer=tokenizer, **options)
+        return model.dtype
+    with checkpoint.in_use(source):
+        checkpoint.verify(source, wanted=_of_export)
+        model = described(source, torch.float32)
+        model.to(dtype or torch_dtype(model.config.dtype or "float32"))
+        tokenizer = Tokenizer.from_pretrained(source)
+        stored, layout = checkpoint.stored_weights(source, model)
+        write_converted(model, directory, stored, layout, tokenizer=tokenizer, **options)
+    return model.dtype
 
 
 def described_checkpoint(source: Path) -> CausalLM:
@@ -68,45 +95,24 @@ def as_directory(source: Path) -> Iterator[str]:
         yield str(Path(parent, "hf"))
 
 
-def export(run: Run, target: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """Hugging Face format, in the dtype of the checkpoint that the run began with unless told.
 
-    `tensors`: in place of the model's parameters, by their names.
+    `values`: in place of the model's parameters, by their names, this rank's part of each.
 
-    Raises FloatingPointError if a weight is not finite. What was at `target` stays until the new
-    one is whole.
+    Raises FloatingPointError if a weight is not finite, SaveError if it cannot be written. What was
+    at `target` stays until the new one is whole.
     """
-    checkpoint.check_finite(run.model, ema=None if tensors is None else run.ema)
+    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
     dtype = export_dtype(run.config, run.model)
     needed = dtype.itemsize * sum(p.numel() for p in run.model.parameters())
-    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("partial", "old"))
-    fault: list[str | None] = [None]
-    if run.world.main:
-        try:
-            for left in (temporary, old):
-                shutil.rmtree(left, ignore_errors=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.require_space(target.parent, needed)
-        except OSError as error:
-            fault = [str(error)]
-    dist.broadcast_object_list(fault, src=0)
-    if fault[0] is not None:
-        raise checkpoint.SaveError(f"{target} was not written: {fault[0]}")
     try:
-        with checkpoint.named_if_full(temporary, needed):
+        with named_if_full(target, needed):
             run.model.save_pretrained(
-                temporary, tokenizer=run.tokenizer, dtype=dtype, tensors=tensors
+                target, tokenizer=run.tokenizer, dtype=dtype, replace=True, values=values
             )
-    except OSError:
-        if run.world.main:  # a full disk needs the room
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if run.world.main:
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    run.world.barrier()
+    except (OSError, RankError) as error:
+        raise checkpoint.SaveError(f"{target} was not written: {error}") from error
     run.world.say(f"exported to {target}")
 
 
@@ -125,8 +131,8 @@ def export_best(run: Run, step: int) -> None:
         export(run, Path(run.config.run_dir, "hf-best"))
 
 
-def _small(name: str) -> bool:
-    return name.endswith(SMALL)
+def _of_export(name: str) -> bool:
+    return name.startswith("weights-") or name.endswith(SMALL)
 
 
 def _own_template(config: Config, source: Path) -> str:

@@ -186,7 +186,7 @@ def finish(run: Run, step: int, record: Record) -> None:
     if new:
         export(run, directory / "hf")
         if run.ema is not None:
-            export(run, directory / "hf-ema", run.ema.tensors(run.model))
+            export(run, directory / "hf-ema", run.ema.values)
         if world.main:
             note_export(directory, step)
     if world.main:

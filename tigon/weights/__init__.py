@@ -2,28 +2,41 @@
 
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.converted import Stored, converted
+from tigon.weights.directory import fsync, new_directory
+from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
-from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
+from tigon.weights.ranks import RankError, Ranks
+from tigon.weights.staging import as_bytes
+from tigon.weights.writer import Entry, Piece, write_checkpoint
 
 __all__ = [
     "Checkpoint",
+    "DiskFull",
     "Entry",
     "Layout",
     "Part",
+    "Piece",
+    "RankError",
+    "Ranks",
     "Repository",
     "Rows",
+    "Stored",
     "TensorInfo",
     "as_bytes",
+    "converted",
     "entries",
     "fsync",
     "load_into",
+    "named_if_full",
     "new_directory",
     "own_rows",
     "own_slices",
     "read_header",
+    "require_space",
     "write_checkpoint",
     "write_header",
 ]

@@ -1,25 +1,78 @@
-"""Writes safetensors checkpoints tensor by tensor, in directories that appear whole or not."""
+"""Writes safetensors checkpoints: every process its own rows, several threads at once.
+
+The files get their headers and their sizes first; then all rows are written at their places, in any
+order, through buffers of at most CHUNK bytes a thread.
+"""
 
 import json
 import math
 import os
-import shutil
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
+from tigon.weights.directory import fsync
 from tigon.weights.header import TAGS, write_header
+from tigon.weights.layout import tiles
+from tigon.weights.ranks import Ranks
+from tigon.weights.staging import Stage
 
-# name, shape, dtype, and what returns the tensor when its turn comes
-Entry = tuple[str, Sequence[int], torch.dtype, Callable[[], Tensor]]
+CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
+PT = MappingProxyType({"format": "pt"})
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor of the checkpoint that this process writes.
+
+    A row is the last dimension of a tensor that has several, [E, N, D] has E * N; else an element.
+    """
+
+    row: int  # of the tensor, where they begin
+    rows: int
+    # (first of these rows, how many) -> those, on any device, of any dtype; called by any thread
+    read: Callable[[int, int], Tensor]
+
+
+class Entry(NamedTuple):
+    """A tensor of the checkpoint, and what this process writes of it."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Entry":
+        """A whole tensor as it is."""
+        whole = tensor.detach()
+        shape = tuple(whole.shape)
+        rows = whole.reshape(height(shape), *shape[1:][-1:])
+        piece = Piece(0, len(rows), lambda first, count: rows.narrow(0, first, count))
+        return cls(name, shape, whole.dtype, [piece])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
+
+
+def height(shape: Sequence[int]) -> int:
+    """Rows of a tensor, as pieces count them."""
+    return math.prod(shape[:-1] if len(shape) > 1 else shape)
 
 
 def write_checkpoint(
@@ -27,87 +80,57 @@ def write_checkpoint(
     tensors: Iterable[Entry],
     *,
     max_shard_size: int | str = "5GB",
-    metadata: Mapping[str, str] = MappingProxyType({"format": "pt"}),
+    metadata: Mapping[str, str] = PT,
+    ranks: Ranks | None = None,
+    workers: int | None = None,
 ) -> None:
     """Writes model.safetensors, or shards and their index, split and named as transformers does.
 
-    In a process group all ranks call it with the same entries, one of them with the directory and
-    the others with None; each `get` then runs on every rank in the same order.
+    In a process group all ranks call it with entries of the same names, shapes and dtypes, each
+    with its own pieces, and the first one with the directory, which all must be able to see. What
+    stops one rank stops all of them, and leaves none of the files. Raises ValueError unless the
+    pieces of all ranks are every row once.
     """
-    shards = _shards(tensors, max_shard_size)
-    in_order = _fetch(entry for shard in shards.values() for entry in shard)
-    if directory is None:
-        deque(in_order, maxlen=0)
-        return
-    root = Path(directory)
+    ranks = ranks or Ranks()
+    with ranks.together():
+        shards = _shards(tensors, max_shard_size)
+        files = [_File(name, entries, metadata) for name, entries in shards.items()]
+    _check_pieces(shards, ranks)
     created: list[Path] = []
     try:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            try:
-                for file, shard in shards.items():
-                    _write_shard(root / file, shard, in_order, metadata, created)
-            finally:
-                deque(in_order, maxlen=0)  # after a failure the other ranks still wait in these
-        else:
-            with ThreadPoolExecutor(4) as pool:
-                writes = [
-                    pool.submit(_write_shard, root / file, shard, _fetch(shard), metadata, created)
-                    for file, shard in shards.items()
-                ]
-                for write in writes:
-                    write.result()
-        if len(shards) > 1:
-            _write_index(root / "model.safetensors.index.json", shards, created)
+        with ranks.together():
+            if ranks.first:
+                assert directory is not None, "the first rank needs the directory"
+                for file in files:
+                    file.create(Path(directory), created)
+                if len(files) > 1:
+                    _write_index(Path(directory, "model.safetensors.index.json"), shards, created)
+        root = _seen_by_all(directory, ranks)
+        # Not all ranks begin with the same file: writes into one wait for each other
+        start = ranks.rank * len(files) // ranks.size
+        with ranks.together():
+            _write(root, files[start:] + files[:start], workers or min(8, os.cpu_count() or 1))
     except BaseException:
         for path in created:
-            path.unlink()
+            with suppress(OSError):
+                path.unlink()
         raise
-
-
-@contextmanager
-def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary sibling to write into, renamed to `path` at the end or removed on an error."""
-    target = Path(path).expanduser().resolve()
-    _check_free(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}"
-    if temporary.exists():  # left by a killed process that had our pid
-        shutil.rmtree(temporary)
-    temporary.mkdir()
-    try:
-        yield temporary
-        for item in [*temporary.rglob("*"), temporary]:
-            fsync(item)
-        _check_free(target)
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    fsync(target.parent)
-
-
-def _check_free(target: Path) -> None:
-    if target.is_dir() and not any(target.iterdir()):
-        if target.is_mount():
-            raise FileExistsError(f"{target} is a mount point: name a directory inside it")
-    elif target.exists():
-        what = "a directory with files in it" if target.is_dir() else "a file"
-        raise FileExistsError(f"{target} exists and is {what}: remove it or choose another path")
 
 
 def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, list[Entry]]:
     """File name -> its entries in the order the safetensors library gives them in a file."""
     entries: dict[str, Entry] = {}
     for entry in tensors:
-        name, _, dtype, _ = entry
-        if name in entries:
-            raise ValueError(f"tensor {name!r} is given twice")
-        if dtype not in TAGS:
-            raise ValueError(f"tensor {name!r} is {dtype}, which safetensors files cannot hold")
-        entries[name] = entry
+        if entry.name in entries:
+            raise ValueError(f"tensor {entry.name!r} is given twice")
+        if entry.dtype not in TAGS:
+            raise ValueError(
+                f"tensor {entry.name!r} is {entry.dtype}, which safetensors files cannot hold"
+            )
+        entries[entry.name] = entry
     split = split_state_dict_into_shards_factory(
         entries,
-        get_storage_size=_nbytes,
+        get_storage_size=lambda entry: entry.nbytes,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -118,67 +141,189 @@ def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, li
 
 
 def _place(entry: Entry) -> tuple[int, str]:
-    return -list(TAGS).index(entry[2]), entry[0]
+    return -list(TAGS).index(entry.dtype), entry.name
 
 
-def _nbytes(entry: Entry) -> int:
-    return math.prod(entry[1]) * entry[2].itemsize
+def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Ranks) -> None:
+    """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
+    entries = [entry for shard in shards.values() for entry in shard]
+    described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
+    spans = [[(p.row, p.rows) for p in entry.pieces if p.rows] for entry in entries]
+    everywhere = ranks.gather((repr(described), spans))
+    with ranks.together():
+        for rank, (other, _) in enumerate(everywhere):
+            if other != everywhere[0][0]:
+                raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
+        for i, entry in enumerate(entries):
+            found = [span for _, of_rank in everywhere for span in of_rank[i]]
+            if not tiles(found, height(entry.shape)) and entry.nbytes:
+                raise ValueError(
+                    f"{entry.name} {list(entry.shape)} cannot be written: the rows {sorted(found)} "
+                    "of it are there (first, number), not each row once"
+                )
 
 
-def _fetch(entries: Iterable[Entry]) -> Iterator[Tensor]:
-    return (get() for _, _, _, get in entries)
+def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Ranks) -> Path:
+    """The first rank's directory, if every rank sees it."""
+    if ranks.size == 1:
+        assert directory is not None
+        return Path(directory)
+    token = os.urandom(16).hex() if ranks.first else ""
+    mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
+    with ranks.together():
+        if mark is not None:
+            mark.write_text(token)
+    path, token = ranks.gather((mark, token))[0]
+    assert path is not None
+    try:
+        with ranks.together():
+            if not path.is_file() or path.read_text() != token:
+                raise OSError(
+                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: every "
+                    "rank writes its own rows, so all need one file system; choose a directory on "
+                    "a shared one"
+                )
+    finally:
+        if mark is not None:
+            mark.unlink()
+    return path.parent
 
 
-def _write_shard(
-    path: Path,
-    entries: list[Entry],
-    tensors: Iterator[Tensor],
-    metadata: Mapping[str, str],
-    created: list[Path],
-) -> None:
-    with open(path, "xb") as file:
-        created.append(path)
-        file.write(write_header([entry[:3] for entry in entries], metadata))
+@dataclass(frozen=True)
+class _Job:
+    """Consecutive rows, of at most CHUNK bytes unless it is one row."""
+
+    file: "_File"
+    entry: Entry
+    piece: Piece
+    first: int  # of the piece
+    count: int
+
+    @property
+    def offset(self) -> int:
+        row = self.piece.row + self.first
+        return self.file.offsets[self.entry.name] + row * self.entry.row_bytes
+
+
+class _File:
+    """A file of the checkpoint: where its tensors are, and what this process writes."""
+
+    def __init__(self, name: str, entries: list[Entry], metadata: Mapping[str, str]) -> None:
+        self.name = name
+        self.header = write_header([entry[:3] for entry in entries], metadata)
+        self.offsets: dict[str, int] = {}
+        end = len(self.header)
         for entry in entries:
-            file.write(_bytes_of(next(tensors), entry))
-    fsync(path)
+            self.offsets[entry.name] = end
+            end += entry.nbytes
+        self.size = end
+        self.jobs = [
+            _Job(self, entry, piece, first, count)
+            for entry in entries
+            if entry.nbytes
+            for piece in entry.pieces
+            for first, count in cut(piece.rows, entry.row_bytes)
+        ]
+        self._lock, self._left, self._descriptor = threading.Lock(), len(self.jobs), -1
+
+    def create(self, root: Path, created: list[Path]) -> None:
+        """With its header and its size."""
+        path = root / self.name
+        with open(path, "xb") as file:
+            created.append(path)
+            file.write(self.header)
+            file.truncate(self.size)
+        if not self.jobs:
+            fsync(path)
+
+    def open(self, root: Path) -> int:
+        """A descriptor that all threads of this process share."""
+        with self._lock:
+            if self._descriptor < 0:
+                self._descriptor = os.open(root / self.name, os.O_WRONLY)
+            return self._descriptor
+
+    def done(self) -> None:
+        """One job more is; after the last one all is on the disk."""
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            os.fsync(self._descriptor)
+            self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
-def _bytes_of(tensor: Tensor, entry: Entry) -> memoryview:
-    name, shape, dtype, _ = entry
-    if tensor.shape != tuple(shape) or tensor.dtype != dtype:
+def cut(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, number) of groups of rows of at most CHUNK bytes."""
+    step = max(1, CHUNK // max(1, row_bytes))
+    return ((first, min(step, rows - first)) for first in range(0, rows, step))
+
+
+def _write(root: Path, files: list[_File], workers: int) -> None:
+    """What this process writes of all files; as many files at a time as there are threads."""
+    queue: deque[_Job] = deque()
+    for i in range(0, len(files), workers):
+        turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
+        queue.extend(job for turn in turns for job in turn if job is not None)
+
+    def work() -> None:
+        stage = Stage()
+        while True:
+            try:
+                job = queue.popleft()
+            except IndexError:
+                return
+            try:
+                _pwrite(job.file.open(root), stage(_rows(job), job.entry.dtype), job.offset)
+                job.file.done()
+            except BaseException:
+                queue.clear()
+                raise
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                for done in [pool.submit(work) for _ in range(workers)]:
+                    done.result()
+            except BaseException:  # an interrupt: the threads end after what they have in hand
+                queue.clear()
+                raise
+    finally:
+        for file in files:
+            file.close()
+
+
+def _rows(job: _Job) -> Tensor:
+    entry, rows = job.entry, job.piece.read(job.first, job.count)
+    if rows.shape != (job.count, *entry.shape[1:][-1:]):
         raise ValueError(
-            f"tensor {name!r} was announced as {dtype} {list(shape)} "
-            f"and came as {tensor.dtype} {list(tensor.shape)}"
+            f"tensor {entry.name!r} was announced as {list(entry.shape)}, and {job.count} rows of "
+            f"it came as {list(rows.shape)}"
         )
-    return as_bytes(tensor)
+    return rows.detach()
 
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    """Row-major, little-endian, on the host."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data
+def _pwrite(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, offset)
+        content, offset = content[count:], offset + count
 
 
 def _write_index(path: Path, shards: dict[str, list[Entry]], created: list[Path]) -> None:
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {
-            "total_parameters": sum(math.prod(shape) for _, shape, _, _ in entries),
-            "total_size": sum(map(_nbytes, entries)),
+            "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+            "total_size": sum(entry.nbytes for entry in entries),
         },
-        "weight_map": {entry[0]: file for file, shard in shards.items() for entry in shard},
+        "weight_map": {entry.name: file for file, shard in shards.items() for entry in shard},
     }
     with open(path, "x") as file:
         created.append(path)
         file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
     fsync(path)
-
-
-def fsync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,13 +8,11 @@ from tigon.train.checkpoint.files import facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
 from tigon.train.checkpoint.legacy import is_legacy
-from tigon.train.checkpoint.reading import load
+from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.retention import Keep
 from tigon.train.checkpoint.saver import SaveError, Saver
-from tigon.train.checkpoint.storage import DiskFull, named_if_full, require_space
 
 __all__ = [
-    "DiskFull",
     "Keep",
     "SaveError",
     "Saver",
@@ -24,9 +22,8 @@ __all__ = [
     "is_legacy",
     "latest",
     "load",
-    "named_if_full",
     "newest_whole",
-    "require_space",
     "step_of",
+    "stored_weights",
     "verify",
 ]

@@ -1,5 +1,6 @@
 """Reads checkpoints into models and optimizers, on any number of ranks."""
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
@@ -16,8 +17,9 @@ from tigon.hub import check_folder
 from tigon.models import CausalLM
 from tigon.train.checkpoint import files, legacy
 from tigon.train.checkpoint.errors import first_cause
-from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything
+from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything, run_layout
 from tigon.train.optim import Ema
+from tigon.weights import Checkpoint, Layout, Stored, read_header
 
 OTHERS_TRAINED = (
     "parameter_groups that freeze other parameters than before are for another run_dir, with "
@@ -52,10 +54,7 @@ def load(
 def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> bool:
     """Whether it has an average."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    try:
-        stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
-        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
+    stored: dict[str, Any] = _metadata(checkpoint).state_dict_metadata
     has_average = any(name.startswith(EMA) for name in stored)
     state = everything(model, optimizer, ema if has_average else None)
     if ema is None:
@@ -66,6 +65,40 @@ def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: E
     _check_names(checkpoint, state, stored)
     dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
     return has_average
+
+
+def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[Stored]], Layout]:
+    """Where the rows of each checkpoint tensor are, and what those tensors are of the model.
+
+    Raises ValueError if the checkpoint is not of such a model; rows that are nowhere are found by
+    who reads them.
+    """
+    layout = run_layout(model)
+    names = {part.name for parts in layout.values() for part in parts}
+    found: dict[str, list[Stored]] = {}
+    files_of: dict[Path, Checkpoint] = {}
+    for index, info in _metadata(checkpoint).storage_data.items():
+        if index.fqn.startswith((OPTIMIZER, EMA)):
+            continue
+        path = Path(info.relative_path)
+        if path not in files_of:
+            files_of[path] = Checkpoint(str(path), read_header(path))
+        shape = files_of[path].tensors[index.fqn].shape
+        row = index.offset[0] * math.prod(shape[1:-1])  # type: ignore[index]
+        found.setdefault(index.fqn, []).append(Stored(row, index.fqn, files_of[path]))
+    for fault, wrong in (("lacks", names - found.keys()), ("also has", found.keys() - names)):
+        if wrong:
+            raise ValueError(
+                f"{checkpoint} does not fit the model: it {fault} {', '.join(sorted(wrong)[:3])}"
+            )
+    return found, layout
+
+
+def _metadata(checkpoint: Path) -> Metadata:
+    try:
+        return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
+    except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
 
 
 def _check_optimizer(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:

@@ -26,12 +26,12 @@ from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import available
 from tigon.train.checkpoint.retention import Keep, prune
-from tigon.train.checkpoint.storage import Writer, named_if_full
+from tigon.train.checkpoint.storage import Writer
 from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, everything
 from tigon.train.optim import Ema
 from tigon.train.parallel import World
 from tigon.train.record import read_metrics
-from tigon.weights import fsync
+from tigon.weights import fsync, named_if_full
 
 KEEP = Keep()
 

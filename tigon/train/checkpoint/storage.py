@@ -7,14 +7,11 @@ written, and knows no checksums.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +23,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tigon.train.checkpoint.tensors import EMA, OPTIMIZER
-from tigon.weights import as_bytes, write_header
+from tigon.weights import as_bytes, named_if_full, require_space, write_header
 
 BLOCK = 16 << 20  # bytes that are hashed and written at a time
-
-
-class DiskFull(OSError):
-    """The disk has no room for what is to be written."""
 
 
 class Written(NamedTuple):
@@ -84,31 +77,6 @@ class Writer(StorageWriter):
         return True
 
 
-def require_space(directory: Path, needed: int) -> None:
-    """Raises DiskFull unless `needed` bytes fit there."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DiskFull(
-            f"the disk of {directory} is too full: {_size(needed)} needed, {_size(free)} free"
-        )
-
-
-@contextmanager
-def named_if_full(path: Path, needed: int) -> Iterator[None]:
-    """Let an error of a full disk, or of a quota, say what was to be written."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
-        raise DiskFull(
-            f"the disk{quota} became full while {path} was written: {_size(needed)} needed, "
-            f"{_size(free)} free"
-        ) from error
-
-
 def _files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
     """By name; a file has one slice of a tensor, so further ones of this rank go to further files.
 
@@ -156,7 +124,3 @@ def _data(item: WriteItem) -> Any:
 
 def _nbytes(item: WriteItem) -> int:
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

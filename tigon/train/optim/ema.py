@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tigon.train.config import Config
@@ -44,34 +43,6 @@ class Ema:
                 values, [weights[name][rows].float() for name, rows in buckets[i]], i
             ),
         )
-
-    def tensors(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """By name, sharded as the model's parameters; those that are not trained as they are."""
-        return _Tensors(self.values, dict(model.named_parameters()))
-
-
-class _Tensors(Mapping[str, Tensor]):
-    """Made when asked for: those in host memory come to the device one by one."""
-
-    def __init__(self, values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        self.values_, self.parameters = values, parameters
-
-    def __getitem__(self, name: str) -> Tensor:
-        p = self.parameters[name]
-        if name not in self.values_:
-            return p
-        value = self.values_[name].to(p.device)
-        if not isinstance(p, DTensor):
-            return value
-        return DTensor.from_local(
-            value, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
 
 
 def build_ema(model: nn.Module, config: Config) -> Ema | None:

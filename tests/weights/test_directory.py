@@ -1,0 +1,224 @@
+import errno
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tigon.weights import DiskFull, new_directory
+from tigon.weights import directory as module
+
+
+def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "out"
+    with new_directory(target) as directory:
+        (directory / "sub").mkdir()
+        (directory / "sub" / "x").write_text("x")
+        assert not target.exists()
+        assert directory.parent == target.parent and directory.name.startswith(".out.tmp-")
+    assert (target / "sub" / "x").read_text() == "x"
+    assert os.listdir(target.parent) == ["out"]
+
+
+def test_new_directory_syncs_before_it_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = module.fsync, os.rename
+
+    def noted_fsync(path: Path) -> None:
+        events.append(path.name)
+        fsync(path)
+
+    def noted_rename(old: Path, new: Path) -> None:
+        events.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(module, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    with new_directory(tmp_path / "out") as path:
+        (path / "x").write_text("x")
+        name = path.name
+    assert events == ["x", name, "rename", tmp_path.name]
+
+
+def test_new_directory_leaves_nothing_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "out") as directory:
+        (directory / "x").write_text("x")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_directory_replaces_an_empty_one_only(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    with new_directory(tmp_path / "link") as directory:
+        (directory / "x").write_text("x")
+    assert (tmp_path / "empty" / "x").read_text() == "x"
+    (tmp_path / "file").touch()
+    for name, what in {"empty": "a directory with files in it", "file": "a file"}.items():
+        message = f"{tmp_path / name} exists and is {what}: remove it or choose another path"
+        with pytest.raises(FileExistsError, match=message), new_directory(tmp_path / name):
+            pytest.fail("the check comes before any work")
+    with pytest.raises(FileExistsError, match="late exists"), new_directory(tmp_path / "late"):
+        (tmp_path / "late").mkdir()
+        (tmp_path / "late" / "y").touch()
+    assert sorted(os.listdir(tmp_path)) == ["empty", "file", "late", "link"]
+
+
+def test_new_directory_cannot_replace_a_mount_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    message = f"{tmp_path} is a mount point: name a directory inside it"
+    with pytest.raises(FileExistsError, match=message), new_directory(tmp_path):
+        pytest.fail("the check comes before any work")
+
+
+def write(target: Path, text: str, *, replace: bool = False) -> None:
+    with new_directory(target, replace=replace) as directory:
+        (directory / "a").write_text(text)
+        (directory / "b").write_text(text)
+
+
+def content(target: Path) -> list[str]:
+    return [(target / name).read_text() for name in ("a", "b")]
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One that exchanges names in one step, and one that cannot."""
+    if request.param != "exchange":
+        monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+    return request.param
+
+
+def test_replaced_when_the_new_one_is_whole(tmp_path: Path, system: str) -> None:
+    target = tmp_path / "out"
+    write(target, "one", replace=True)
+    with new_directory(target, replace=True) as directory:
+        (directory / "a").write_text("two")
+        assert content(target) == ["one"] * 2
+        (directory / "b").write_text("two")
+    assert content(target) == ["two"] * 2
+    with pytest.raises(KeyError), new_directory(target, replace=True) as directory:
+        (directory / "a").write_text("three")
+        raise KeyError
+    assert content(target) == ["two"] * 2
+    with pytest.raises(FileExistsError, match="out exists and is a directory with files"):
+        write(target, "four")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_rename_that_fails_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "out", os.rename
+    write(target, "one")
+    monkeypatch.setattr(module, "_exchange", lambda first, second: False)
+
+    def failing(old: Path, new: Path) -> None:
+        if ".tmp-" in str(old):
+            raise OSError(errno.EIO, "bad disk")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="bad disk"):
+        write(target, "two", replace=True)
+    assert content(target) == ["one"] * 2
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    for name in (".out.tmp-1234", ".out.tmp-00ff", ".out.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    (tmp_path / ".other.tmp-1").mkdir()
+    (tmp_path / ".out.lock").write_text("process 1 on nowhere")
+    (tmp_path / "out").mkdir()
+    write(tmp_path / "out", "one")
+    assert sorted(os.listdir(tmp_path)) == [".other.tmp-1", "out"]
+
+
+def test_a_writer_killed_between_two_renames_is_made_good(tmp_path: Path) -> None:
+    write(tmp_path / ".out.old", "one")
+    with pytest.raises(FileExistsError, match="out exists"):
+        write(tmp_path / "out", "two")
+    assert content(tmp_path / "out") == ["one"] * 2
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_two_writers_of_one_directory(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "a").write_text("mine")
+        holder = rf"out is being written by process {os.getpid()} on \S+: wait until it ends"
+        with pytest.raises(FileExistsError, match=holder):
+            write(tmp_path / "out", "yours")
+        write(tmp_path / "other", "yours")
+        assert (directory / "a").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]
+    assert os.listdir(tmp_path / "out") == ["a"]
+
+
+def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell leftovers from what others write; names differ all the same."""
+
+    def none(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    (tmp_path / ".out.tmp-1234").mkdir()
+    with pytest.warns(UserWarning, match="has no locks"):
+        write(tmp_path / "out", "one")
+    assert content(tmp_path / "out") == ["one"] * 2
+    assert (tmp_path / ".out.tmp-1234").exists()
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = f"the disk of {tmp_path} is too full: .* GiB needed"
+    with pytest.raises(DiskFull, match=message), new_directory(tmp_path / "out", needed=1 << 60):
+        pytest.fail("the check comes before any work")
+    assert list(tmp_path.iterdir()) == []
+
+    def read_only(path: Path, flags: int, mode: int = 0) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(OSError, match=f"{tmp_path}/out cannot be written: Read-only file system"):
+        write(tmp_path / "out", "one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_racing_writers_never_mix(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write(target, "first")
+
+    def race(number: int) -> None:
+        for i in range(20):
+            with suppress(FileExistsError):
+                write(target, f"{number} {i}", replace=True)
+
+    pool = ThreadPoolExecutor(3)
+    racing = [pool.submit(race, number) for number in range(3)]
+    seen = set()
+    while not all(one.done() for one in racing):
+        descriptor = os.open(target, os.O_RDONLY)  # one directory, whatever its name becomes
+        try:
+            found = []
+            for name in ("a", "b"):
+                file = os.open(name, os.O_RDONLY, dir_fd=descriptor)
+                found.append(os.read(file, 100))
+                os.close(file)
+            assert found[0] == found[1]
+            seen.add(found[0])
+        except FileNotFoundError:  # it was replaced and is being removed
+            pass
+        finally:
+            os.close(descriptor)
+    assert [one.result() for one in racing] == [None] * 3
+    assert len(seen) > 3
+    a, b = content(target)
+    assert a == b != "first"
+    assert os.listdir(tmp_path) == ["out"]

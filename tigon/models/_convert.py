@@ -1,0 +1,83 @@
+"""Checkpoints to checkpoints of another dtype or form, without a model in memory."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from tigon.models._fit import misfits
+from tigon.models._layout import layout, locate
+from tigon.models._load import build
+from tigon.models._model import LanguageModel
+from tigon.models._save import SavesItself, write_description, write_model
+from tigon.weights import Layout, Ranks, Repository, Stored, converted
+
+M = TypeVar("M", bound=LanguageModel)
+
+
+def convert(
+    source: Repository,
+    directory: str | os.PathLike[str],
+    models: Mapping[str, type[M]],
+    *,
+    tokenizer: SavesItself | None = None,
+    dtype: torch.dtype | Literal["auto"] = "auto",
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> LanguageModel:
+    """What `from_pretrained` and then `save_pretrained` write, in a few buffers of memory.
+
+    Returns the model that was written, on the meta device.
+    """
+    model, checkpoint = build(source, models, dtype=dtype)
+    if faults := misfits(model, checkpoint):
+        listed = (f"\n  {len(n)} {fault}: {', '.join(n[:10])}" for fault, n in faults.items())
+        name = type(model).__name__
+        raise ValueError(f"the checkpoint {checkpoint.name} does not fit {name}:{''.join(listed)}")
+    present, names = checkpoint.tensors.keys(), model.checkpoint_names
+    stored_layout = layout(model, names, names.stacked_in(present))
+    parts = {part.name for parts in stored_layout.values() for part in parts}
+    source_of, _ = locate(parts, present)
+    stored = {name: [Stored(0, source_of.get(name, name), checkpoint)] for name in parts}
+    write_converted(
+        model,
+        directory,
+        stored,
+        stored_layout,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        stacked_experts=stacked_experts,
+    )
+    return model
+
+
+def write_converted(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    stored: Mapping[str, Sequence[Stored]],
+    stored_layout: Layout,
+    *,
+    tokenizer: SavesItself | None,
+    max_shard_size: int | str,
+    stacked_experts: bool | None,
+) -> None:
+    """What save_pretrained writes of a model on the meta device, whose weights are `stored`."""
+    if stacked_experts is None:
+        stacked_experts = model.config.source.stacked_experts
+    wanted = layout(model, model.checkpoint_names, stacked_experts)
+    changes: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch.")}
+    config = replace(model.config, **changes)
+
+    def describe(root: Path) -> None:
+        write_description(root, config, model.generation_config, tokenizer)
+
+    write_model(
+        directory,
+        converted(wanted, model.dtype, stored, stored_layout),
+        describe,
+        ranks=Ranks(),
+        max_shard_size=max_shard_size,
+    )

@@ -1,0 +1,42 @@
+"""Full disks: noticed before anything is written, and said with sizes."""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(OSError):
+    """The disk has no room for what is to be written."""
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raises DiskFull unless `needed` bytes fit there."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise DiskFull(
+            f"the disk of {directory} is too full: {_size(needed)} needed, {_size(free)} free"
+        )
+
+
+@contextmanager
+def named_if_full(path: Path, needed: int) -> Iterator[None]:
+    """Let an error of a full disk, or of a quota, say what was to be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        quota = " (a quota)" if error.errno == errno.EDQUOT else ""
+        raise DiskFull(
+            f"the disk{quota} became full while {path} was written: {_size(needed)} needed, "
+            f"{_size(free)} free"
+        ) from error
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -115,7 +115,7 @@ def test_memory_for_the_copy(tmp_path, state, capsys):
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(saver, "available", lambda: 1000)
+    monkeypatch.setattr(memory, "available", lambda: 1000)
     to = saver.Saver(tmp_path, state.world)
     assert state.save(to, 1).exists()
     assert state.save(to, 2).exists()

@@ -11,7 +11,7 @@ from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
-from tigon.models._save import write_description
+from tigon.models._save import prepare_save, write_description, write_model
 from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
@@ -51,10 +51,12 @@ __all__ = [
     "load_weights",
     "materialize",
     "misfits",
+    "prepare_save",
     "read_config",
     "torch_dtype",
     "write_converted",
     "write_description",
+    "write_model",
 ]
 if not TYPE_CHECKING:  # type checkers read the import of families instead
     __all__ += [family.__name__ for family in MODELS.values()]

@@ -44,22 +44,40 @@ def save_pretrained(
     from, else apart. `values`: in place of parameters, by their names, such as an average of them;
     of a sharded parameter this rank's part.
     """
+    ranks = Ranks()
+    tensors, describe = prepare_save(
+        model,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        stacked_experts=stacked_experts,
+        values=values,
+        ranks=ranks,
+    )
+    options: dict[str, Any] = {"max_shard_size": max_shard_size, "replace": replace}
+    write_model(directory, tensors, describe, ranks=ranks, **options)
+
+
+def prepare_save(
+    model: LanguageModel,
+    *,
+    tokenizer: SavesItself | None,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    stacked_experts: bool | None = None,
+    values: Mapping[str, Tensor] | None = None,
+) -> tuple[list[Entry], Callable[[Path], None]]:
+    """What save_pretrained writes: tensors, and what adds the other files to a directory."""
     dtype = dtype or model.dtype
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
-    ranks = Ranks()
     with ranks.together():
-        found = entries(dict(model.named_parameters()), parts_of, dtype, values=values, ranks=ranks)
+        tensors = entries(
+            dict(model.named_parameters()), parts_of, dtype, values=values, ranks=ranks
+        )
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
-    write_model(
-        directory,
-        found,
-        lambda root: write_description(root, config, model.generation_config, tokenizer),
-        ranks=ranks,
-        max_shard_size=max_shard_size,
-        replace=replace,
-    )
+    generation = model.generation_config
+    return tensors, lambda root: write_description(root, config, generation, tokenizer)
 
 
 def write_model(

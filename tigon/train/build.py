@@ -23,6 +23,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
+from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
 from tigon.train.measure import Meter
@@ -57,6 +58,11 @@ class Run:
     def feed(self) -> Feed:
         """The micro-batches of the next steps, made ahead."""
         return Feed(self.data, self.world.device)
+
+    @cached_property
+    def exporter(self) -> Exporter:
+        """Every rank asks for it at the same time, first."""
+        return Exporter(self.world, background=self.config.async_save)
 
     @cached_property
     def meter(self) -> Meter:

@@ -18,7 +18,6 @@ from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.model import build_model, described, export_dtype
 from tigon.train.parallel import start
-from tigon.weights import RankError, named_if_full
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -95,40 +94,33 @@ def as_directory(source: Path) -> Iterator[str]:
         yield str(Path(parent, "hf"))
 
 
-def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
-    """Hugging Face format, in the dtype of the checkpoint that the run began with unless told.
-
-    `values`: in place of the model's parameters, by their names, this rank's part of each.
-
-    Raises FloatingPointError if a weight is not finite, SaveError if it cannot be written. What was
-    at `target` stays until the new one is whole.
-    """
-    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
-    dtype = export_dtype(run.config, run.model)
-    needed = dtype.itemsize * sum(p.numel() for p in run.model.parameters())
-    try:
-        with named_if_full(target, needed):
-            run.model.save_pretrained(
-                target, tokenizer=run.tokenizer, dtype=dtype, replace=True, values=values
-            )
-    except (OSError, RankError) as error:
-        raise checkpoint.SaveError(f"{target} was not written: {error}") from error
-    run.world.say(f"exported to {target}")
-
-
 def exported_step(config: Config, step: int) -> Path:
     """Where the export after `step`, a multiple of hf_every, belongs."""
     return Path(config.run_dir, f"hf-step-{step:08d}")
 
 
+def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
+    """As `Exporter.export`, and wait until it is on the disk."""
+    _begin(run, target, values)
+    run.exporter.wait()
+
+
 def export_step(run: Run, step: int) -> None:
-    export(run, exported_step(run.config, step))
+    """While training goes on."""
+    _begin(run, exported_step(run.config, step), None)
 
 
 def export_best(run: Run, step: int) -> None:
     """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
     if run.config.hf_best and run.state.best_step == step > 0:
         export(run, Path(run.config.run_dir, "hf-best"))
+
+
+def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
+    """In the dtype of the checkpoint that the run began with unless told."""
+    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
+    dtype = export_dtype(run.config, run.model)
+    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
 
 
 def _of_export(name: str) -> bool:

@@ -33,7 +33,7 @@ def train(run: Run) -> int:
     record = Record(config, world, run.start, run.steps)
     if run.meter.convention:
         world.say(run.meter.convention)
-    with world.signals, run.saver, run.feed:
+    with world.signals, run.saver, run.exporter, run.feed:
         if owed:
             export_step(run, run.start)
         due = config.eval_every > 0 and run.start % config.eval_every == 0
@@ -153,6 +153,8 @@ def evaluated_loss(run: Run, step: int) -> float | None:
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
+    if not run.world.most(run.world.signals.received):  # a signal leaves little time
+        run.exporter.wait()  # what goes on from this checkpoint does not look for earlier exports
     record.sync()
     began = time.perf_counter()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}

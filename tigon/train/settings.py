@@ -271,7 +271,9 @@ class RunSettings:
         0.0, "keep one checkpoint every so many hours for ever; 0: none", least=0
     )
     async_save: bool = option(
-        True, "write checkpoints while training goes on, from a copy in host memory"
+        True,
+        "write checkpoints, and the exports of hf_every, while training goes on, from a copy in "
+        "host memory",
     )
     hf_every: int = option(
         0, "steps between exports to run_dir/hf-step-N, which all stay; 0: none", least=0

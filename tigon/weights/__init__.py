@@ -11,7 +11,7 @@ from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.staging import as_bytes
-from tigon.weights.writer import Entry, Piece, write_checkpoint
+from tigon.weights.writer import Entry, Piece, copied, write_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -28,6 +28,7 @@ __all__ = [
     "TensorInfo",
     "as_bytes",
     "converted",
+    "copied",
     "entries",
     "fsync",
     "load_into",

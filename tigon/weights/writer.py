@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -29,7 +30,9 @@ from tigon.weights.ranks import Ranks
 from tigon.weights.staging import Stage
 
 CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
+WORKERS = min(8, os.cpu_count() or 1)
 PT = MappingProxyType({"format": "pt"})
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -109,7 +112,7 @@ def write_checkpoint(
         # Not all ranks begin with the same file: writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
         with ranks.together():
-            _write(root, files[start:] + files[:start], workers or min(8, os.cpu_count() or 1))
+            _write(root, files[start:] + files[:start], workers or WORKERS)
     except BaseException:
         for path in created:
             with suppress(OSError):
@@ -266,12 +269,27 @@ def cut(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 def _write(root: Path, files: list[_File], workers: int) -> None:
     """What this process writes of all files; as many files at a time as there are threads."""
-    queue: deque[_Job] = deque()
+    jobs: list[_Job] = []
     for i in range(0, len(files), workers):
         turns = zip_longest(*(file.jobs for file in files[i : i + workers]))
-        queue.extend(job for turn in turns for job in turn if job is not None)
+        jobs += [job for turn in turns for job in turn if job is not None]
 
-    def work() -> None:
+    def write(job: _Job, stage: Stage) -> None:
+        _pwrite(job.file.open(root), stage(_rows(job), job.entry.dtype), job.offset)
+        job.file.done()
+
+    try:
+        _spread(jobs, write, workers)
+    finally:
+        for file in files:
+            file.close()
+
+
+def _spread(jobs: Iterable[T], work: Callable[[T, Stage], None], workers: int) -> None:
+    """`work` on each job, in this order, by several threads; after an error no more are begun."""
+    queue = deque(jobs)
+
+    def run() -> None:
         stage = Stage()
         while True:
             try:
@@ -279,23 +297,38 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
             except IndexError:
                 return
             try:
-                _pwrite(job.file.open(root), stage(_rows(job), job.entry.dtype), job.offset)
-                job.file.done()
+                work(job, stage)
             except BaseException:
                 queue.clear()
                 raise
 
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                for done in [pool.submit(work) for _ in range(workers)]:
-                    done.result()
-            except BaseException:  # an interrupt: the threads end after what they have in hand
-                queue.clear()
-                raise
-    finally:
-        for file in files:
-            file.close()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for done in [pool.submit(run) for _ in range(workers)]:
+                done.result()
+        except BaseException:  # an interrupt: the threads end after what they have in hand
+            queue.clear()
+            raise
+
+
+def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
+    """The same with all that this process writes of them in host memory, in their dtypes."""
+    entries, jobs = [], []
+    for entry in tensors:
+        pieces = []
+        for piece in entry.pieces:
+            copy = torch.empty(piece.rows, *entry.shape[1:][-1:], dtype=entry.dtype)
+            pieces.append(piece._replace(read=partial(copy.narrow, 0)))
+            jobs += [(piece, copy, *job) for job in cut(piece.rows, entry.row_bytes)]
+        entries.append(entry._replace(pieces=pieces))
+
+    def fill(job: tuple[Piece, Tensor, int, int], stage: Stage) -> None:
+        piece, copy, first, count = job
+        content = stage(piece.read(first, count).detach(), copy.dtype)
+        copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
+
+    _spread(jobs, fill, workers or WORKERS)
+    return entries
 
 
 def _rows(job: _Job) -> Tensor:

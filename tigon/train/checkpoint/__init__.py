@@ -8,6 +8,7 @@ from tigon.train.checkpoint.files import facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
 from tigon.train.checkpoint.legacy import is_legacy
+from tigon.train.checkpoint.memory import fits
 from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.retention import Keep
 from tigon.train.checkpoint.saver import SaveError, Saver
@@ -18,6 +19,7 @@ __all__ = [
     "Saver",
     "check_finite",
     "facts",
+    "fits",
     "in_use",
     "is_legacy",
     "latest",

@@ -1,6 +1,11 @@
 """How much host memory there is left."""
 
+import os
 from pathlib import Path
+
+import torch
+
+from tigon.train.parallel import World
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
 
@@ -21,3 +26,13 @@ def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> i
     except (OSError, ValueError, KeyError):
         pass  # no limit that can be read
     return min(found)
+
+
+def fits(needed: int, world: World) -> bool:
+    """Whether the host of every rank has `needed` bytes for each of its ranks, and a tenth more.
+
+    Every rank calls this, each with its own number.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    enough = torch.tensor(float(1.1 * needed * local < available()), device=world.device)
+    return world.sum(enough).item() == world.size

@@ -24,7 +24,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint import files, integrity
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
-from tigon.train.checkpoint.memory import available
+from tigon.train.checkpoint.memory import fits
 from tigon.train.checkpoint.retention import Keep, prune
 from tigon.train.checkpoint.storage import Writer
 from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, everything
@@ -208,9 +208,7 @@ class _Stager(AsyncStager):
         """Whether every rank's host has the memory, with a tenth of it to spare; asked once."""
         if self._fits is None:
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-            enough = torch.tensor(float(1.1 * needed * local < available()), device=world.device)
-            self._fits = world.sum(enough).item() == world.size
+            self._fits = fits(needed, world)
             if not self._fits:
                 world.say(
                     f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "

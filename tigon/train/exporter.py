@@ -1,0 +1,90 @@
+"""Exports of a run, written while training goes on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.models import CausalLM, prepare_save, write_model
+from tigon.tokenizer import Tokenizer
+from tigon.train import checkpoint
+from tigon.train.parallel import World
+from tigon.weights import Entry, RankError, Ranks, copied, named_if_full
+
+
+class Exporter:
+    """The exports of one run, one at a time. Every rank makes one and calls its methods alike.
+
+    With `background`, `export` returns when this rank's rows are copied into host memory, and the
+    copy is written while training goes on; the next `export`, `wait` and leaving the `with` block
+    wait for it and raise what stopped it.
+    """
+
+    def __init__(self, world: World, *, background: bool = True) -> None:
+        self.world, self.background = world, background
+        # Its own group: the thread that writes would else mix its messages with the training's
+        self._ranks = Ranks(dist.new_group(backend="gloo"))
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except checkpoint.SaveError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
+        finally:
+            self._thread.shutdown()
+
+    def export(
+        self,
+        model: CausalLM,
+        target: Path,
+        tokenizer: Tokenizer,
+        *,
+        dtype: torch.dtype,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Hugging Face format; what was at `target` stays until the new one is whole.
+
+        `values`: in place of parameters, by their names, this rank's part of each. Raises SaveError
+        if this or the export before it cannot be written.
+        """
+        self.wait()
+        tensors, describe = prepare_save(
+            model, tokenizer=tokenizer, ranks=Ranks(), dtype=dtype, values=values
+        )
+        own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
+        background = self.background and checkpoint.fits(own, self.world)
+        if background:
+            tensors = copied(tensors)
+        self._writing = self._thread.submit(self._write, target, tensors, describe)
+        if not background:
+            self.wait()
+
+    def _write(
+        self, target: Path, tensors: Sequence[Entry], describe: Callable[[Path], None]
+    ) -> None:
+        try:
+            with named_if_full(target, sum(entry.nbytes for entry in tensors)):
+                write_model(target, tensors, describe, ranks=self._ranks, replace=True)
+        except (OSError, RankError) as error:
+            raise checkpoint.SaveError(f"{target} was not written: {error}") from error
+        self.world.say(f"exported to {target}")
+
+    def wait(self) -> None:
+        """Until the export in flight is on the disk; raises SaveError on all ranks if it failed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()

@@ -2,14 +2,19 @@
 
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.decoded import Decoded
 from tigon.weights.entries import entries
 from tigon.weights.header import TensorInfo, write_header
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import load_into, own_rows, own_slices
+from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.mapping import map_parameters
+from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
 
 __all__ = [
+    "STAGING_BYTES",
     "Checkpoint",
+    "Decoded",
     "Entry",
     "Layout",
     "Part",
@@ -20,6 +25,7 @@ __all__ = [
     "entries",
     "fsync",
     "load_into",
+    "map_parameters",
     "new_directory",
     "own_rows",
     "own_slices",

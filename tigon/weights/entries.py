@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tigon.weights.layout import Layout, fills
-from tigon.weights.loading import own_rows, own_slices
+from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.ranks import Ranks
 from tigon.weights.writer import Entry, Piece, cut
 

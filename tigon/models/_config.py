@@ -10,6 +10,7 @@ import torch
 
 from tigon import strict
 from tigon.kernels.gated_act import Activation
+from tigon.models._quantised import refusal
 from tigon.models._rope import FULL, SLIDING, read_rope, read_two_ropes, write_rope, write_two_ropes
 from tigon.strict import ConfigError
 
@@ -160,14 +161,8 @@ class Config:
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
         """Raises for another model type and for keys that this family would not follow."""
-        quantization = source.get("quantization_config")
-        if quantization is not None:
-            known = isinstance(quantization, dict) and "quant_method" in quantization
-            method = quantization["quant_method"] if known else quantization
-            raise ConfigError(
-                f"quantization_config ({method}): Tigon reads unquantised checkpoints; "
-                "use the original one or dequantise it first"
-            )
+        if source.get("quantization_config") is not None:
+            raise refusal(source["quantization_config"])
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ConfigError(f"model_type {kind!r} is not {cls.model_type!r}")

@@ -18,7 +18,9 @@ from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
-from tigon.weights import Checkpoint, Repository, load_into
+from tigon.models._quantised import KEY as QUANTISATION
+from tigon.models._quantised import read_quantisation
+from tigon.weights import BlockScales, Checkpoint, Decoded, Repository, load_into
 
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -69,9 +71,10 @@ def build(
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
     """
-    cls, config = read_config(repository, models)
+    cls, config, scales = _read_config(repository, models)
     with _named(f"{repository.name}/config.json"):
-        checkpoint = Checkpoint.open(repository)  # may download: after all that needs no weights
+        # May download: after all that needs no weights
+        checkpoint = Checkpoint.open(repository, scales)
         config = _settle_tie(config, checkpoint)
         if dtype == "auto":
             dtype = _dtype_of(config, checkpoint)
@@ -88,12 +91,23 @@ def build(
 
 def read_config(repository: Repository, models: Mapping[str, type[M]]) -> tuple[type[M], Config]:
     """The class of the repository's model and its config.json; no weights are looked at."""
-    source = _text_config(_read_json(repository.file("config.json")))
+    cls, config, _ = _read_config(repository, models)
+    return cls, config
+
+
+def _read_config(
+    repository: Repository, models: Mapping[str, type[M]]
+) -> tuple[type[M], Config, BlockScales | None]:
+    whole = _read_json(repository.file("config.json"))
+    source = _text_config(whole)
     kind = source.get("model_type")
     with _named(f"{repository.name}/config.json"):
         if not isinstance(kind, str) or kind not in models:
             raise ConfigError(f"model_type {kind!r} is not {' or '.join(map(repr, models))}")
-        return models[kind], models[kind].config_class.from_dict(source)
+        if source.get(QUANTISATION) is None:  # a multimodal config has it at its top
+            source = source | {QUANTISATION: whole.get(QUANTISATION)}
+        source, scales = read_quantisation(source)
+        return models[kind], models[kind].config_class.from_dict(source), scales
 
 
 @contextmanager
@@ -199,7 +213,8 @@ def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
             return torch_dtype(config.dtype)
         except ConfigError as error:
             raise ConfigError(f"{error}; pass dtype=") from None
-    floating = (i.dtype for i in checkpoint.tensors.values() if i.dtype.is_floating_point)
+    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, Decoded))
+    floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
 
 

@@ -2,14 +2,18 @@
 
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.decoded import Decoded
 from tigon.weights.entries import entries
+from tigon.weights.fp8 import BlockScales
 from tigon.weights.header import TensorInfo, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
 
 __all__ = [
+    "BlockScales",
     "Checkpoint",
+    "Decoded",
     "Entry",
     "Layout",
     "Part",

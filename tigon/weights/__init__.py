@@ -5,16 +5,20 @@ from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import Decoded
 from tigon.weights.entries import entries
 from tigon.weights.fp8 import BlockScales
+from tigon.weights.ggml import GGMLTensor
+from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
 
 __all__ = [
+    "GGUF",
     "BlockScales",
     "Checkpoint",
     "Decoded",
     "Entry",
+    "GGMLTensor",
     "Layout",
     "Part",
     "Repository",

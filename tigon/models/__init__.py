@@ -28,7 +28,7 @@ def from_pretrained(
 
     `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
     the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
-    gguf_file (the name of a GGUF file there, docs/weights.md), revision, subfolder, token,
+    gguf_file (the name of a GGUF file there, docs/formats.md), revision, subfolder, token,
     cache_dir, local_files_only. Raises when
     a tensor is missing, unexpected or of another shape, and on any config that it would not
     follow exactly.

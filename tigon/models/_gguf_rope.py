@@ -13,7 +13,7 @@ from tigon.weights.reading import Reader
 
 FREQS = "rope_freqs.weight"
 # What all of Llama 3.1 to 3.3 have; the file has only what follows from it
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

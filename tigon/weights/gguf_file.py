@@ -28,10 +28,11 @@ MOST_HEADER, MOST_VALUES, MOST_TENSORS, MOST_DIMENSIONS = 256 << 20, 1 << 12, 1 
 MOST_NAME, MOST_TEXT, MOST_ITEMS, MOST_KEPT = 1 << 10, 1 << 24, 1 << 22, 1 << 14
 
 
-class Items(NamedTuple):
+@dataclass(frozen=True)
+class Items:
     """An array that is too long to keep, such as a vocabulary."""
 
-    count: int
+    number: int
 
 
 class Stored(NamedTuple):

@@ -20,19 +20,21 @@ ROOT = Path(__file__).resolve().parents[1]
 # Who may import whom; what an arrow leads to may be imported too
 ARROWS: dict[str, set[str]] = {
     "kernels": set(),
-    "strict": set(),
-    "hub": set(),
+    "json_file": set(),
+    "strict": {"json_file"},
+    "hub": {"json_file"},
     "weights": {"hub"},
     "layers": {"kernels"},
     "generation": {"layers", "strict"},
     "models": {"generation", "weights"},
     "tokenizer": {"hub"},
     "data": {"tokenizer"},
-    "report": set(),
+    "report": {"json_file"},
     "train": {"data", "models", "report"},
     "eval": {"data", "models"},
     "chat": {"models", "tokenizer"},
-    "commands": {"chat", "eval", "train"},
+    "info": {"train"},
+    "commands": {"chat", "eval", "info"},
     "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the

@@ -289,11 +289,11 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "heads": (value("llama.attention.head_count", "I", b"\4\0\0\0"), "does not fit Llama"),
     "layers": (
         value("llama.block_count", "I", b"\xff" * 4),
-        "num_hidden_layers=4294967295 is too l",
+        "num_hidden_layers=4294967295 must be at most",
     ),
     "epsilon": (
         value("llama.attention.layer_norm_rms_epsilon", "f", struct.pack("<f", torch.nan)),
-        "rms_norm_eps=nan is not a number",
+        "rms_norm_eps=nan must be at least 0",
     ),
     "theta": (
         value("llama.rope.freq_base", "f", struct.pack("<f", -1)),

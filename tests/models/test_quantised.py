@@ -14,8 +14,10 @@ import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
 from tests.models.test_io import same, tensors
 from tests.models.tiny import reference
+from tigon.info import describe
 from tigon.models._config import ConfigError
 from tigon.models._quantised import REFUSED, read_quantisation
+from tigon.weights import BlockScales
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for
 EVEN = {
@@ -64,6 +66,19 @@ def test_blocks_that_divide_nothing(tmp_path: Path) -> None:
     meant = to_fp8(tmp_path, (40, 56), DYNAMIC, torch.bfloat16)
     tigon.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
     assert same(load_file(tmp_path / "out" / "model.safetensors"), meant)
+
+
+def test_info_knows_the_format(tmp_path: Path) -> None:
+    reference("qwen3", EVEN, tmp_path, dtype=torch.bfloat16)
+    to_fp8(tmp_path, (32, 16), DYNAMIC)
+    facts = describe(str(tmp_path))
+    assert facts["quantised"] == "'fp8'" and "float8_e4m3fn" in facts["tensors"]
+    assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
+    assert "quantised with AWQ" in describe(str(tmp_path))["loads"]
 
 
 def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
@@ -131,8 +146,11 @@ def test_bad_settings_are_refused(case: str) -> None:
 
 def test_published_settings_are_read_and_unknown_ones_said() -> None:
     qwen3 = DYNAMIC | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-    plain, scales = read_quantisation({"a": 1, "quantization_config": qwen3})
-    assert plain == {"a": 1} and scales is not None and scales.block == (128, 128)
+    assert read_quantisation({"quantization_config": qwen3}) == BlockScales((128, 128))
+    assert read_quantisation({"quantization_config": STATIC}) == BlockScales(None)
+    assert read_quantisation({"quantization_config": FP8}) == BlockScales((128, 128))
+    assert read_quantisation({"text_config": {"quantization_config": FP8}}) == BlockScales()
+    assert read_quantisation({"quantization_config": None, "text_config": 3}) is None
     with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
         read_quantisation({"quantization_config": FP8 | {"colour": 3}})
 

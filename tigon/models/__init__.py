@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Unpack
 from tigon.models import _load, families
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
+from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._quantised import read_quantisation
 from tigon.models._save import write_description
 from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
@@ -48,7 +50,9 @@ __all__ = [
     "from_pretrained",
     "load_weights",
     "materialize",
+    "misfits",
     "read_config",
+    "read_quantisation",
     "torch_dtype",
     "write_description",
 ]

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from tigon.json_file import shown
 from tigon.strict import ConfigError, check
 from tigon.weights import BlockScales
 
@@ -60,25 +61,27 @@ OTHER_KEYS = {
 }
 
 
-def read_quantisation(config: Mapping[str, Any]) -> tuple[dict[str, Any], BlockScales | None]:
-    """The config without its quantization_config, and how the fp8 tensors that it means are read.
+def read_quantisation(config: Mapping[str, Any]) -> BlockScales | None:
+    """How the fp8 tensors of a checkpoint with this config are read; None: it is not quantised.
 
-    None for a checkpoint that is not quantised. ConfigError, which names the format and says what
-    to use instead, for one that is quantised in a way that is not read.
+    A multimodal config has it at its top or in its text's part. ConfigError, which names the format
+    and says what to use instead, for a checkpoint quantised in a way that is not read.
     """
-    plain = {key: value for key, value in config.items() if key != KEY}
+    text = config.get("text_config")
     given = config.get(KEY)
+    if given is None and isinstance(text, Mapping):
+        given = text.get(KEY)
     if given is None:
-        return plain, None
+        return None
     if method_of(given) != "fp8":
         raise refusal(given)
-    return plain, _fp8(given)
+    return _fp8(given)
 
 
 def method_of(given: Any) -> Any:
     """The format that a quantization_config names."""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{KEY}={given!r} is not an object with a quant_method")
+        raise ConfigError(f"{KEY}={shown(given)} is not an object with a quant_method")
     method = given.get("quant_method")
     if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
         return "bitsandbytes"  # its first versions say no more
@@ -95,8 +98,8 @@ def refusal(given: Any) -> ConfigError:
     known = REFUSED.get(method) if isinstance(method, str) else None
     if known is None:
         return ConfigError(
-            f"{KEY}: the quant_method {method!r} is not known; Tigon reads plain checkpoints and "
-            f"block-scaled fp8 ones: {ORIGINAL}"
+            f"{KEY}: the quant_method {shown(method)} is not known; Tigon reads plain checkpoints "
+            f"and block-scaled fp8 ones: {ORIGINAL}"
         )
     name, how = known
     if method == "bitsandbytes":
@@ -117,16 +120,18 @@ def _fp8(given: Mapping[str, Any]) -> BlockScales:
     for key, values in wanted.items():
         if given.get(key) not in values:
             raise ConfigError(
-                f"{KEY}: {key}={given[key]!r} is not read; what is: "
+                f"{KEY}: {key}={shown(given[key])} is not read; what is: "
                 f"{', '.join(str(value) for value in values[:-1])}; {ORIGINAL}"
             )
     if unknown := given.keys() - wanted.keys() - OTHER_KEYS - {"weight_block_size"}:
-        warnings.warn(f"{KEY} keys not understood and ignored: {sorted(unknown)}", stacklevel=5)
+        warnings.warn(
+            f"{KEY} keys not understood and ignored: {shown(sorted(unknown))}", stacklevel=5
+        )
     block = given.get("weight_block_size", [128, 128])
     if block is None:
         return BlockScales(None)
     name = f"{KEY}.weight_block_size"
     sizes = check(name, list(block) if isinstance(block, tuple) else block, list[int])
     if len(sizes) != 2 or min(sizes) < 1:
-        raise ConfigError(f"{name}={block!r} is not two sizes, of rows and columns, or null")
+        raise ConfigError(f"{name}={shown(block)} is not two sizes, of rows and columns, or null")
     return BlockScales((sizes[0], sizes[1]))

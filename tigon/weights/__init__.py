@@ -7,7 +7,7 @@ from tigon.weights.entries import entries
 from tigon.weights.fp8 import BlockScales
 from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
-from tigon.weights.header import TensorInfo, write_header
+from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
@@ -31,6 +31,7 @@ __all__ = [
     "new_directory",
     "own_rows",
     "own_slices",
+    "read_header",
     "write_checkpoint",
     "write_header",
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tigon.json_file import escaped, shown
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.reading import Reader
@@ -39,6 +40,10 @@ class Fp8Tensor(Decoded):
     stored: TensorInfo
     scale: TensorInfo
     block: tuple[int, int]
+
+    @property
+    def in_file(self) -> tuple[TensorInfo, ...]:
+        return self.stored, self.scale
 
     @property
     def unit(self) -> int:
@@ -74,9 +79,9 @@ class Fp8Tensor(Decoded):
         if len(bad):
             at = bad[0].tolist()
             raise ValueError(
-                f"{self.scale.path}: {self.name}{SCALE} is {scales[tuple(at)].item()} for block "
-                f"{[first + at[0], *at[1:]]}, and a scale is a finite number of at least 0: the "
-                "file is damaged; download it again"
+                f"{escaped(self.scale.path)}: {escaped(self.name)}{SCALE} is "
+                f"{scales[tuple(at)].item()} for block {[first + at[0], *at[1:]]}, and a "
+                "scale is a finite number of at least 0: the file is damaged; download it again"
             )
         return scales
 
@@ -99,7 +104,7 @@ def decode_fp8(
     for name, info in tensors.items():
         if info.dtype not in FP8 or name.endswith(SCALE):
             continue
-        where = f"{info.path}: tensor {name!r} is stored as {info.dtype}"
+        where = f"{escaped(info.path)}: tensor {shown(name)} is stored as {info.dtype}"
         if scales is None:
             raise ValueError(
                 f"{where}, a quantised checkpoint, and config.json has no quantization_config that "
@@ -110,8 +115,10 @@ def decode_fp8(
         scale = tensors.get(name + SCALE)
         if scale is None:
             other = f"{name}_scale"
-            hint = f"; it has {other!r}, of a form that is not read" if other in tensors else ""
-            raise ValueError(f"{where}, but the checkpoint has no {name + SCALE!r}{hint}")
+            hint = (
+                f"; it has {shown(other)}, of a form that is not read" if other in tensors else ""
+            )
+            raise ValueError(f"{where}, but the checkpoint has no {shown(name + SCALE)}{hint}")
         found[name] = _together(name, info, scale, scales)
         del found[name + SCALE]
         # What inputs were multiplied by before they were rounded to fp8: here they are not
@@ -121,7 +128,7 @@ def decode_fp8(
 
 
 def _together(name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales) -> Fp8Tensor:
-    where = f"{scale.path}: tensor {name + SCALE!r}"
+    where = f"{escaped(scale.path)}: tensor {shown(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")
     *stack, rows, columns = info.shape

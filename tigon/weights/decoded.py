@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tigon.weights.header import TensorInfo
 from tigon.weights.reading import Reader
 
 
@@ -30,6 +31,11 @@ class Decoded(ABC):
     @property
     def unit(self) -> int:
         return 1
+
+    @property
+    def in_file(self) -> tuple[TensorInfo, ...]:
+        """The tensors that it is made of, where the file has them as such."""
+        return ()
 
     @property
     def nbytes(self) -> int:

@@ -87,6 +87,8 @@ def test_wsd_falls_after_the_warm_up_however_long_both_are():
         (["optimizer=sgd", "nesterov=true"], "nesterov=true needs a momentum"),
         (["warmup_steps=2.5"], "warmup_steps=2.5 is neither a number of steps nor a share"),
         (["decay_steps=10"], "settings of schedule=wsd, not cosine"),
+        (["schedule=wsd", "decay_steps=0"], "decay_steps=0.* no step to fall in"),
+        (["schedule=wsd", "decay_steps=1"], "decay_steps=1.* give 2 or more, or schedule=constan"),
         (
             ["lr=0", "parameter_groups={match: '*', lr: 1}"],
             r"lr=0 leaves parameter_groups\[0\].lr=1",

@@ -105,7 +105,7 @@ def test_a_rank_that_fails_later_ends_the_other(workspace, launch, tmp_path, wha
     found, errors = launch(settings, FAIL_LATER.format(what=what))
     assert found == code
     assert errors.strip().splitlines()[-1].startswith(f"tigon.train: {message}")
-    assert errors.count("Traceback") == (code == 1)  # of the rank that failed
+    assert errors.count("Traceback") == (code == 1), errors  # of the rank that failed
 
 
 def test_ranks_have_the_same_curve_and_a_signal_reaches_all_once(workspace):

@@ -175,6 +175,8 @@ def test_in_a_terminal(directory: Path) -> None:
     """Ctrl-C stops an answer and keeps the chat, Ctrl-D ends it."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job has ignored
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         command = ["chat", str(directory), "--max-new-tokens", "400", "--temperature", "1"]
         os.execve(
             sys.executable,

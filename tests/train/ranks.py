@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -108,6 +108,39 @@ def train_on(count: int, settings: list[str], **environment: str) -> str:
     return Ranks(count, main, settings, environment=environment).finish()
 
 
+class Child:
+    """In place of subprocess.Popen, of `python -m tigon.train SETTINGS`: forked, as `Ranks` are."""
+
+    before: ClassVar[str] = ""  # code that it runs first
+    directory: ClassVar[str]  # of what all print
+
+    def __init__(self, command: list[str], env: dict[str, str], start_new_session: bool):
+        assert command[1:3] == ["-m", "tigon.train"] and start_new_session
+        given = (env, torch.get_num_threads(), self.directory)
+        self.process = CONTEXT.Process(
+            target=_rank, args=(*given, main_after, (self.before, command[3:]))
+        )
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def main_after(before: str, settings: list[str]) -> None:
+    exec(before, {})
+    main(settings)
+
+
 def _rank(
     environment: dict[str, str],
     threads: int,
@@ -117,6 +150,8 @@ def _rank(
 ) -> None:
     gc.freeze()  # what torch's import has made is not garbage
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and background jobs of shells
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # have these ignored
     os.environ.clear()
     os.environ.update(environment)
     for number, name in ((1, OUT), (2, ERR)):

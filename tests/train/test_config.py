@@ -1,8 +1,12 @@
+import re
+from typing import get_args
+
 import pytest
 import yaml
 
+from tigon import strict
 from tigon.train.config import Config, dump, help_text, load
-from tigon.train.names import OTHERS
+from tigon.train.names import OTHERS, VALUES
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
 
@@ -86,6 +90,37 @@ def test_other_trainers_names_are_answered_with_settings_that_exist():
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
     words = {text for text in OTHERS.values() if text.isidentifier()}
     assert words <= set(Config.__dataclass_fields__) | {"label_smoothing"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("optimizer=adamw_torch_fused", "another trainer's; here: adamw, which is fused"),
+        ("optimizer=paged_adamw_8bit", "here: adamw_8bit, with optimizer_offload=true"),
+        ("optimizer=adafactor", "here: none; adamw_bf16 and adamw_8bit have states of few bytes"),
+        ("schedule=cosine_with_min_lr", "here: cosine, which falls to min_lr_ratio of lr"),
+        ("schedule=constant_with_warmup", "here: constant, with warmup_steps"),
+        ("param_dtype=bf16", "here: bfloat16"),
+        ("attention=flash_attention_2", "here: auto, flash or fa4"),
+    ],
+)
+def test_values_of_other_trainers_are_answered(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load(None, [*NEEDED, given])
+    path = tmp_path / "c.yaml"
+    path.write_text(given.replace("=", ": "))
+    with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_no_value_is_another_trainers_and_ours():
+    """And an answer begins with a value of ours, if it names any."""
+    kinds = strict.hints(Config)
+    for name, others in VALUES.items():
+        ours = set(get_args(kinds[name]))
+        assert ours and not ours & set(others)
+        for text in others.values():
+            assert re.split(r"[,;: ]", text)[0] in {*ours, "none"}, text
 
 
 def test_bad_pairs_of_settings():

@@ -210,8 +210,10 @@ def test_batches_stand_in_for_full_rows() -> None:
 
 def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
     before = sorted(p for p in workspace.root.rglob("*"))
-    main(["--dry-run", "--nproc", "2", *workspace.settings("dry", device="auto", batch_size=8)])
+    given = workspace.settings("dry", device="auto", batch_size=8, optimizer="muon")
+    main(["--dry-run", "--nproc", "2", *given])
     said = capsys.readouterr().out
+    assert "not in the sum: what muon's update holds" in said
     assert "82,304 parameters, all of them trained" in said
     assert "8 rows of 128 tokens, 4 micro-batches of 1 on each of 2 ranks" in said
     assert "steps: 0 to 3, 3 an epoch" in said

@@ -231,8 +231,14 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     assert (run / "hf/model.safetensors").exists()
     facts = checkpoint.facts(run / "checkpoints/step-00000006")["state"]
     assert (facts["best_step"], facts["best_loss"]) == (2, 4.0)
-    main(settings)
-    assert "is finished: nothing left to do" in capsys.readouterr().out
+    (run / "report.html").unlink()  # as if it had been killed before that
+    (run / ".exported").unlink()
+    main([*settings, "export=false"])
+    said = capsys.readouterr().out
+    assert "is finished: nothing left to do" in said and "report: " in said
+    assert "ended early · step 6" in (run / "report.html").read_text()
+    main([*settings, "export=false"])
+    assert "report" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="patience=1 needs eval_data and eval_every"):
         main(workspace.settings("x", patience=1))
 

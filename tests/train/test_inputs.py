@@ -8,6 +8,7 @@ import torch
 from tests.small import LLAMA, write_model
 from tigon.train import load, main, pack
 from tigon.train.build import without_effect
+from tigon.train.optim import learning_rate
 
 
 @pytest.fixture
@@ -77,8 +78,12 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
         config = load(None, workspace.settings("x", run_dir=tmp_path / "run", **given))
         return " ".join(without_effect(config, 6))
 
-    assert notes() == notes(warmup_steps=5) == notes(spike="stop", spike_sigma=6) == ""
-    assert notes(warmup_steps=6) == "lr=0.003 is not reached: warmup_steps=6"
+    assert notes() == notes(warmup_steps=6) == notes(spike="stop", spike_sigma=6) == ""
+    assert notes(warmup_steps=7) == "lr=0.003 is not reached: warmup_steps=7"
+    reached = load(None, workspace.settings("x", steps=6, warmup_steps=6))
+    assert learning_rate(reached, 5, 6) == pytest.approx(reached.lr)
+    assert notes(schedule="wsd", decay_steps=0.3) == ""
+    assert "lr does not fall: decay_steps=0.2 of 6 steps is 1" in notes(schedule="wsd")
     assert notes(eval_every=2, eval_metrics="nll") == (
         "without eval_data, nothing comes of eval_every, eval_metrics"
     )

@@ -6,71 +6,79 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.train.ranks import ERR, OUT, Child
 from tigon.train import main
 from tigon.train.launch import take_count
 from tigon.train.processes import check_count
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
 NPROC = ["-m", "tigon.cli", "train", "--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TORCHRUN += ["-m", "tigon.train"]
-Start = Callable[..., subprocess.Popen[str]]
+LACKS = "rank 1: no data file matches 'train.jsonl'"
+Launch = Callable[[list[str], str], tuple[int, str]]
+
+
+def start(command: list[str], settings: list[str], **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command, *settings],
+        **{"env": os.environ | ENVIRONMENT, **options},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.fixture
-def start(workspace, tmp_path) -> Start:
-    """Ranks of which number 1 runs `code` when its Python starts; paths are those of rank 0."""
+def launch(tmp_path, monkeypatch, capfd) -> Launch:
+    """--nproc in this process, with forked ranks, of which number 1 runs `code` first: the exit
+    code, and what all have written to stderr: the launcher last."""
+    ensure_running()  # the server of forks, before a test leaves the directory of `tests`
+    for name in (OUT, ERR):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(Child, "directory", str(tmp_path), raising=False)
+    monkeypatch.setattr("tigon.train.processes.subprocess.Popen", Child)
 
-    def begin(command: list[str], settings: list[str], code: str = "") -> subprocess.Popen[str]:
+    def begin(settings: list[str], code: str) -> tuple[int, str]:
         lines = "".join(f"    {line}\n" for line in code.strip().splitlines())
-        condition = "import os\nif os.environ.get('RANK') == '1':\n    pass\n"
-        (tmp_path / "sitecustomize.py").write_text(condition + lines)
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        threads = str(torch.get_num_threads())
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        return subprocess.Popen(
-            [sys.executable, *command, *settings],
-            cwd=workspace.root,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        rank = f"import os\nif os.environ['RANK'] == '1':\n    pass\n{lines}"
+        monkeypatch.setattr(Child, "before", rank)
+        with pytest.raises(SystemExit) as ended:
+            main(["--nproc", "2", *settings])
+        return ended.value.code, (tmp_path / ERR).read_text() + capfd.readouterr().err
 
     return begin
 
 
-def test_a_number_of_processes_gives_the_same_curve(workspace, start):
-    settings = {"steps": 3, "save_every": 2}
-    main(workspace.settings("alone", **settings))
-    process = start(NPROC, workspace.settings("pair", **settings))
-    printed, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors
-    assert "on 2 x cpu" in printed and printed.count("steps: 0 to 3") == 1
-    expected = workspace.metrics("alone", "loss")
-    assert len(expected) == 3
-    assert workspace.metrics("pair", "loss") == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("command", [NPROC, TORCHRUN], ids=["nproc", "torchrun"])
-def test_an_input_that_one_rank_lacks_is_told_last(workspace, start, tmp_path, command):
+def test_an_input_that_one_rank_lacks_is_told_last(workspace, launch, tmp_path, monkeypatch):
+    monkeypatch.chdir(workspace.root)
     settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
-    process = start(command, settings, f"os.chdir({str(tmp_path / 'empty')!r})")
+    code, errors = launch(settings, f"os.chdir({str(tmp_path)!r})")
+    assert code == 1 and "Traceback" not in errors, errors
+    assert errors.strip().splitlines()[-1] == f"tigon.train: {LACKS}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_input_that_one_rank_lacks_is_in_torchruns_report(workspace, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '1':\n    os.chdir({str(tmp_path)!r})\n"
+    )
+    settings = workspace.settings("x", run_dir=tmp_path / "run", data="train.jsonl")
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = start(TORCHRUN, settings, cwd=workspace.root, env=environment)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 1
-    message = "rank 1: no data file matches 'train.jsonl'"
-    assert f"tigon.train: {message}\n" in errors
-    if command is NPROC:
-        assert errors.strip().splitlines()[-1] == f"tigon.train: {message}"
-        assert "Traceback" not in errors
-    else:  # whose own report comes last
-        assert message in errors[errors.rindex("Root Cause") :]
-        assert "tigon/train/launch.py" not in errors
+    assert f"tigon.train: {LACKS}\n" in errors
+    assert LACKS in errors[errors.rindex("Root Cause") :]  # torchrun's own report comes last
+    assert "tigon/train/launch.py" not in errors
     assert not (tmp_path / "run").exists()
 
 
@@ -92,29 +100,33 @@ record.Record.step = fail
         ("import signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKI"),
     ],
 )
-def test_a_rank_that_fails_later_ends_the_other(workspace, start, tmp_path, what, code, message):
+def test_a_rank_that_fails_later_ends_the_other(workspace, launch, tmp_path, what, code, message):
     settings = workspace.settings("x", run_dir=tmp_path / "run", steps=50)
-    process = start(NPROC, settings, FAIL_LATER.format(what=what))
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == code
+    found, errors = launch(settings, FAIL_LATER.format(what=what))
+    assert found == code
     assert errors.strip().splitlines()[-1].startswith(f"tigon.train: {message}")
-    assert errors.count("Traceback") == (code == 1)  # of the rank that failed
+    assert errors.count("Traceback") == (code == 1), errors  # of the rank that failed
 
 
-def test_a_signal_reaches_all_ranks_once(workspace, start):
+def test_ranks_have_the_same_curve_and_a_signal_reaches_all_once(workspace):
+    main(workspace.settings("alone", steps=3, schedule="constant"))
+    expected = workspace.metrics("alone", "loss")
     run = workspace.root / "signalled"
-    process = start(NPROC, workspace.settings("signalled", steps=5000, log_every=1))
+    settings = {"steps": 5000, "log_every": 1, "schedule": "constant"}
+    process = start(NPROC, workspace.settings("signalled", **settings))
     until = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or not workspace.metrics("signalled", "loss"):
+    while not (run / "metrics.jsonl").exists() or len(workspace.metrics("signalled", "loss")) < 3:
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     printed, errors = process.communicate(timeout=60)
     assert process.returncode == 143, errors
-    done = len(workspace.metrics("signalled", "loss"))
-    assert f"stopped by a signal after step {done}: resume=auto" in printed
+    assert "on 2 x cpu" in printed and printed.count("steps: 0 to 5000") == 1
+    found = workspace.metrics("signalled", "loss")
+    assert found[:3] == pytest.approx(expected, rel=1e-5)
+    assert f"stopped by a signal after step {len(found)}: resume=auto" in printed
     assert errors.count("SIGTERM: stopping after this step, with a checkpoint") == 1
-    assert (run / f"checkpoints/step-{done:08d}").exists()
+    assert (run / f"checkpoints/step-{len(found):08d}").exists()
 
 
 def test_the_number_of_processes_may_stand_anywhere(monkeypatch):

@@ -1,12 +1,15 @@
 import copy
+import json
 import math
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.small import LLAMA
+from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train.checkpoint.tensors import optimizer_states
 from tigon.train.config import load
@@ -17,7 +20,7 @@ from tigon.train.optim import (
     learning_rate,
     state_bytes,
 )
-from tigon.train.parallel import shard
+from tigon.train.parallel import shard, start
 
 
 def config(*overrides: str):
@@ -84,6 +87,8 @@ def test_wsd_falls_after_the_warm_up_however_long_both_are():
         (["optimizer=sgd", "nesterov=true"], "nesterov=true needs a momentum"),
         (["warmup_steps=2.5"], "warmup_steps=2.5 is neither a number of steps nor a share"),
         (["decay_steps=10"], "settings of schedule=wsd, not cosine"),
+        (["schedule=wsd", "decay_steps=0"], "decay_steps=0.* no step to fall in"),
+        (["schedule=wsd", "decay_steps=1"], "decay_steps=1.* give 2 or more, or schedule=constan"),
         (
             ["lr=0", "parameter_groups={match: '*', lr: 1}"],
             r"lr=0 leaves parameter_groups\[0\].lr=1",
@@ -159,6 +164,9 @@ def test_steps_are_the_same_bits_on_parameters_that_one_rank_shards(optimizer, w
                 whole = (given, p.device_mesh, p.placements) if sharded else None
                 p.grad = DTensor.from_local(*whole) if whole else given
             optimizer_of.step()
+        if optimizer != "muon":  # and it is this rank's tensors that are updated
+            kept = [s for state in optimizer_of.state.values() for s in state.values()]
+            assert not any(isinstance(s, DTensor) for s in kept)
         runs.append([p.full_tensor() if sharded else p.detach() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -212,6 +220,44 @@ def test_clipping_scales_to_the_global_norm_and_reports_the_one_before():
         assert clip_gradients(model, limit).item() == pytest.approx(norm, rel=1e-6)
         for p, g in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(p.grad, g * scale, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_bfloat16_gradients_is_in_float32():
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    exact = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+    given = model.weight.grad.double()
+    assert clip_gradients(model, 1.0).item() == pytest.approx(exact, rel=1e-6)
+    # Rounded once, and not by a factor that was rounded itself
+    assert torch.equal(model.weight.grad, (given / (exact + 1e-6)).bfloat16())
+
+
+def write_norms(directory):
+    """Of gradients of which the last rank has no rows, before and after clipping."""
+    with start("cpu") as world:
+        mesh = init_device_mesh("cpu", (world.size,))
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = nn.Linear(1000, 1)
+            for name, p in list(model.named_parameters()):
+                whole = torch.linspace(-1, 2, p.numel()).view_as(p).to(dtype)
+                sharded = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+                setattr(model, name, sharded)
+                sharded.grad = distribute_tensor(whole, mesh, [Shard(0)])
+            found += [clip_gradients(model, 0.5).item() for _ in range(2)]
+        (directory / str(world.rank)).write_text(json.dumps(found))
+
+
+def test_a_norm_is_that_of_all_ranks(tmp_path):
+    Ranks(2, write_norms, tmp_path).finish()
+    found = json.loads((tmp_path / "0").read_text())
+    assert json.loads((tmp_path / "1").read_text()) == found
+    for i, dtype in enumerate((torch.float32, torch.bfloat16)):
+        values = torch.linspace(-1, 2, 1000).to(dtype).double()
+        norm = math.sqrt(values.square().sum().item() + 1.0)  # the bias' one gradient is -1
+        assert found[2 * i] == pytest.approx(norm, rel=1e-6)
+        assert found[2 * i + 1] == pytest.approx(0.5, rel=1e-6 if i == 0 else 2**-9)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "muon", "sgd"])

@@ -33,6 +33,15 @@ def optimizer_of(model, *groups: str) -> torch.optim.Optimizer:
     return build_optimizer(model, load(None, [*SETTINGS, text]))
 
 
+def test_a_decay_of_norms_alone_is_an_error():
+    message = (
+        r"parameter_groups\[1\]\.weight_decay=0.1 is for no matrix.*only model\.layers\.0\.inp"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(build(), "match: '*.mlp.*'", "match: '*norm*', weight_decay: 0.1")
+    optimizer_of(build(), "match: '*.layers.0.*', weight_decay: 0.1", "match: '*norm*', lr: 0.1")
+
+
 def test_the_first_group_that_matches_decides():
     """One step of SGD from a gradient of 1: w - lr (1 + decay w), seen for each parameter."""
     model = build()

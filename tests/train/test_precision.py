@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from tigon.train import load
-from tigon.train.optim import build_optimizer, eight_bit, low_precision, rounding, state_bytes
+from tigon.train.optim import (
+    build_optimizer,
+    eight_bit,
+    low_precision,
+    parameter_groups,
+    rounding,
+    state_bytes,
+)
 from tigon.weights import Layout, Part
 
 CPU = torch.device("cpu")
@@ -149,19 +156,43 @@ def states(model, optimizer) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("size", [100, 1 << 22])
+@pytest.mark.parametrize("size", [None, 100, 1 << 22])
 def test_float32_is_torchs_adamw_bit_for_bit(size, monkeypatch):
-    """Whether a parameter is updated in pieces or in one."""
-    monkeypatch.setattr(low_precision, "SIZE", size)
-    plain, its = trained(5)
-    stored, own = trained(5, optimizer_offload="true")
-    assert type(its) is torch.optim.AdamW and type(own) is low_precision.Stored
+    """Updated in place, or in pieces of so many elements, as offloaded states are."""
+    config = settings()
+    plain, stored = (Model(torch.float32, SHAPES) for _ in range(2))
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    its = torch.optim.AdamW(parameter_groups(plain, config), **options, fused=True)
+    own = build_optimizer(stored, config)
+    if size is not None:
+        monkeypatch.setattr(low_precision, "SIZE", size)
+        own.converted = set(stored.parameters())
+    for step in range(5):
+        for model, optimizer in ((plain, its), (stored, own)):
+            model.learn(step)
+            optimizer.step()
     for name, p in plain.named_parameters():
         assert torch.equal(stored.get_parameter(name), p), name
     expected = states(plain, its)
     found = states(stored, own)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], state) for name, state in expected.items())
+
+
+def test_counters_are_of_each_parameter():
+    """A parameter that had no gradient in some steps is corrected for fewer."""
+    config = settings()
+    plain, stored = (Model(torch.float32, SHAPES) for _ in range(2))
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    its = torch.optim.AdamW(parameter_groups(plain, config), **options, fused=True)
+    own = build_optimizer(stored, config)
+    for step in range(4):
+        for model, optimizer in ((plain, its), (stored, own)):
+            model.learn(step)
+            if step == 1:
+                model.a.grad = None
+            optimizer.step()
+    assert all(map(torch.equal, stored.parameters(), plain.parameters()))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -246,7 +277,9 @@ def test_draws_do_not_depend_on_how_a_model_is_divided():
     optimizer = build_optimizer(part, config)
     row = torch.nn.Parameter(part.a.detach()[25:].clone())
     optimizer.positions[row] = 25 * 64
-    optimizer.param_groups[0]["params"] = [row]
+    group = optimizer.param_groups.pop(0)
+    optimizer.param_groups.clear()
+    optimizer.add_param_group(group | {"params": [row]})
     for step in range(3):
         part.learn(step)
         row.grad = part.a.grad[25:].clone()

@@ -89,10 +89,8 @@ def test_a_profiled_run_is_the_same_bits(workspace, capsys):
     assert any("aten::mm" in event.get("name", "") for event in events)
 
 
-def test_steps_that_the_run_has_not(workspace, tmp_path):
-    main(workspace.settings("short", steps=2, **{"profile.start": 2}))
-    facts = json.loads((workspace.root / "short/profile/table.json").read_text())
-    assert (facts["first_step"], facts["last_step"]) == (2, 2)
+def test_settings_of_a_profile(workspace, tmp_path):
+    assert load(None, [*workspace.settings("x"), "profile.start=2"]).profile == Profile(start=2)
     config = tmp_path / "c.yaml"
     config.write_text("profile: {steps: 2}\n")
     found = load(config, workspace.settings("x"))
@@ -121,6 +119,16 @@ def profiler(world, tmp_path, monkeypatch):
     return lambda start, steps, done, of: Profiler(
         Profile(start=start, steps=steps), str(tmp_path), world, done, of
     )
+
+
+def test_a_run_that_ends_before_them_profiles_those_that_it_has(profiler, monkeypatch):
+    written = []
+    monkeypatch.setattr(Profiler, "_write", lambda self, _: written.append((self.first, self.last)))
+    made = profiler(2, 3, 0, 2)
+    for step in (1, 2):
+        made.begin(step)
+        made.end(step)
+    assert written == [(2, 2)] and made.running is None
 
 
 def test_a_profile_that_cannot_be_written_ends_no_run(profiler, tmp_path, capsys):

@@ -26,7 +26,7 @@ def samples(workspace, run):
 def with_and_without(workspace):
     """Of two runs, the second writes samples; the settings of that one."""
     settings = {**SETTINGS, "eval_data": workspace.held_out, "export": "true"}
-    main(workspace.settings("silent", **settings))
+    main(workspace.settings("sampleless", **settings))
     settings["sample_prompts"] = json.dumps(PROMPTS)
     main(workspace.settings("sampled", **settings))
     return settings
@@ -35,8 +35,8 @@ def with_and_without(workspace):
 def test_the_run_is_the_same_bits(workspace, with_and_without):
     for key in BITS:
         values = workspace.metrics("sampled", key)
-        assert values == workspace.metrics("silent", key) and len(values) >= 3, key
-    assert not (workspace.root / "silent/samples.jsonl").exists()
+        assert values == workspace.metrics("sampleless", key) and len(values) >= 3, key
+    assert not (workspace.root / "sampleless/samples.jsonl").exists()
 
 
 def test_they_are_what_the_model_says(workspace, with_and_without):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,19 @@ def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
         text = f"log_to={name} has failed, and the run goes on without it: {problem}"
         assert said.count(text) == 1
     assert workspace.metrics("unsunk", "step") == [1, 2, 3, 4]
+
+
+def test_a_disk_that_does_not_answer_ends_no_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sinks, "DISK", 0.1)
+    config = load(None, ["model=m", "data=d", f"run_dir={tmp_path}", "log_to=tensorboard"])
+    made = Sinks(config, [], 0, print)
+    stalled = threading.Event()
+    monkeypatch.setattr(made.open["tensorboard"].writer, "flush", stalled.wait)
+    made.log({"step": 1, "loss": 1.0})
+    made.flush()
+    stalled.set()
+    assert not made.open
+    assert "TimeoutError: its disk has not answered in 0.1 s" in capsys.readouterr().out
 
 
 def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tigon.report.page import page
-from tigon.report.read import read
+from tigon.report.read import RunFiles, read
 
-__all__ = ["attempt", "write"]
+__all__ = ["attempt", "is_due", "write"]
 
 
 def write(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -19,7 +19,10 @@ def write(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
     one's. It is there whole or not at all, and loads nothing from anywhere. Raises ValueError for a
     directory without a run, and FileNotFoundError where there is no directory.
     """
-    found = [read(Path(run)) for run in runs]
+    return _write([read(Path(run)) for run in runs], out)
+
+
+def _write(found: Sequence[RunFiles], out: str | Path | None = None) -> Path:
     if not found:
         raise ValueError("give at least one run directory")
     name = "report.html" if len(found) == 1 else "comparison.html"
@@ -35,9 +38,20 @@ def write(runs: Sequence[str | Path], out: str | Path | None = None) -> Path:
 def attempt(run: Path) -> str:
     """The page of a run that ends: a line that says where it is, or why there is none."""
     try:
-        return f"report: {write([run])}"
+        found = read(run)
+        found.running = False  # though it still holds its directory
+        return f"report: {_write([found])}"
     except Exception as error:  # no page is worth a run
         return f"no report: {type(error).__name__}: {error}"
+
+
+def is_due(run: Path) -> bool:
+    """Whether a run that has ended lacks its page: it was killed before that, or while writing."""
+    page, rows = run / "report.html", run / "metrics.jsonl"
+    try:
+        return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _replace(path: Path, text: str) -> None:

@@ -30,6 +30,7 @@ from tigon.train.measure import Meter
 from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
+from tigon.train.optim.schedule import count
 from tigon.train.parallel import InputError, World, pick_device
 from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
@@ -194,8 +195,14 @@ def make_run(
 def without_effect(config: Config, steps: int) -> list[str]:
     """Settings that cannot do what they are for, given the others."""
     found = []
-    if config.warmup_steps >= steps > 0:
+    if config.warmup_steps > steps > 0:
         found.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
+    decay = count(config.decay_steps, steps)
+    if config.schedule == "wsd" and decay < 2 and steps:
+        found.append(
+            f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "
+            "the first of them still has lr"
+        )
     if not config.eval_data:
         default = Config.__dataclass_fields__
         names = [n for n in default if n.startswith("eval_")]

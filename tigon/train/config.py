@@ -10,7 +10,7 @@ import yaml
 
 from tigon import strict
 from tigon.hub import check_repository
-from tigon.train.names import answer
+from tigon.train.names import VALUES, answer
 from tigon.train.settings import (
     SECTIONS,
     DataSettings,
@@ -127,6 +127,11 @@ def check_optimizer(config: Config) -> None:
         raise ValueError(
             f"decay_steps and decay_type are settings of schedule=wsd, not {config.schedule}"
         )
+    if config.decay_steps in (0, 1):
+        raise ValueError(
+            f"decay_steps={config.decay_steps} leaves schedule=wsd no step to fall in, as the "
+            "first of them still has lr: give 2 or more, or schedule=constant"
+        )
     if (config.momentum or 0.0) >= 1:
         raise ValueError(f"momentum={config.momentum} must be below 1")
     if config.nesterov and config.optimizer == "sgd" and not config.momentum:
@@ -183,6 +188,11 @@ def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
         raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
     if wrong:
         raise strict.ConfigError(f"unknown setting {wrong[0]}")
+    for name, others in VALUES.items():
+        if isinstance(value := values.get(name), str) and value in others:
+            raise strict.ConfigError(
+                f"{name}={value!r} is another trainer's; here: {others[value]}"
+            )
     return strict.read(Config, values | _named(values, parse), parse=parse)
 
 

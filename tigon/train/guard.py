@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tigon.train import checkpoint
 from tigon.train.board import told
 from tigon.train.build import Run
-from tigon.train.parallel import World
+from tigon.train.parallel import World, local
 from tigon.train.state import WINDOW, State
 
 # The square of a larger weight is infinite in float32: no model computes with it
@@ -110,12 +109,13 @@ def is_broken(size: float) -> bool:
 @torch.no_grad()
 def largest_weight(model: nn.Module, world: World) -> float:
     """The largest absolute value over all ranks; NaN if any is. Waits for the device."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    norms = torch._foreach_norm([p for p in local if p.numel()], math.inf)
+    own = [local(p) for p in model.parameters()]
+    norms = torch._foreach_norm([p for p in own if p.numel()], math.inf)
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
-    own = torch.stack(sizes).max().to(world.device)
+    largest = torch.stack(sizes).max().to(world.device)
     # NCCL's maximum may lose a NaN; a sum does not
-    bad, size = world.sum(own.isnan().double()), world.top(own.nan_to_num(nan=0.0, posinf=math.inf))
+    bad = world.sum(largest.isnan().double())
+    size = world.top(largest.nan_to_num(nan=0.0, posinf=math.inf))
     return math.nan if bad > 0 else float(size)
 
 

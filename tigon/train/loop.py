@@ -28,6 +28,8 @@ def train(run: Run) -> int:
     owed = owes_export(run)
     if over and not owed and not world.most(world.main and unfinished(config, run.start)):
         world.say(f"{config.run_dir} is finished: nothing left to do")
+        if world.main and report.is_due(Path(config.run_dir)):
+            world.say(report.attempt(Path(config.run_dir)))
         return 0
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)

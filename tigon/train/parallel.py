@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
 from tigon.train.board import LATE, Board, told
@@ -141,6 +142,11 @@ def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
             module.set_gradient_divide_factor(1.0)
             # gloo has no PREMUL_SUM
             module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, a gradient or a state, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sync_gradients(model: CausalLM, on: bool) -> None:

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -16,6 +17,8 @@ from tigon.train.config import Config
 
 FLUSH = 10  # seconds until TensorBoard's file has an event, at most
 FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
+DISK = 20.0  # seconds that a run waits for TensorBoard's file to be on the disk
+EVENTS = 1 << 20  # that wait for a slow disk, before the run would wait too
 SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {
     *("tokens", "supervised_tokens", "memory_gib", "memory_reserved_gib")
 }
@@ -42,7 +45,7 @@ class TensorBoard:
 
         directory = Path(config.run_dir, "tensorboard")
         begun = directory.is_dir() and any(directory.iterdir())
-        self.writer = EventFileWriter(str(directory), flush_secs=FLUSH)
+        self.writer = EventFileWriter(str(directory), max_queue_size=EVENTS, flush_secs=FLUSH)
         self.rewind(rows, start if begun else 0)
 
     def log(self, row: Row) -> None:
@@ -60,10 +63,10 @@ class TensorBoard:
                 self.log(row)
 
     def flush(self) -> None:
-        self.writer.flush()
+        bounded(self.writer.flush, DISK)
 
     def close(self) -> None:
-        self.writer.close()
+        bounded(self.writer.close, DISK)
 
     def _add(self, step: int, **what: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -94,6 +97,7 @@ class WandB:
             found = secrets.token_hex(4)
             file.unlink(missing_ok=True)
             file.write_text(found)
+        quiet = {} if "WANDB_QUIET" in os.environ else {"quiet": True}
         self.run = wandb.init(
             id=found,
             resume="allow",
@@ -101,7 +105,8 @@ class WandB:
             name=os.environ.get("WANDB_NAME", path.resolve().name),
             dir=str(path),
             config=asdict(config),
-            settings=wandb.Settings(console="off", finish_timeout=FINISH),
+            # Its summary at the end repeats the report's
+            settings=wandb.Settings(console="off", finish_timeout=FINISH, **quiet),
         )
         # Offline, nobody knows what an earlier process has logged
         self.first = start + 1 if begun and self.run.offline else self.run.step
@@ -167,6 +172,25 @@ class Sinks:
             self.open.pop(name, None)
             problem = f"{type(error).__name__}: {error}"
             self.say(f"log_to={name} has failed, and the run goes on without it: {problem}")
+
+
+def bounded(call: Callable[[], None], seconds: float) -> None:
+    """Raises TimeoutError where it takes longer, and leaves it behind; what it raises else."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"its disk has not answered in {seconds:g} s")
+    if raised:
+        raise raised[0]
 
 
 def check_sinks(names: Sequence[str]) -> None:

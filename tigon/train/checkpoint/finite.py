@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.train.optim import Ema
+from tigon.train.parallel import local
 
 
 def check_finite(
@@ -28,8 +28,8 @@ def check_finite(
             found += [(f"{kind} of {name}", s) for kind, s in states if isinstance(s, Tensor)]
     if ema is not None:
         found += [(f"average of {name}", value) for name, value in ema.values.items()]
-    local = [(name, t.to_local() if isinstance(t, DTensor) else t) for name, t in found]
-    floating = [(name, t) for name, t in local if t.is_floating_point() and t.numel()]
+    own = [(name, local(t)) for name, t in found]
+    floating = [(name, t) for name, t in own if t.is_floating_point() and t.numel()]
     good = _all_finite([t for _, t in floating], next(model.parameters()).device).float()
     if dist.is_initialized():
         dist.all_reduce(good, dist.ReduceOp.MIN)

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.train.optim import Ema
+from tigon.train.parallel import local
 from tigon.weights import Layout, own_rows, own_slices
 
 OPTIMIZER = "optimizer."  # what the names of its states begin with
@@ -125,11 +125,11 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
     for name, values in by_parameter["state"].items():
         own, first = own_rows(name, parameters[name])
         for kind, value in values.items():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            if isinstance(local, Tensor) and _same_rows(local, own):
-                rows.setdefault(kind, {})[name] = (local.detach(), first)
-            elif isinstance(local, Tensor) and local.numel() == 1:
-                one = Chunk(0, local.detach().view(1))
+            state = local(value)
+            if isinstance(state, Tensor) and _same_rows(state, own):
+                rows.setdefault(kind, {})[name] = (state.detach(), first)
+            elif isinstance(state, Tensor) and state.numel() == 1:
+                one = Chunk(0, state.detach().view(1))
                 for part in layout[name]:
                     found[f"{OPTIMIZER}{kind}.{part.name}"] = LocalRows((1,), one.rows.dtype, [one])
             else:
@@ -158,13 +158,13 @@ def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     chunks: dict[str, list[Chunk]] = {}
-    for parameter, (local, first) in own.items():
+    for parameter, (held, first) in own.items():
         shape = parameters[parameter].shape
         for part in layout[parameter]:
-            if local.shape[-1:] != shape[-1:] and len(shape) > 1:  # a number for several elements
-                part = replace(part, shape=(*part.shape[:-1], local.shape[-1]))
+            if held.shape[-1:] != shape[-1:] and len(shape) > 1:  # a number for several elements
+                part = replace(part, shape=(*part.shape[:-1], held.shape[-1]))
             name = prefix + part.name
-            shapes[name], dtypes[name] = part.shape, local.dtype
-            slices = own_slices(part, shape, local, first)
+            shapes[name], dtypes[name] = part.shape, held.dtype
+            slices = own_slices(part, shape, held, first)
             chunks.setdefault(name, []).extend(Chunk(row, rows) for row, rows in slices)
     return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}

@@ -53,6 +53,8 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         elif world.main:
             found = plan(config, inputs, gpus)
             world.say("\n".join(table(found, gpus, world.device)))
+            for what in not_counted(config):
+                world.say(f"not in the sum: {what}")
             room = memory_of(world.device)
             if advised := room is not None and found.total > room:
                 world.say("\n".join(advice(config, inputs, gpus)))
@@ -127,6 +129,14 @@ def not_counted(config: Config) -> list[str]:
         found.append("attention in float32, which is not fused and may hold scores")
     elif config.attention == "reference":
         found.append("the scores that attention=reference holds")
+    if config.optimizer == "muon":
+        found.append(
+            "what muon's update holds, about 1 GiB, where that is more than a backward does"
+        )
+    if config.sample_prompts:
+        found.append("keys and values of samples, where they are more than a step's activations")
+    if config.predictions or config.eval_return_logits:
+        found.append("what an evaluation keeps of its logits")
     if config.hooks:
         found.append("what hooks are given and keep")
     if config.activation_offload:

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
@@ -15,7 +14,7 @@ from tigon.train.config import Config
 from tigon.train.flops import Cost
 from tigon.train.loop import update
 from tigon.train.model import compute_dtype, is_sharded, outline
-from tigon.train.parallel import World, shard
+from tigon.train.parallel import World, local, shard
 from tigon.train.step import backward
 
 STEPS = 4  # of which the first two prepare: kernels, the allocator, the optimizer's states
@@ -40,8 +39,7 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
     materialize(model, world.device)
     with torch.no_grad():
         for parameter in model.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.normal_(std=0.02)
+            local(parameter).normal_(std=0.02)
     return model
 
 

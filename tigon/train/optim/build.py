@@ -40,15 +40,6 @@ def item_bytes(config: Config) -> int:
     return getattr(torch, config.param_dtype).itemsize
 
 
-def adamw(model: CausalLM, config: Config) -> Optimizer:
-    """States are float32 always: torch's has them like the weights."""
-    if config.param_dtype != "float32" or config.optimizer_offload:
-        return low_precision.adamw(model, config, "float32")
-    groups = parameter_groups(model, config)
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
 def muon(model: CausalLM, config: Config) -> Optimizer:
     rows = hidden_matrices(model)
     return Muon(
@@ -68,7 +59,10 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
 
 # By the name that `optimizer` has in the settings
 OPTIMIZERS: dict[str, Kind] = {
-    "adamw": Kind(adamw, lambda _: low_precision.state_bytes("float32")),
+    "adamw": Kind(
+        lambda model, config: low_precision.adamw(model, config, "float32"),
+        lambda _: low_precision.state_bytes("float32"),
+    ),
     "adamw_bf16": Kind(
         lambda model, config: low_precision.adamw(model, config, "bfloat16"),
         lambda _: low_precision.state_bytes("bfloat16"),

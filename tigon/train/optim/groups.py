@@ -19,6 +19,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def freeze(model: CausalLM, config: Config) -> None:
     """Parameters of groups with `freeze` will have neither gradients nor optimizer states."""
     groups = assign(model, config.parameter_groups)
+    for i, own in enumerate(config.parameter_groups):
+        named = {name: p for name, p in model.named_parameters() if groups[name] is own}
+        if own.weight_decay and not any(p.dim() > 1 for p in named.values()):
+            raise ValueError(
+                f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
+                f"and biases do not decay, and it has only {', '.join([*named][:3])}"
+            )
     for name, p in model.named_parameters():
         group = groups[name]
         p.requires_grad_(group is None or not group.freeze)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
@@ -21,6 +20,7 @@ from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, State
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
 from tigon.train.optim.rounding import draws, round_stochastically, sixteen
+from tigon.train.parallel import local
 from tigon.weights import own_rows
 
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
@@ -118,8 +118,10 @@ class SGD:
 class Stored(Optimizer):
     """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
-    Each update takes weights, gradients and states of SIZE elements, in float32, and gives back
-    weights and states as they are kept. States are plain tensors of a rank's own rows.
+    What is float32 and on the device is updated in place, all of a group by one call. Of the rest
+    an update takes weights, gradients and states of SIZE elements, in float32, and gives back
+    weights and states as they are kept. All tensors are plain ones of a rank's own rows: of
+    DTensors, each operation would take Python longer than a GPU.
     """
 
     def __init__(
@@ -137,59 +139,80 @@ class Stored(Optimizer):
         """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
         `positions`: of the first element that this rank has of each parameter, among all of the
         model; `stochastic`: rounding of bfloat16 weights, else to nearest."""
+        self.rule, self.positions, self.seed = rule, positions, seed
+        self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
+        self.formats: dict[Tensor, dict[str, Format]] = {}
+        self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
         super().__init__(groups, defaults)
-        self.rule = rule
-        self.format_of, self.positions, self.seed = format_of, positions, seed
-        self.stochastic, self.memory = stochastic, memory
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            self.formats[p] = {kind: self.format_of(p, kind) for kind in self.rule.states}
+            whole = p.dtype == torch.float32 and not self.memory.on_host
+            if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
+                self.converted.add(p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
-        buckets = [
-            (group, bucket)
-            for group in self.param_groups
-            for bucket in _buckets(self._pieces(group["params"]))
-        ]
+        buckets = []
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            self._count(given)
+            self._update_whole(group, [p for p in given if p not in self.converted])
+            pieces = self._pieces([p for p in given if p in self.converted])
+            buckets += [(group, bucket) for bucket in _buckets(pieces)]
         self.memory.visit(
             [[t for piece in bucket for t in piece.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),
         )
         return loss
 
-    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[Piece]:
+    def _count(self, parameters: Sequence[Tensor]) -> None:
+        """One more step of each; before the first, states of zeros."""
         for p in parameters:
-            if p.grad is None:
-                continue
-            formats = {kind: self.format_of(p, kind) for kind in self.rule.states}
-            own, state = local(p.detach()), self.state[p]
+            state = self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
-                for kind, form in formats.items():
-                    for name, (shape, dtype) in form.tensors(kind, own.shape).items():
+                for kind, form in self.formats[p].items():
+                    for name, (shape, dtype) in form.tensors(kind, local(p).shape).items():
                         state[name] = self.memory.zeros(shape, dtype)
-            state["step"] += 1
+        if parameters:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
+
+    def _update_whole(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
+        """In place and by one call, as nothing is converted."""
+        here = [(local(p), local(p.grad), self.state[p]) for p in parameters if p.grad is not None]
+        here = [one for one in here if one[0].numel()]
+        if not here:
+            return
+        weights = [weight for weight, _, _ in here]
+        gradients = [gradient.contiguous() for _, gradient, _ in here]
+        values = {kind: [state[kind] for _, _, state in here] for kind in self.rule.states}
+        done = (torch.stack([state["step"] for _, _, state in here]) - 1).tolist()
+        self.rule(group, weights, gradients, values, _counters(done, weights[0].device))
+
+    def _pieces(self, parameters: Sequence[Tensor]) -> Iterator[Piece]:
+        for p in parameters:
+            own, state = local(p), self.state[p]
             if not own.numel():
                 continue
+            assert p.grad is not None
             weight, gradient = _rows(own), _rows(local(p.grad).contiguous())
             rows = {name: _rows(tensor) for name, tensor in state.items() if name != "step"}
-            columns, count = weight.shape[1], len(weight)
-            if self._converts(own, formats):
-                count = max(1, SIZE // columns // ROWS) * ROWS
+            columns = weight.shape[1]
+            count = max(1, SIZE // columns // ROWS) * ROWS
             for row in range(0, len(weight), count):
                 here = slice(row, row + count)
                 yield Piece(
                     weight[here],
                     gradient[here],
-                    formats,
+                    self.formats[p],
                     {name: tensor[here] for name, tensor in rows.items()},
                     self.positions[p] + row * columns,
                     int(state["step"]),
                 )
-
-    def _converts(self, weight: Tensor, formats: Mapping[str, Format]) -> bool:
-        """Whether an update needs memory for copies of what is kept."""
-        kept = [weight.dtype == torch.float32, not self.memory.on_host]
-        return not all([*kept, *(isinstance(form, Float32) for form in formats.values())])
 
     def _update(
         self, group: dict[str, Any], pieces: Sequence[Piece], states: Iterator[Tensor]
@@ -200,7 +223,7 @@ class Stored(Optimizer):
         kinds = self.rule.states
         values = {k: [p.formats[k].read(p.states, k) for p in pieces] for k in kinds}
         gradients = [piece.gradient.float() for piece in pieces]
-        steps = [torch.full((), p.step - 1.0, device=p.weight.device) for p in pieces]
+        steps = _counters([piece.step - 1.0 for piece in pieces], pieces[0].weight.device)
         self.rule(group, weights, gradients, values, steps)
         for i, piece in enumerate(pieces):
             self._write(piece, weights[i], {kind: values[kind][i] for kind in kinds})
@@ -274,6 +297,13 @@ def _stored(
     )
 
 
+def _counters(done: Sequence[float], device: torch.device) -> list[Tensor]:
+    """Each in memory of its own, as a fused kernel counts them up."""
+    if len(set(done)) == 1:  # one kernel makes all
+        return [*torch.full((len(done),), done[0], device=device).unbind()]
+    return [torch.full((), count, device=device) for count in done]
+
+
 def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Of at most SIZE elements, unless one piece has more."""
     bucket: list[Piece] = []
@@ -286,10 +316,6 @@ def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         size += piece.weight.numel()
     if bucket:
         yield bucket
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.train.optim.exchange import Copy, Matrix, Round, plan, rows_of_ranks
-from tigon.train.optim.low_precision import local
+from tigon.train.parallel import local
 from tigon.weights import own_rows
 
 T = TypeVar("T")
@@ -125,10 +125,10 @@ class Muon(Optimizer):
                 matrices.append(Matrix(i, first, rows, p.shape[-1]))
                 first += rows
             bounds.append(rows_of_ranks(p.shape, ranks))
-            local, begin = own_rows(f"parameter {i}", p)
+            own, begin = own_rows(f"parameter {i}", p)
             begin *= prod(p.shape[1:-1])
-            has = begin, begin + local.numel() // p.shape[-1]
-            if local.numel() and has != bounds[i][rank]:
+            has = begin, begin + own.numel() // p.shape[-1]
+            if own.numel() and has != bounds[i][rank]:
                 raise ValueError(f"rank {rank} has rows {has}, not {bounds[i][rank]} as in FSDP2")
         return plan(matrices, bounds, rank)
 

@@ -137,7 +137,7 @@ MACRO = """\
         (UNASKED, CHAT, "ends in a prompt for another turn.*add_generation_prompt"),
         (UNASKED, CHAT[:2], "ends in a prompt for another turn.*add_generation_prompt"),
         (MACRO, CHAT, "inside a macro"),
-        ("{% if %}", CHAT, "chat template failed: Expected an expression"),
+        ("{% if %}", CHAT, "chat template failed in line 1: Expected an expression"),
         ("{{ ''.__class__.__mro__ }}", CHAT, "unsafe"),
         ("qwen", CHAT, "no chat template is called 'qwen'"),
         (None, CHAT, r"no chat template.*chat_template="),

@@ -1,6 +1,6 @@
 """Chat templates, rendered as transformers renders them."""
 
-import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -11,8 +11,10 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tigon.json_file import escaped
+from tigon.tokenizer.budget import ALLOWANCE
+from tigon.tokenizer.sandbox import Sandbox
 from tigon.tokenizer.schema import function_schema
 
 Message = Mapping[str, Any]
@@ -52,28 +54,40 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Unlike jinja's own filter: no escapes for HTML
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _strftime_now(format: str) -> str:
+    if len(format) > 1000:
+        raise ValueError(f"strftime_now takes a short format, not {len(format)} characters")
+    return datetime.now().strftime(format)
 
 
-@lru_cache
-def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(template)
+class _Thread(threading.local):
+    """What each thread has of its own: a sandbox, and the templates compiled for it."""
+
+    def __init__(self) -> None:
+        self.sandbox = Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        self.sandbox.globals["raise_exception"] = _raise_exception
+        self.sandbox.globals["strftime_now"] = _strftime_now
+        self.compile = lru_cache(self._compile)
+
+    def _compile(self, template: str) -> jinja2.Template:
+        try:
+            return self.sandbox.compile_chat(template)
+        except Exception as error:  # jinja raises many kinds for what it cannot compile
+            raise self.failure(error) from error
+
+    def failure(self, error: Exception) -> ValueError:
+        """The one error for whatever a template does wrong."""
+        line = self.sandbox.line(error)
+        where = "" if line is None else f" in line {line}"
+        what = str(error)
+        if not isinstance(error, jinja2.TemplateError | TypeError):
+            what = f"{type(error).__name__}: {what}"
+        return ValueError(f"the chat template failed{where}: {escaped(what)}")
+
+
+_thread = _Thread()
 
 
 def render(
@@ -87,34 +101,48 @@ def render(
     **variables: Any,
 ) -> Rendered:
     """The conversation as text; ValueError with the template's own message where it refuses."""
-    chat = [_message(message) for message in messages]
+    try:
+        chat = [_message(message) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError(
+                    "continue_final_message and add_generation_prompt exclude each other"
+                )
+            final = _mark_end(chat[-1], len(chat) - 1)
+        given = {
+            "messages": chat,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else [_plain(_tool(tool)) for tool in tools],
+            "documents": None if documents is None else _plain(list(documents)),
+            **_plain(variables),
+        }
+    except RecursionError:
+        raise ValueError("what the chat template takes is nested too deeply") from None
+    rendered = _run(_thread.compile(template), given)
     if continue_final_message:
-        if add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        final = _mark_end(chat[-1], len(chat) - 1)
-    given = {
-        "tools": None if tools is None else [_tool(tool) for tool in tools],
-        "documents": None if documents is None else list(documents),
-        **variables,
-    }
+        return rendered._replace(text=_cut(rendered.text, final))
+    return rendered
 
+
+def _run(template: jinja2.Template, given: dict[str, Any]) -> Rendered:
+    sandbox = _thread.sandbox
     pieces: list[str] = []
     generations: list[tuple[int, str]] = []
-    token = _note.set(lambda text: generations.append((sum(map(len, pieces)), text)))
+    length, most = 0, ALLOWANCE
+    token = _note.set(lambda text: generations.append((length, text)))
+    sandbox.start(given)
     try:
-        for piece in _compile(template).generate(
-            messages=chat, add_generation_prompt=add_generation_prompt, **_plain(given)
-        ):
+        for piece in template.root_render_func(template.new_context(given)):
             pieces.append(piece)
-    except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template failed: {error}") from error
+            length += len(piece)
+            if length > most:
+                most = sandbox.more_text(length)
+    except Exception as error:  # of any kind: a template can raise most that there are
+        raise _thread.failure(error) from error
     finally:
+        sandbox.stop()
         _note.reset(token)
-
-    text = "".join(pieces)
-    if continue_final_message:
-        text = _cut(text, final)
-    return Rendered(text, generations)
+    return Rendered("".join(pieces), generations)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -1,0 +1,396 @@
+"""An environment for chat templates that others have written: bounded, and without a way out.
+
+The code that jinja makes of a template spends, from a `Budget`, what each block of statements and
+each operation costs. Where this environment has no bound for a filter or a method, it has no such
+filter or method.
+"""
+
+import operator
+from collections.abc import Iterable, Iterator
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
+from jinja2.utils import Namespace
+
+from tigon.tokenizer.budget import CALL, ITEM, NODE, SCANNED, Budget, TooMuch
+from tigon.tokenizer.filters import bounded_filters, bounded_tests
+from tigon.tokenizer.methods import METHODS, formatter, percent
+
+LONGEST = 2**17  # characters of a template; the longest that are known have a quarter of it
+MOST_TAGS = 4000
+_COMPARISONS = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+}
+_OF_DICTS = frozenset(dir(dict))
+_CONTEXT = ("_loop_vars", "_block_vars")  # what jinja adds to the arguments of a call
+_CHEAP = (nodes.Const, nodes.Compare, nodes.Test, nodes.Not)
+_OF_LOOPS = {
+    *("depth", "depth0", "first", "index", "index0", "last", "length"),
+    *("nextitem", "previtem", "revindex", "revindex0"),
+}
+_METHODS = (BuiltinMethodType, MethodType)
+_TEXT = {str}
+_OF_TEXT = METHODS[str].keys() - {"format", "format_map"}
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+
+
+class _Generator(CodeGenerator):
+    """Writes calls of the environment in place of operations whose cost has no bound."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sizes: dict[int, int] = {}  # of nodes, by id
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        # Statements of an if are paid for with those around it
+        if not frame.soft_frame:
+            self.writeline(f"environment.left -= {NODE * (1 + sum(map(self._size, nodes)))}")
+            self.writeline("if environment.left < 0: environment.exhausted()")
+        super().blockvisit(nodes, frame)
+
+    def _size(self, node: nodes.Node) -> int:
+        size = self._sizes.get(id(node))
+        if size is None:
+            size = 1 + sum(map(self._size, node.iter_child_nodes()))
+            if isinstance(node, nodes.Dict):  # keys may collide
+                size += len(node.items) ** 2 // 16
+            self._sizes[id(node)] = size
+        return size
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        # Nothing else is computed before the template runs
+        if not isinstance(node, nodes.Const | nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def _call(self, name: str, frame: Frame, *arguments: nodes.Node | None) -> None:
+        self.write(f"environment.{name}(")
+        for i, argument in enumerate(arguments):
+            self.write(", " if i else "")
+            if argument is None:
+                self.write("None")
+            else:
+                self.visit(argument, frame)
+        self.write(")")
+
+    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+        if _is_number(node.left) or _is_number(node.right):
+            super().visit_Add(node, frame)  # to add these takes forever to make a large one
+            return
+        parts: list[nodes.Node] = [node.right]
+        while isinstance(node.left, nodes.Add):
+            node = node.left
+            parts.append(node.right)
+        self._call("add", frame, node.left, *reversed(parts))
+
+    def visit_Sub(self, node: nodes.Sub, frame: Frame) -> None:
+        if _is_number(node.left) or _is_number(node.right):
+            super().visit_Sub(node, frame)
+        else:
+            self._call("subtract", frame, node.left, node.right)
+
+    def visit_Mul(self, node: nodes.Mul, frame: Frame) -> None:
+        self._call("multiply", frame, node.left, node.right)
+
+    def visit_Pow(self, node: nodes.Pow, frame: Frame) -> None:
+        self._call("power", frame, node.left, node.right)
+
+    def visit_Mod(self, node: nodes.Mod, frame: Frame) -> None:
+        self._call("modulo", frame, node.left, node.right)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if isinstance(node.node, nodes.ExtensionAttribute):  # our own block
+            self.visit(node.node, frame)
+            self.write("(caller)")
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self._call("join_texts", frame, *node.nodes)
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        operands = [node.expr, *(part.expr for part in node.ops)]
+        names = [part.op for part in node.ops]
+        if all(map(_cheap, operands, operands[1:], names)):
+            super().visit_Compare(node, frame)
+        elif names in (["in"], ["notin"]):
+            self.write("(not " if names == ["notin"] else "(")
+            self._call("contains", frame, *operands)
+            self.write(")")
+        else:
+            self.write("environment.compare(")
+            self.visit(node.expr, frame)
+            for part in node.ops:
+                self.write(f", {part.op!r}, ")
+                self.visit(part.expr, frame)
+            self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            self._call("cut", frame, node.node, node.arg.start, node.arg.stop, node.arg.step)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._held(node, node.items, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        self._held(node, [] if node.ctx == "store" else node.items, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._held(node, [part for pair in node.items for part in (pair.key, pair.value)], frame)
+
+    def _held(self, node: nodes.Node, items: Iterable[nodes.Node], frame: Frame) -> None:
+        write = getattr(CodeGenerator, f"visit_{type(node).__name__}")
+        constant = all(isinstance(item, nodes.Const) for item in items)
+        self.write("" if constant else "environment.hold(")
+        write(self, node, frame)
+        self.write("" if constant else ")")
+
+    def visit_NSRef(self, node: nodes.NSRef, frame: Frame) -> None:
+        if node.attr.startswith("_"):
+            self.fail("a namespace has no private attributes", node.lineno)
+        super().visit_NSRef(node, frame)
+
+    def _refuse(self, node: nodes.Node, frame: Frame) -> None:
+        self.fail(
+            f"{type(node).__name__} is not available: a chat template is one file, as plain text",
+            node.lineno,
+        )
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refuse
+    visit_ScopedEvalContextModifier = visit_EvalContextModifier = _refuse
+
+
+def _cheap(left: nodes.Node, right: nodes.Node, name: str) -> bool:
+    """Whether comparing costs no more than the template's own text."""
+    if name in ("in", "notin"):
+        literal = isinstance(right, nodes.List | nodes.Tuple)
+        return literal and all(isinstance(item, nodes.Const) for item in right.items)  # type: ignore[attr-defined]
+    return isinstance(left, _CHEAP) or isinstance(right, _CHEAP)
+
+
+def _is_number(node: nodes.Node) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, int | float)
+
+
+class Sandbox(Budget, ImmutableSandboxedEnvironment):
+    """The environment of one thread, since one rendering at a time counts with it."""
+
+    code_generator_class = _Generator
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(optimized=False, **options)
+        self.start(None)
+        del self.globals["lipsum"]
+        self.filters = bounded_filters(self)
+        self.tests = bounded_tests(self)
+
+    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+        pieces = pieces if type(pieces) is list else list(pieces)
+        self.left -= sum(map(len, pieces))
+        if self.left < 0:
+            self.exhausted()
+        return "".join(pieces)
+
+    def add(self, *values: Any) -> Any:
+        """The sum of values, or a text that joins them."""
+        if {*map(type, values)} == _TEXT:
+            text = "".join(values)
+            self.left -= len(text)
+            if self.left < 0:
+                self.exhausted()
+            return text
+        result = values[0]
+        for value in values[1:]:
+            result = result + value
+            if isinstance(result, int):
+                self.number(result)
+            elif isinstance(result, (list, tuple)):
+                self.hold(result)
+            elif isinstance(result, str):
+                self.spend(len(result))
+        return result
+
+    def subtract(self, left: Any, right: Any) -> Any:
+        if type(left) is not int:
+            self.spend(self.weigh(left) + self.weigh(right))  # of dict.keys()
+        return self.number(left - right)
+
+    def multiply(self, left: Any, right: Any) -> Any:
+        for text, times in ((left, right), (right, left)):
+            if isinstance(text, (str, list, tuple)) and isinstance(times, int):
+                self.spend(len(text) * max(times, 0) * (1 if isinstance(text, str) else ITEM))
+        result = left * right
+        return self.hold(result) if isinstance(result, (list, tuple)) else self.number(result)
+
+    def power(self, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > 1000:
+            raise TooMuch("it raises a number to too high a power")
+        return self.number(left**right)
+
+    def modulo(self, left: Any, right: Any) -> Any:
+        if isinstance(left, str):
+            return percent(self, left, right)
+        return left % right
+
+    def join_texts(self, *values: Any) -> str:
+        texts = []
+        for value in values:
+            text = str(value)
+            self.spend(len(text))
+            texts.append(text)
+        return "".join(texts)
+
+    def compare(self, left: Any, name: str, right: Any, *rest: Any) -> Any:
+        """left name right [name right ...], as a chain of comparisons."""
+        if name in ("in", "notin"):
+            result: Any = self.contains(left, right) == (name == "in")
+        else:
+            if type(left) is str and type(right) is str:
+                self.spend(len(right) // SCANNED)
+            elif type(left) not in _SCALARS and type(right) not in _SCALARS:
+                self.spend(min(self.weigh(left), self.weigh(right)))
+            result = _COMPARISONS[name](left, right)
+        return self.compare(right, *rest) if rest and result else result
+
+    def contains(self, value: Any, values: Any) -> bool:
+        if type(value) is str and type(values) is dict:
+            return value in values
+        if isinstance(values, str):
+            self.spend(len(values) // SCANNED)
+        elif isinstance(values, dict):
+            self.spend(self.weigh(value))
+        elif not isinstance(values, Undefined):
+            values = self.items(values)
+            self.spend(self.weigh(values))
+        return value in values
+
+    def cut(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        part = value[start:stop:step]
+        if isinstance(part, str):
+            self.spend(len(part))
+        elif isinstance(part, (list, tuple)):
+            self.spend(ITEM * len(part))
+        return part
+
+    def items(self, values: Any) -> Any:
+        """What a filter goes through; an iterator as a list, so that none is inside another."""
+        if isinstance(values, Iterator):
+            return self.hold(list(values))
+        if hasattr(values, "__len__"):
+            self.spend(2 * ITEM * len(values))
+        return values
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        # What jinja gives, but without looking whether it is safe
+        kind = type(obj)
+        if kind is dict:
+            if attribute not in _OF_DICTS:
+                try:
+                    return obj[attribute]
+                except KeyError:
+                    return self.undefined(obj=obj, name=attribute)
+        elif kind is LoopContext:
+            if attribute in _OF_LOOPS:
+                return getattr(obj, attribute)
+        elif kind is str:
+            if attribute in _OF_TEXT:
+                return getattr(obj, attribute)
+        elif kind is Namespace and not attribute.startswith("_"):
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(argument) is tuple:
+            self.spend(self.weigh(argument))
+        try:
+            return obj[argument]
+        except (TypeError, LookupError):
+            return super().getitem(obj, argument)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        if not modifies_known_mutable(obj, attribute):
+            raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is unsafe")
+        return super().unsafe_undefined(obj, attribute)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        if isinstance(value, _METHODS) and isinstance(value.__self__, str):
+            return formatter(self, value.__name__, value.__self__)
+        return None
+
+    def call(self, context: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.spend(CALL)
+        owner = None
+        if type(target) is BuiltinMethodType and type(target.__self__) is str:
+            for name in _CONTEXT:
+                kwargs.pop(name, None)
+            cost = METHODS[str].get(target.__name__)
+            if cost is None:
+                raise SecurityError(f"str.{target.__name__} is not available")
+            cost(self, target.__self__, *args, **kwargs)
+            result = target(*args, **kwargs)
+            if type(result) is list:
+                self.spend(ITEM * len(result))
+            return result
+        if isinstance(target, _METHODS):
+            owner = target.__self__
+            kind = str if isinstance(owner, str) else type(owner)
+            method = METHODS.get(kind, {}).get(target.__name__)
+            if method is None:
+                raise SecurityError(f"{kind.__name__}.{target.__name__} is not available")
+            method(self, owner, *args, **kwargs)
+        elif isinstance(target, Macro):
+            if target.catch_varargs or target.catch_kwargs:
+                self.hold(args)
+                self.hold(_without_context(kwargs))
+        elif isinstance(target, type | FunctionType):
+            self.hold(args)
+            named = _without_context(kwargs)
+            self.spend(self.weigh(args) + self.weigh(named))
+            if target is Namespace and any(name.startswith("_") for name in dict(*args, **named)):
+                raise SecurityError("a namespace has no private attributes")
+        result = super().call(context, target, *args, **kwargs)
+        if isinstance(result, str):
+            self.spend(len(result))
+        elif isinstance(result, (list, tuple, dict)) and owner is None:
+            self.hold(result)
+        elif isinstance(result, list):
+            self.spend(ITEM * len(result))
+        return result
+
+    def compile_chat(self, template: str) -> jinja2.Template:
+        """The template, if it is short enough to be compiled soon."""
+        if len(template) > LONGEST or template.count("{%") + template.count("{{") > MOST_TAGS:
+            raise TooMuch(f"it has more than {LONGEST} characters or {MOST_TAGS} tags")
+        return self.from_string(template)
+
+    def line(self, error: BaseException) -> int | None:
+        """The template's line in which an error was raised."""
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            return error.lineno
+        line, trace = None, error.__traceback__
+        while trace is not None:
+            template = trace.tb_frame.f_globals.get("__jinja_template__")
+            if template is not None:
+                line = template.get_corresponding_lineno(trace.tb_lineno)
+            trace = trace.tb_next
+        return line
+
+
+def _without_context(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _CONTEXT}

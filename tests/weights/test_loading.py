@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, entries, load_into, loading
+from tigon.weights import Checkpoint, Layout, Part, Repository, Rows, entries, load_into, reading
 
 
 def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
@@ -34,7 +34,8 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
 def test_fused_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK", chunk)
+    for way in ("DIRECT", "STAGING"):
+        monkeypatch.setattr(reading, way, chunk)
     tensors, layout = fused_qkv()
     parameters = {
         "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
@@ -76,7 +77,8 @@ def halves(rank: int) -> Part:
 def test_a_part_of_several_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK", chunk)
+    for way in ("DIRECT", "STAGING"):
+        monkeypatch.setattr(reading, way, chunk)
     stored = torch.randn(12, 4)
     checkpoint = save(tmp_path, {"gate_up": stored})
     parameters = {name: torch.full((6, 4), torch.nan, dtype=dtype) for name in ("a", "b")}

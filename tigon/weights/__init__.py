@@ -9,11 +9,14 @@ from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import load_into, own_rows, own_slices
+from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.mapping import map_parameters
+from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
 
 __all__ = [
     "GGUF",
+    "STAGING_BYTES",
     "BlockScales",
     "Checkpoint",
     "Decoded",
@@ -28,6 +31,7 @@ __all__ = [
     "entries",
     "fsync",
     "load_into",
+    "map_parameters",
     "new_directory",
     "own_rows",
     "own_slices",

@@ -207,6 +207,7 @@ def measure(job: Job, name: str, case: Case, directory: Path) -> None:
         what: {
             "seconds": median(row["seconds"] for row in rows),
             "least_seconds": min(row["seconds"] for row in rows),
+            "cpu_seconds": median(row["cpu_seconds"] for row in rows),
             "used_seconds": median(row["seconds"] + row["sum_seconds"] for row in rows),
             **{key: median(r[key] for r in rows) for key in ("pinned", "bytes_read") if key in r0},
             **memory[what],
@@ -238,8 +239,16 @@ def ratio(key: str, other: str, summary: Record, found: Mapping[str, list[Record
 
 
 def rows_of(summary: Record) -> str:
-    head = ["", "s", "least", "until used once, s", "peak rss, GB", "anon, GB"]
-    keys = ("seconds", "least_seconds", "used_seconds")
+    head = [
+        "",
+        "s",
+        "least",
+        "of all processors, s",
+        "until used once, s",
+        "peak rss, GB",
+        "anon, GB",
+    ]
+    keys = ("seconds", "least_seconds", "cpu_seconds", "used_seconds")
     rows = [
         [what, *(figure(row[key]) for key in keys)]
         + [figure(row[key] / 1e9) for key in ("peak_rss", "peak_anon")]
@@ -255,6 +264,9 @@ def rows_of(summary: Record) -> str:
 
 def show(record: Record) -> str:
     said = heading(record, {"transformers": record["transformers"]})
+    said += (
+        f"; {record['cpus']} processors, of which others wanted {record['load']:.0f} at its start"
+    )
     return "\n\n".join([f"{said}.", *map(rows_of, record.get("results", ()))])
 
 
@@ -262,6 +274,7 @@ def run(job: Job) -> str:
     options = job.options
     machine = torch.cuda.get_device_name() if set(job.only) & set(ON_GPU) else processor()
     job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
+    job.record["load"] = os.getloadavg()[0]  # runnable processes: others' too
     job.record |= {name: installed(name) for name in ("transformers", "safetensors")}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for name in job.only:
@@ -277,7 +290,7 @@ OPTIONS = (
     ("--repeats", {"type": int, "default": 5}),
     ("--directory", {"type": Path, "help": "for the checkpoints; default: the system's"}),
 )
-MORE = {"options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
+MORE = {"document": "docs/weights.md", "options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
 BENCH = Bench("checkpoint", __doc__, run, show, tuple(CASES), **MORE)
 
 if __name__ == "__main__":

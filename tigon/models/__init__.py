@@ -7,8 +7,9 @@ from tigon.models import _load, families
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
+from tigon.models._description import read_config
 from tigon.models._fit import misfits
-from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
+from tigon.models._load import LoadOptions, build, load_weights, materialize
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._quantised import read_quantisation
@@ -31,10 +32,10 @@ def from_pretrained(
 
     `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
     the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
-    gguf_file (the name of a GGUF file there, docs/formats.md), revision, subfolder, token,
-    cache_dir, local_files_only. Raises when
-    a tensor is missing, unexpected or of another shape, and on any config that it would not
-    follow exactly.
+    gguf_file (the name of a GGUF file there, docs/formats.md), mmap (on the CPU, leave weights in
+    the file until they are used), staging_bytes (of the host's memory for buffers), revision,
+    subfolder, token, cache_dir, local_files_only. Raises when a tensor is missing, unexpected or of
+    another shape, and on any config that it would not follow exactly.
     """
     return _load.from_pretrained(path_or_repo, MODELS, **options)
 

@@ -3,8 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
@@ -13,26 +12,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tigon import strict
 from tigon.generation import check_generation_config
 from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
-from tigon.models._gguf import GGUFModel
-from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
+from tigon.models._description import describe, named
+from tigon.models._layout import embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
-from tigon.models._quantised import KEY as QUANTISATION
-from tigon.models._quantised import read_quantisation
-from tigon.weights import (
-    GGUF,
-    STAGING_BYTES,
-    Checkpoint,
-    Decoded,
-    Repository,
-    load_into,
-    map_parameters,
-)
+from tigon.weights import STAGING_BYTES, Checkpoint, Decoded, Repository, load_into, map_parameters
 
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,9 +35,9 @@ class LoadOptions(TypedDict, total=False):
     dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
     device: torch.device | str
     attention: Backend  # docs/attention.md
+    gguf_file: str | None  # of the directory or repository, in place of its config and weights
     mmap: bool  # leave weights in the file until they are used; docs/weights.md
     staging_bytes: int  # of the host's memory for buffers while weights are read
-    gguf_file: str | None  # of the directory or repository, in place of its config and weights
     revision: str | None
     subfolder: str
     token: str | bool | None
@@ -64,9 +52,9 @@ def from_pretrained(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
+    gguf_file: str | None = None,
     mmap: bool = False,
     staging_bytes: int = STAGING_BYTES,
-    gguf_file: str | None = None,
     **source: Any,
 ) -> M:
     """The model of `models` that config.json's model_type names, in evaluation mode.
@@ -74,11 +62,11 @@ def from_pretrained(
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
-    if mmap and torch.device(device).type != "cpu":
-        raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     path = Path(path_or_repo).expanduser()
     if gguf_file is None and path.suffix == ".gguf" and path.is_file():
         path_or_repo, gguf_file = path.parent, path.name
+    if mmap and torch.device(device).type != "cpu":
+        raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     repository = Repository(path_or_repo, **source)
     model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
     model.use_attention(attention)
@@ -99,8 +87,8 @@ def build(
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
     """
-    file, cls, config, open_checkpoint = _describe(repository, models, gguf_file)
-    with _named(file):
+    file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
+    with named(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
         _check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
@@ -115,68 +103,9 @@ def build(
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
-        with _named(escaped(generation)):
+        with named(escaped(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
-
-
-def read_config(
-    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
-) -> tuple[type[M], Config]:
-    """The class of the repository's model and its config.json; no weights are looked at."""
-    return _describe(repository, models, gguf_file)[1:3]
-
-
-def _describe(
-    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
-) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
-    """What describes the model, for messages; what it is; and what opens its checkpoint."""
-    if gguf_file is not None:
-        file = escaped(f"{repository.name}/{gguf_file}")
-        gguf = GGUF.open(repository.file(gguf_file))
-        with _named(file):
-            model = GGUFModel(gguf)
-            cls = _class_of(model.config, models)
-            config = cls.config_class.from_dict(model.config)
-            return file, cls, config, lambda: model.checkpoint(file)
-    file = f"{repository.name}/config.json"
-    # Models of other families have infinities; what is read here is checked key by key
-    whole = read_json(_config_file(repository), nan=True)
-    with _named(file):
-        source = _text_config(whole)
-        cls = _class_of(source, models)
-        scales = read_quantisation(whole)
-        source = {key: value for key, value in source.items() if key != QUANTISATION}
-        config = cls.config_class.from_dict(source)
-        return file, cls, config, lambda: Checkpoint.open(repository, scales)
-
-
-def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
-    kind = source.get("model_type")
-    if not isinstance(kind, str) or kind not in models:
-        raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
-    return models[kind]
-
-
-def _config_file(repository: Repository) -> Path:
-    try:
-        return repository.file("config.json")
-    except FileNotFoundError as error:
-        ggufs = [name for name in repository.listing() if name.endswith(".gguf")]
-        if not ggufs:
-            raise
-        raise FileNotFoundError(
-            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}"
-        ) from error
-
-
-@contextmanager
-def _named(file: str) -> Iterator[None]:
-    """Let a ConfigError say whose config it is."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
@@ -256,20 +185,6 @@ def _sources(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
         "ignored": ignored,
         "into": type(model).__name__,
     }
-
-
-def _text_config(source: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a multimodal config; any other config as it is."""
-    kind = source.get("model_type")
-    if not isinstance(kind, str) or kind not in MULTIMODAL:
-        return source
-    text = dict(strict.check("text_config", source.get("text_config") or {}, dict))
-    text.setdefault("model_type", MULTIMODAL[kind])
-    text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
-    dtype = source.get("dtype") or source.get("torch_dtype")
-    if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
-        text["dtype"] = dtype
-    return text
 
 
 def _check_sizes(config: Config, checkpoint: Checkpoint) -> None:

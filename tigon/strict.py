@@ -8,7 +8,6 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
-from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -49,9 +48,8 @@ def setting(
     return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
 
 
-@cache
 def hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass' fields; not to be changed."""
+    """The types of a dataclass' fields."""
     types = get_type_hints(cls)
     return {f.name: types[f.name] for f in fields(cls)}
 

@@ -79,7 +79,7 @@ def main() -> int:
     died = [job.returncode for job in jobs if job.returncode]
     targets = join([json.loads(output.splitlines()[-1]) for output in outputs if output])
     result = {
-        "command": f"python -m tests.fuzz --cases {args.cases} --jobs {args.jobs}",
+        "command": " ".join(["python -m tests.fuzz", *sys.argv[1:]]),
         "seed": args.seed,
         "python": platform.python_version(),
         "cases": sum(target["cases"] for target in targets.values()),

@@ -2,12 +2,15 @@
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 from tests.fuzz.harness import Fuzzer, workspace
 from tests.fuzz.targets import TARGETS
@@ -30,6 +33,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     whole = sum(TARGETS[name].share for name in args.only)
     begin, found = time.monotonic(), {}
     with workspace() as root:
+        os.environ["TIGON_CACHE"] = str(root / "cache")
         for name in args.only:
             target, then = TARGETS[name], time.monotonic()
             left = begin + args.seconds - then
@@ -75,7 +79,7 @@ def main() -> int:
     died = [job.returncode for job in jobs if job.returncode]
     targets = join([json.loads(output.splitlines()[-1]) for output in outputs if output])
     result = {
-        "command": f"python -m tests.fuzz --cases {args.cases} --jobs {args.jobs}",
+        "command": " ".join(["python -m tests.fuzz", *sys.argv[1:]]),
         "seed": args.seed,
         "python": platform.python_version(),
         "cases": sum(target["cases"] for target in targets.values()),

@@ -99,7 +99,7 @@ def generation_cases(files: Files) -> st.SearchStrategy[Case]:
 TARGETS = [
     Target(
         f"config of {model_type}",
-        1 / 2,
+        1 / 4,
         partial(write, model_type),
         config_cases(model_type),
         tigon.from_pretrained,
@@ -107,5 +107,7 @@ TARGETS = [
     for model_type in FAMILIES
 ]
 TARGETS += [
-    Target("generation_config", 1, partial(write, "llama"), generation_cases, tigon.from_pretrained)
+    Target(
+        "generation_config", 1 / 2, partial(write, "llama"), generation_cases, tigon.from_pretrained
+    )
 ]

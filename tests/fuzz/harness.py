@@ -175,7 +175,7 @@ class Fuzzer:
             self._restore(case)
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) << 10
         faults = [*watch.faults, *self._faults(error, case)]
-        faults += [f for w in said for f in _unfit(str(w.message))]
+        faults += [f for w in said for f in unfit(str(w.message))]
         if grown > MEMORY:
             faults.append(f"it took {grown >> 20} MiB")
         if faults:
@@ -193,7 +193,7 @@ class Fuzzer:
             yield f"no file is named: {text[:300]!a}"
         if SECRET.decode() in text:
             yield "the message has what another file holds"
-        yield from _unfit(text)
+        yield from unfit(text)
 
     def _put(self, case: Case) -> None:
         for name, content in case.items():
@@ -210,7 +210,7 @@ class Fuzzer:
         self._put({name: self.files.get(name) for name in case})
 
 
-def _unfit(text: str) -> Iterator[str]:
+def unfit(text: str) -> Iterator[str]:
     """Why the text should not be shown on a terminal."""
     if len(text) > LONGEST:
         yield f"a message of {len(text)} characters"

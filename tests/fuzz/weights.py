@@ -145,6 +145,6 @@ def index(draw: Any, files: Files) -> Case:
 
 
 TARGETS = [
-    Target("header", 4, single, single_cases, load),
+    Target("header", 8, single, single_cases, load),
     Target("index", 2, sharded, index, load),
 ]

@@ -126,8 +126,9 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    """To read; OSError for what is no file: a pipe or a device may never end."""
-    if path.exists() and not path.is_file():
+    """To read; OSError for what is no file: a pipe or a device may never end, and a link may lead
+    to a file of somebody else."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OSError(errno.EINVAL, "it is no file")
     return path.open("rb")
 

@@ -104,6 +104,13 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
     check_folder(source)
     model = _from_config(source / "config.json", dtype, "meta")
+    needed = 2 * sum(p.numel() for p in model.parameters())
+    held = sum(path.stat().st_size for path in source.glob("weights-*.safetensors"))
+    if needed > held:  # known before it is allocated
+        raise ValueError(
+            f"{escaped(source / 'config.json')} does not fit the checkpoint: a model of its sizes "
+            f"takes {needed} bytes at least, and the weights are {held}"
+        )
     generation = read_json(source / "generation_config.json")
     stacked = bool(checkpoint.facts(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)

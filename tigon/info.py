@@ -42,8 +42,10 @@ def describe(path: str, revision: str | None = None) -> Facts:
         return _of_run(checkpoint)
     with _headers(path, revision) as repository:
         source = read_json(repository.file("config.json"))
-        kind, problems = source.get("model_type"), []
-        model = stored = None
+        kind = source.get("model_type")
+        problems: list[str] = []
+        model: CausalLM | None = None
+        stored: Checkpoint | None = None
         try:
             model, stored = build(repository, MODELS)
         except ConnectionError:

@@ -46,6 +46,7 @@ BY_NAME = {"tigon.train.hooks"}
 OPTIONAL = {
     "datasets",
     "flash_attn",
+    "gguf",
     "lm_eval",
     "pyarrow",
     "tensorboard",

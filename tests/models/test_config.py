@@ -165,9 +165,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "relu2"}, r"hidden_act='relu2' is not one of silu, swish, gelu"),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"quantization_config \(gptq\): Tigon reads unquantised checkpoints; use the original",
+        r"quantised with GPTQ \(quant_method 'gptq'\), which Tigon does not read: use the model's",
     ),
-    "quantised somehow": ({"quantization_config": True}, r"quantization_config \(True\)"),
+    "quantised somehow": (
+        {"quantization_config": True},
+        r"quantization_config=True is not an object",
+    ),
     "sliding window": (
         {"sliding_window": 4096},
         r"sliding_window=4096 changes what the model computes, and LlamaConfig \(model_type",

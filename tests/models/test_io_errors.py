@@ -126,7 +126,7 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "quantised": (
         "single",
         configure(quantization_config={"quant_method": "awq"}),
-        r"single/config.json: quantization_config \(awq\): Tigon reads unquantised checkpoints",
+        r"single/config.json: quantization_config: the checkpoint is quantised with AWQ",
     ),
     "key that changes numbers": (
         "single",
@@ -194,7 +194,7 @@ def test_config_errors_come_before_the_weights_are_fetched(hub: Any) -> None:
     directory = hub.root / "lab" / "odd"
     reference("llama", {}, directory)
     configure(quantization_config={"quant_method": "awq"})(directory)
-    with pytest.raises(ValueError, match=r"lab/odd/config.json: quantization_config \(awq\)"):
+    with pytest.raises(ValueError, match=r"lab/odd/config.json: quantization_config: .* AWQ"):
         tigon.from_pretrained("lab/odd")
     assert not any("safetensors" in name for name in hub.heads | hub.gets)
 

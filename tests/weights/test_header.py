@@ -40,7 +40,7 @@ BAD = {
     "no entry": (build({"a": 3}, b""), "tensor 'a' is described by 3"),
     "no dtype": (build({"a": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "dtype None"),
     "dtype unknown": (build({"a": entry("F33", [2], 0, 8)}, bytes(8)), "unknown dtype 'F33'"),
-    "quantised": (build({"a": entry("F8_E4M3", [8], 0, 8)}, bytes(8)), "quantised checkpoint"),
+    "quantised": (build({"a": entry("F8_E8M0", [8], 0, 8)}, bytes(8)), "quantised checkpoint"),
     "negative size": (build({"a": entry("F32", [-2], 0, 8)}, bytes(8)), r"shape \[-2\]"),
     "fractional size": (build({"a": entry("F32", [2.0], 0, 8)}, bytes(8)), r"shape \[2.0\]"),
     "one offset": (build({"a": entry("F32", [2], 8)}, bytes(8)), r"data_offsets \[8\]"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Literal
 
-from tigon import strict
+import tigon.strict as strict
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.strict import setting

@@ -11,6 +11,7 @@ from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._quantised import read_quantisation
 from tigon.models._save import write_description
 from tigon.models._targets import Targets
 from tigon.models.causal_lm import CausalLM
@@ -28,9 +29,10 @@ def from_pretrained(
 ) -> CausalLM:
     """Load a Hugging Face checkpoint, with the class that its config.json names.
 
-    `path_or_repo` is a directory or a hub repository. Keywords: dtype ("auto" is the
-    checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
-    revision, subfolder, token, cache_dir, local_files_only. Raises when
+    `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
+    the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
+    gguf_file (the name of a GGUF file there, docs/formats.md), revision, subfolder, token,
+    cache_dir, local_files_only. Raises when
     a tensor is missing, unexpected or of another shape, and on any config that it would not
     follow exactly.
     """
@@ -52,6 +54,7 @@ __all__ = [
     "materialize",
     "misfits",
     "read_config",
+    "read_quantisation",
     "torch_dtype",
     "write_converted",
     "write_description",

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tigon import strict
-from tigon.json_file import escaped, shown
+from tigon.json_file import shown
 from tigon.kernels.gated_act import Activation
+from tigon.models._quantised import refusal
 from tigon.models._ranges import check_config
 from tigon.models._rope import FULL, SLIDING, read_rope, read_two_ropes, write_rope, write_two_ropes
 from tigon.strict import ConfigError
@@ -153,14 +154,8 @@ class Config:
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
         """Raises for another model type and for keys that this family would not follow."""
-        quantization = source.get("quantization_config")
-        if quantization is not None:
-            known = isinstance(quantization, dict) and "quant_method" in quantization
-            method = quantization["quant_method"] if known else quantization
-            raise ConfigError(
-                f"quantization_config ({escaped(method, 100)}): Tigon reads unquantised "
-                "checkpoints; use the original one or dequantise it first"
-            )
+        if source.get("quantization_config") is not None:
+            raise refusal(source["quantization_config"])
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ConfigError(f"model_type {shown(kind)} is not {cls.model_type!r}")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
@@ -18,9 +19,12 @@ from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
+from tigon.models._gguf import GGUFModel
 from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
-from tigon.weights import Checkpoint, Repository, load_into
+from tigon.models._quantised import KEY as QUANTISATION
+from tigon.models._quantised import read_quantisation
+from tigon.weights import GGUF, Checkpoint, Decoded, Repository, load_into
 
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,6 +39,7 @@ class LoadOptions(TypedDict, total=False):
     dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
     device: torch.device | str
     attention: Backend  # docs/attention.md
+    gguf_file: str | None  # of the directory or repository, in place of its config and weights
     revision: str | None
     subfolder: str
     token: str | bool | None
@@ -49,12 +54,16 @@ def from_pretrained(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
+    gguf_file: str | None = None,
     **source: Any,
 ) -> M:
     """The model of `models` that config.json's model_type names, in evaluation mode."""
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
+    path = Path(path_or_repo).expanduser()
+    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
+        path_or_repo, gguf_file = path.parent, path.name
     repository = Repository(path_or_repo, **source)
-    model, checkpoint = build(repository, models, dtype=dtype)
+    model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
     model.use_attention(attention)
     materialize(model, torch.device(device))
     load_weights(model, checkpoint)
@@ -66,14 +75,15 @@ def build(
     models: Mapping[str, type[M]],
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
+    gguf_file: str | None = None,
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
     """
-    cls, config = read_config(repository, models)
-    with _named(f"{repository.name}/config.json"):
-        checkpoint = Checkpoint.open(repository)  # may download: after all that needs no weights
+    file, cls, config, open_checkpoint = _describe(repository, models, gguf_file)
+    with _named(file):
+        checkpoint = open_checkpoint()  # may download: after all that needs no weights
         _check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
         if dtype == "auto":
@@ -92,16 +102,54 @@ def build(
     return model, checkpoint
 
 
-def read_config(repository: Repository, models: Mapping[str, type[M]]) -> tuple[type[M], Config]:
+def read_config(
+    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
+) -> tuple[type[M], Config]:
     """The class of the repository's model and its config.json; no weights are looked at."""
+    return _describe(repository, models, gguf_file)[1:3]
+
+
+def _describe(
+    repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
+) -> tuple[str, type[M], Config, Callable[[], Checkpoint]]:
+    """What describes the model, for messages; what it is; and what opens its checkpoint."""
+    if gguf_file is not None:
+        file = escaped(f"{repository.name}/{gguf_file}")
+        gguf = GGUF.open(repository.file(gguf_file))
+        with _named(file):
+            model = GGUFModel(gguf)
+            cls = _class_of(model.config, models)
+            config = cls.config_class.from_dict(model.config)
+            return file, cls, config, lambda: model.checkpoint(file)
+    file = f"{repository.name}/config.json"
     # Models of other families have infinities; what is read here is checked key by key
-    source = read_json(repository.file("config.json"), nan=True)
-    with _named(f"{repository.name}/config.json"):
-        source = _text_config(source)
-        kind = source.get("model_type")
-        if not isinstance(kind, str) or kind not in models:
-            raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
-        return models[kind], models[kind].config_class.from_dict(source)
+    whole = read_json(_config_file(repository), nan=True)
+    with _named(file):
+        source = _text_config(whole)
+        cls = _class_of(source, models)
+        scales = read_quantisation(whole)
+        source = {key: value for key, value in source.items() if key != QUANTISATION}
+        config = cls.config_class.from_dict(source)
+        return file, cls, config, lambda: Checkpoint.open(repository, scales)
+
+
+def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in models:
+        raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
+    return models[kind]
+
+
+def _config_file(repository: Repository) -> Path:
+    try:
+        return repository.file("config.json")
+    except FileNotFoundError as error:
+        ggufs = [name for name in repository.listing() if name.endswith(".gguf")]
+        if not ggufs:
+            raise
+        raise FileNotFoundError(
+            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}"
+        ) from error
 
 
 @contextmanager
@@ -245,7 +293,8 @@ def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
             return torch_dtype(config.dtype)
         except ConfigError as error:
             raise ConfigError(f"{error}; pass dtype=") from None
-    floating = (i.dtype for i in checkpoint.tensors.values() if i.dtype.is_floating_point)
+    plain = (i for i in checkpoint.tensors.values() if not isinstance(i, Decoded))
+    floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
 
 

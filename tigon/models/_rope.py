@@ -63,7 +63,7 @@ def read_rope(
     for name, value in rope.items():
         if name in hints:
             check(name, value, hints[name])
-    check_values(rope, ROPE_RANGES)
+    check_values({name: value for name, value in rope.items() if name in hints}, ROPE_RANGES)
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
     missing = [k for k in ROPE_KEYS[kind] if rope.get(k) is None]

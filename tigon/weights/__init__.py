@@ -3,9 +3,13 @@
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.converted import Stored, converted
+from tigon.weights.decoded import Decoded
 from tigon.weights.directory import fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
+from tigon.weights.fp8 import BlockScales
+from tigon.weights.ggml import GGMLTensor
+from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
@@ -14,9 +18,13 @@ from tigon.weights.staging import as_bytes
 from tigon.weights.writer import Entry, Piece, write_checkpoint
 
 __all__ = [
+    "GGUF",
+    "BlockScales",
     "Checkpoint",
+    "Decoded",
     "DiskFull",
     "Entry",
+    "GGMLTensor",
     "Layout",
     "Part",
     "Piece",

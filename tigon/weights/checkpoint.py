@@ -8,28 +8,34 @@ from torch import Tensor
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, read_json, shown
+from tigon.weights.decoded import Decoded
+from tigon.weights.fp8 import BlockScales, decode_fp8
 from tigon.weights.header import MAX_HEADER, TensorInfo, read_header
 from tigon.weights.reading import Reader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+DECODED = 8 << 20  # bytes of values that a thread decodes at a time
 OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
 class Checkpoint:
     """The validated headers of all files of a checkpoint; no tensor is read yet."""
 
-    def __init__(self, name: str, tensors: dict[str, TensorInfo]) -> None:
+    def __init__(self, name: str, tensors: dict[str, TensorInfo | Decoded]) -> None:
         self.name = name
         self.tensors = tensors
 
     @classmethod
-    def open(cls, repository: Repository) -> "Checkpoint":
-        """Finds (and fetches) the repository's model.safetensors, or its index and all shards."""
+    def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":
+        """Finds (and fetches) the repository's model.safetensors, or its index and all shards.
+
+        `scales` is what config.json says of fp8 tensors, which without it cannot be read.
+        """
         single = repository.optional_file(SINGLE)
         if single is not None:
-            return cls(repository.name, read_header(single))
+            return cls(repository.name, decode_fp8(read_header(single), scales))
         index = repository.optional_file(INDEX)
         if index is None:
             raise FileNotFoundError(_no_weights(repository))
@@ -44,7 +50,7 @@ class Checkpoint:
 
         with ThreadPoolExecutor(8) as pool:
             paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
-        return cls(repository.name, _merge(index, weight_map, paths))
+        return cls(repository.name, decode_fp8(_merge(index, weight_map, paths), scales))
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""
@@ -67,11 +73,19 @@ class Checkpoint:
             read_rows(reader, info, out.detach(), row)
 
 
-def read_rows(reader: Reader, info: TensorInfo, out: Tensor, row: int) -> None:
+def read_rows(reader: Reader, info: TensorInfo | Decoded, out: Tensor, row: int) -> None:
     """Fills `out` with as many rows of the tensor from `row` on."""
-    row_bytes = info.nbytes // info.shape[0] if row else 0
+    row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
     with torch.no_grad():
-        reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
+        if isinstance(info, TensorInfo):
+            reader.read(info.path, info.offset + row * row_bytes, info.dtype, out)
+            return
+        step = max(1, DECODED // max(1, row_bytes * info.unit)) * info.unit
+        end = row + len(out)
+        while row < end:
+            stop = min(end, (row // step + 1) * step)  # all but the ends begin at whole units
+            out[: stop - row].copy_(info.rows(reader, row, stop - row))
+            out, row = out[stop - row :], stop
 
 
 def _no_weights(repository: Repository) -> str:

@@ -18,6 +18,8 @@ DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I16": torch.int16,
     "U16": torch.uint16,
     "F16": torch.float16,

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tigon.weights.checkpoint import Checkpoint, read_rows
+from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, Part, fills
 from tigon.weights.reading import Reader
@@ -69,7 +70,7 @@ def load_into(
 
 @dataclass(frozen=True)
 class _Read:
-    info: TensorInfo
+    info: TensorInfo | Decoded
     row: int
     out: Tensor
 
@@ -108,7 +109,7 @@ def own_slices(
 
 
 def _reads(
-    info: TensorInfo, part: Part, parameter: Tensor, local: Tensor, first: int
+    info: TensorInfo | Decoded, part: Part, parameter: Tensor, local: Tensor, first: int
 ) -> Iterator[_Read]:
     """The part's rows that this rank owns, in pieces of at most CHUNK bytes."""
     step = max(1, CHUNK // max(1, info.nbytes // (part.shape[0] if part.shape else 1)))

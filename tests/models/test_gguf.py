@@ -1,0 +1,376 @@
+"""GGUF files: the model that was converted, bit for bit what its blocks say; bad files by name."""
+
+import json
+import random
+import re
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import tigon
+from tests.hub_server import hub
+from tests.models.gguf_files import write_gguf
+from tests.models.test_io import same
+from tests.models.tiny import (
+    CASES,
+    EXPERTS,
+    LLAMA3,
+    SHARED,
+    WINDOW,
+    YARN,
+    load_reference,
+    reference,
+)
+from tigon.models import read_config
+from tigon.models._gguf import FAMILIES, GGUFModel
+from tigon.weights import GGUF, Repository
+from tigon.weights.ggml import block_of
+from tigon.weights.gguf_file import MOST_ITEMS
+from tigon.weights.reading import Reader
+
+__all__ = ["hub"]
+IDS = torch.arange(40).view(2, 20)
+SCALE = {"query_pre_attn_scalar": 20}  # the heads' size, as in llama.cpp's code
+GEMMA3 = CASES["gemma3_text"]["two ropes"] | SCALE
+# What llama.cpp's code has: five of six layers slide, with a theta of 10,000
+GEMMA3 |= {
+    "num_hidden_layers": 6,
+    "layer_types": None,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+    },
+}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", {"rms_norm_eps": 1e-6}, "Llama"),
+    "one kv head": ("llama", {"num_key_value_heads": 1}, "Llama"),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, "Llama"),
+    "tied": ("llama", {"tie_word_embeddings": True, "pad_token_id": 3}, "Llama"),
+    "llama 3's rope": (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}},
+        "Llama",
+    ),
+    "another rope": ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.5}}, "Llama"),
+    "linear": (
+        "llama",
+        {"rope_parameters": CASES["llama"]["rope linear"]["rope_parameters"]},
+        "Llama",
+    ),
+    "mistral": ("mistral", {"sliding_window": None}, "Llama"),
+    "mixtral": ("mixtral", {"num_local_experts": 4}, "Mixtral"),
+    "qwen2": ("qwen2", {}, "Qwen2"),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": YARN}, "Qwen2"),
+    "qwen2_moe": ("qwen2_moe", SHARED, "Qwen2Moe"),
+    "qwen2_moe, no bias": ("qwen2_moe", SHARED | {"qkv_bias": False}, "Qwen2Moe"),
+    "qwen3": ("qwen3", {}, "Qwen3"),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}, "Qwen3Moe"),
+    "gemma": ("gemma", {}, "Gemma"),
+    "gemma2": ("gemma2", WINDOW | SCALE | {"final_logit_softcapping": 3.0}, "Gemma2"),
+    "gemma3": ("gemma3_text", GEMMA3, "Gemma3"),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted model of one layer."""
+    directory = tmp_path_factory.mktemp("gguf")
+    reference("llama", {"num_hidden_layers": 1}, directory)
+    write_gguf(directory, directory / "model.gguf", **{"string:general.name": "small"})
+    return directory
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_model_that_was_converted(case: str, tmp_path: Path) -> None:
+    model_type, sizes, name = MODELS[case]
+    theirs = reference(model_type, sizes, tmp_path)
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    ours = tigon.from_pretrained(tmp_path / "model.gguf")
+    assert type(ours).__name__ == name and ours.dtype == torch.float32
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+        assert (ours(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    written = load_file(tmp_path / "model.safetensors")
+    ours.save_pretrained(tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    if not name.startswith("Gemma"):  # 1 was added to norms, which rounds them
+        assert same(exported, written)
+    again = load_reference(tmp_path / "out")
+    with torch.no_grad():
+        assert (again(IDS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+# Rows of a multiple of 256, which most types have blocks of
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
+KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_package(kind: str, tmp_path: Path) -> None:
+    reference("llama", WIDE | {"num_hidden_layers": 1}, tmp_path)
+    held = write_gguf(tmp_path, tmp_path / "m.gguf", Kind[kind])
+    for dtype in torch.float32, torch.bfloat16:
+        ours = tigon.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=dtype).state_dict()
+        qkv, gate_up = (
+            ours[f"model.layers.0.{name}.weight"]
+            for name in ("self_attn.qkv_proj", "mlp.gate_up_proj")
+        )
+        q, k = (  # neighbours to halves
+            held[f"blk.0.attn_{name}.weight"].view(-1, 16, 2, 256).transpose(1, 2).reshape(-1, 256)
+            for name in "qk"
+        )
+        assert torch.equal(qkv, torch.cat([q, k, held["blk.0.attn_v.weight"]]).to(dtype))
+        parts = [held[f"blk.0.ffn_{name}.weight"] for name in ("gate", "up")]
+        assert torch.equal(gate_up, torch.cat(parts).to(dtype))
+        assert torch.equal(ours["lm_head.weight"], held["output.weight"].to(dtype))
+    auto = {"F16": torch.float16}.get(kind, torch.bfloat16)
+    assert tigon.from_pretrained(tmp_path / "m.gguf").dtype == auto
+
+
+PEERS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("case", PEERS)
+def test_weights_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model_type, sizes, _ = MODELS[case]
+    # It splits experts of these sizes only
+    even = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
+    even |= {"moe_intermediate_size": 32} if "moe" in model_type else {}
+    even |= {"shared_expert_intermediate_size": 32} if model_type == "qwen2_moe" else {}
+    reference(model_type, sizes | even, tmp_path)
+    write_gguf(tmp_path, tmp_path / "m.gguf", Kind.Q8_0)
+    # It forgets some sizes in the metadata, such as the heads'
+    config = AutoConfig.from_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", config=config, dtype=torch.float32
+    )
+    ours = tigon.from_pretrained(tmp_path / "m.gguf", dtype=torch.float32)
+    ours.save_pretrained(tmp_path / "out")
+    again = load_reference(tmp_path / "out")
+    assert same(again.state_dict(), theirs.state_dict())
+
+
+def test_any_range_of_rows_of_turned_heads(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "attention_bias": True, "num_attention_heads": 8}
+    sizes |= {"intermediate_size": 96}  # blocks have 32 values
+    reference("llama", sizes, tmp_path)
+    write_gguf(tmp_path, tmp_path / "m.gguf", Kind.Q8_0)
+    tensors = GGUFModel(GGUF.open(tmp_path / "m.gguf")).checkpoint("m").tensors
+    for name in "weight", "bias":
+        info = tensors[f"model.layers.0.self_attn.k_proj.{name}"]
+        assert info.unit == 20
+        with Reader() as reader:
+            whole = info.rows(reader, 0, 40)
+            for first in range(0, 40, 3):
+                for end in range(first, 41, 5):
+                    assert torch.equal(info.rows(reader, first, end - first), whole[first:end])
+
+
+def test_the_header_is_what_the_package_reads(small: Path) -> None:
+    ours, theirs = GGUF.open(small / "model.gguf"), GGUFReader(small / "model.gguf")
+    assert {
+        t.name: (t.tensor_type, tuple(t.shape.tolist())[::-1], t.data_offset, t.n_bytes)
+        for t in theirs.tensors
+    } == ours.tensors
+    fields = {key: field.contents() for key, field in theirs.fields.items() if "GGUF." not in key}
+    for key, value in ours.metadata.items():
+        expected = fields.pop(key)
+        assert torch.tensor(value) == expected if type(value) is float else value == expected
+    assert not fields
+
+
+def test_a_config_without_guesses(tmp_path: Path) -> None:
+    sizes = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}
+    reference("llama", sizes | {"rms_norm_eps": 1e-5}, tmp_path)
+    more = {
+        "uint32:tokenizer.ggml.eot_token_id": 7,
+        "array:tokenizer.ggml.tokens": [f"<{i}>" for i in range(211)],
+    }
+    write_gguf(tmp_path, tmp_path / "m.gguf", Kind.BF16, **more)
+    cls, config = read_config(Repository(tmp_path), {"llama": tigon.Llama}, "m.gguf")
+    original = json.loads((tmp_path / "config.json").read_text())
+    assert cls is tigon.Llama
+    assert config.rope_parameters == original["rope_parameters"]
+    assert (config.rms_norm_eps, config.eos_token_id, config.dtype) == (1e-5, [2, 7], "bfloat16")
+
+
+def test_from_the_hub(hub: Any) -> None:
+    directory = hub.root / "lab" / "model-GGUF"
+    reference("llama", {"num_hidden_layers": 1}, directory)
+    write_gguf(directory, directory / "m-Q8_0.gguf")
+    (directory / "model.safetensors").unlink()
+    (directory / "config.json").unlink()
+    model = tigon.from_pretrained("lab/model-GGUF", gguf_file="m-Q8_0.gguf")
+    assert isinstance(model, tigon.Llama)
+    with pytest.raises(FileNotFoundError, match=r"pass its name, gguf_file='m-Q8_0\.gguf'"):
+        tigon.from_pretrained("lab/model-GGUF")
+
+
+def test_without_the_package(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    block_of.cache_clear()
+    with pytest.raises(ImportError, match=re.escape("pip install 'tigon[gguf]'")):
+        tigon.from_pretrained(small / "model.gguf")
+
+
+def changed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(content: bytes) -> bytes:
+        assert content.count(old) == 1
+        return content.replace(old, new)
+
+    return change
+
+
+def value(key: str, old: str, new: bytes) -> Callable[[bytes], bytes]:
+    """In place of a value of the metadata, whose type has that struct form."""
+
+    def change(content: bytes) -> bytes:
+        at = content.index(key.encode()) + len(key) + 4
+        return content[:at] + new + content[at + struct.calcsize(f"<{old}") :]
+
+    return change
+
+
+def counts(tensors: int, values: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:8] + struct.pack("<QQ", tensors, values) + content[24:]
+
+
+NORM = b"output_norm.weight" + struct.pack("<I", 1)
+BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda _: b"", "truncated"),
+    "no GGUF": (changed(b"GGUF", b"GGML"), "this is no GGUF file"),
+    "old": (lambda c: c[:4] + struct.pack("<I", 1) + c[8:], "GGUF version 1 is not read"),
+    "big-endian": (lambda c: c[:4] + struct.pack(">I", 3) + c[8:], "for another byte order"),
+    "cut": (lambda c: c[:-1], r"truncated: tensor .* ends at byte \d+ and the file has \d+"),
+    "header cut": (lambda c: c[:200], "truncated: the header goes on to byte"),
+    "many tensors": (counts(1 << 60, 3), "announces 1152921504606846976 tensors"),
+    "many values": (counts(3, 1 << 63), "announces 9223372036854775808 metadata values"),
+    "long name": (
+        lambda c: c[:24] + struct.pack("<Q", 1 << 62) + c[32:],
+        "announces 4611686018427387904 bytes for the name of a metadata value",
+    ),
+    "same value twice": (
+        changed(b"tokenizer.ggml.eos", b"tokenizer.ggml.bos"),
+        "its metadata has 'tokenizer.ggml.bos_token_id' twice",
+    ),
+    "unknown kind": (
+        changed(NORM + struct.pack("<QI", 96, 0), NORM + struct.pack("<QI", 96, 77)),
+        "77",
+    ),
+    "unread kind": (
+        changed(NORM + struct.pack("<QI", 96, 0), NORM + struct.pack("<QI", 96, 26)),
+        "tensor 'output_norm.weight': ggml's type 26 is not read",
+    ),
+    "vast": (
+        changed(NORM + struct.pack("<Q", 96), NORM + struct.pack("<Q", 1 << 63)),
+        "truncated: tensor 'output_norm.weight'",
+    ),
+    "dimensions": (
+        changed(b"output_norm.weight" + struct.pack("<I", 1), b"output_norm.weight" + b"\xff" * 4),
+        "tensor 'output_norm.weight' has 4294967295 dimensions",
+    ),
+    "architecture": (
+        changed(b"\5\0\0\0\0\0\0\0llama", b"\5\0\0\0\0\0\0\0mamba"),
+        "'mamba' is not read",
+    ),
+    "no size": (
+        value("llama.embedding_length", "I", bytes(4)),
+        "llama.embedding_length=0 is not a",
+    ),
+    "heads": (value("llama.attention.head_count", "I", b"\4\0\0\0"), "does not fit Llama"),
+    "layers": (
+        value("llama.block_count", "I", b"\xff" * 4),
+        "num_hidden_layers=4294967295 must be at most",
+    ),
+    "epsilon": (
+        value("llama.attention.layer_norm_rms_epsilon", "f", struct.pack("<f", torch.nan)),
+        "rms_norm_eps=nan must be at least 0",
+    ),
+    "theta": (
+        value("llama.rope.freq_base", "f", struct.pack("<f", -1)),
+        "rope.freq_base=-1.0 is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_refused(case: str, small: Path, tmp_path: Path) -> None:
+    change, message = BAD[case]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(change((small / "model.gguf").read_bytes()))
+    with pytest.raises(ValueError, match=message) as error:
+        tigon.from_pretrained(path)
+    assert str(path) in str(error.value)
+
+
+def test_values_that_may_change_numbers_are_refused(tmp_path: Path) -> None:
+    reference("llama", {"num_hidden_layers": 1}, tmp_path)
+    bad: dict[str, tuple[Any, str]] = {
+        "float32:llama.attention.scale": (0.5, r"llama.attention.scale=0.5"),
+        "bool:llama.attention.causal": (False, "attention.causal is false"),
+        "string:llama.rope.scaling.type": ("longrope", "rope.scaling.type='longrope' is not none"),
+        "uint16:split.count": (3, "split.count=3: a file in parts is not read; join them"),
+        "string:general.type": ("adapter", "general.type='adapter' is not a model"),
+        "array:llama.attention.head_count": ([6, 4], r"head_count=\[6, 4\] is not a size of at l"),
+        "uint32:llama.expert_count": (8, "the metadata lack llama.expert_used_count"),
+    }
+    for i, (key, (given, message)) in enumerate(bad.items()):
+        write_gguf(tmp_path, tmp_path / f"{i}.gguf", **{key: given})
+        with pytest.raises(ValueError, match=message) as error:
+            tigon.from_pretrained(tmp_path / f"{i}.gguf")
+        assert f"{i}.gguf" in str(error.value)
+
+
+def test_sizes_that_are_given_for_each_layer(tmp_path: Path) -> None:
+    reference("llama", {"num_hidden_layers": 2}, tmp_path)
+    more = {"array:llama.attention.head_count": [6, 6]}
+    write_gguf(tmp_path, tmp_path / "m.gguf", **more)
+    assert tigon.from_pretrained(tmp_path / "m.gguf").config.num_attention_heads == 6
+
+
+def test_every_truncation_and_flipped_byte_is_one_clean_error(small: Path, tmp_path: Path) -> None:
+    content = (small / "model.gguf").read_bytes()
+    header = min(t.offset for t in GGUF.open(small / "model.gguf").tensors.values())
+    path = tmp_path / "bad.gguf"
+    chance = random.Random(0)
+    for length in range(0, header, 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"bad\.gguf"):
+            GGUF.open(path)
+    for _ in range(150):
+        damaged = bytearray(content)
+        for _ in range(chance.choice((1, 1, 3))):
+            damaged[chance.randrange(header)] = chance.choice(
+                (0, 1, 127, 255, chance.randrange(256))
+            )
+        path.write_bytes(damaged)
+        try:
+            tigon.from_pretrained(path)
+        except ValueError as error:
+            assert "bad.gguf" in str(error)
+
+
+def test_arrays_are_bounded(tmp_path: Path) -> None:
+    string = struct.pack("<Q", 1) + b"a" + struct.pack("<II", 9, 8)
+    for count in MOST_ITEMS + 1, 1 << 62:
+        path = tmp_path / "many.gguf"
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string + struct.pack("<Q", count))
+        with pytest.raises(ValueError, match=f"announces {count} items of a"):
+            GGUF.open(path)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + string + struct.pack("<Q", 9))
+    with pytest.raises(ValueError, match="truncated"):
+        GGUF.open(path)
+
+
+def test_the_architectures_are_ours() -> None:
+    models = {f.model_type for f in FAMILIES.values()}
+    assert models <= tigon.models.MODELS.keys()

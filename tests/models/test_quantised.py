@@ -1,0 +1,160 @@
+"""Models from block-scaled fp8 checkpoints, as transformers reads them; other formats by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.utils.quantization_config import QuantizationMethod
+
+import tigon
+from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
+from tests.models.test_io import same, tensors
+from tests.models.tiny import reference
+from tigon.info import describe
+from tigon.models._config import ConfigError
+from tigon.models._quantised import REFUSED, read_quantisation
+from tigon.weights import BlockScales
+
+# Sizes that blocks of 32 x 16 divide, as transformers asks for
+EVEN = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+EXPERTS = {**EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
+    "blocks": ("qwen3", EVEN, True, (32, 16), DYNAMIC),
+    "biases, packed": ("qwen2", EVEN, True, (32, 16), DYNAMIC),
+    "tied": ("llama", EVEN | {"tie_word_embeddings": True}, True, (32, 16), DYNAMIC),
+    "one scale a matrix": ("ministral3", EVEN, True, None, STATIC),
+    "experts apart": ("qwen3_moe", EXPERTS, True, (32, 16), DYNAMIC),
+    "experts stacked": ("qwen3_moe", EXPERTS, False, (32, 16), DYNAMIC),
+    "stored packed": ("phi3", EVEN | {"pad_token_id": None}, True, (32, 16), DYNAMIC),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_as_transformers_dequantises(case: str, tmp_path: Path) -> None:
+    model_type, sizes, apart, block, settings = MODELS[case]
+    source, target = tmp_path / "source", tmp_path / "target"
+    reference(model_type, sizes, source, dtype=torch.bfloat16, save_original_format=apart)
+    meant = to_fp8(source, block, settings)
+    ours = tigon.from_pretrained(source)
+    assert ours.dtype == torch.bfloat16
+    ours.save_pretrained(target)
+    assert same(tensors(target), meant)
+    written = json.loads((target / "config.json").read_text())
+    assert "quantization_config" not in written
+
+    if case == "experts stacked":  # transformers' own dequantisation does not know this form
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+    )
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert same(again.state_dict(), theirs.state_dict())
+
+
+def test_blocks_that_divide_nothing(tmp_path: Path) -> None:
+    reference("qwen3_moe", EXPERTS | {"hidden_size": 72}, tmp_path, dtype=torch.bfloat16)
+    meant = to_fp8(tmp_path, (40, 56), DYNAMIC, torch.bfloat16)
+    tigon.from_pretrained(tmp_path).save_pretrained(tmp_path / "out")
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), meant)
+
+
+def test_info_knows_the_format(tmp_path: Path) -> None:
+    reference("qwen3", EVEN, tmp_path, dtype=torch.bfloat16)
+    to_fp8(tmp_path, (32, 16), DYNAMIC)
+    facts = describe(str(tmp_path))
+    assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
+    assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
+    )
+    assert "quantised with AWQ" in describe(str(tmp_path))["loads"]
+
+
+def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
+    reference("llama", EVEN, tmp_path, dtype=torch.float32)
+    meant = to_fp8(tmp_path, (32, 16), DYNAMIC)
+    name = "model.layers.1.mlp.down_proj.weight"
+    exact = tigon.from_pretrained(tmp_path, dtype=torch.float32).state_dict()[name]
+    assert not torch.equal(exact, exact.bfloat16().float())
+    assert torch.equal(exact.bfloat16(), meant[name])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tigon.from_pretrained(tmp_path).dtype == torch.float32  # its plain tensors are
+
+
+def test_a_multimodal_config_has_it_at_its_top(tmp_path: Path) -> None:
+    reference("ministral3", EVEN, tmp_path, dtype=torch.bfloat16)
+    to_fp8(tmp_path, None, STATIC)
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())
+    settings = text.pop("quantization_config")
+    whole = {"model_type": "mistral3", "text_config": text, "tie_word_embeddings": False}
+    path.write_text(json.dumps(whole | {"quantization_config": settings}))
+    assert isinstance(tigon.from_pretrained(tmp_path), tigon.Ministral3)
+    path.write_text(json.dumps(whole | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(ConfigError, match="AWQ"):
+        tigon.from_pretrained(tmp_path)
+
+
+def test_every_format_of_transformers_has_a_name_here() -> None:
+    assert {method.value for method in QuantizationMethod} - {"fp8"} <= REFUSED.keys()
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_other_formats_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_quantisation({"quantization_config": {"quant_method": method, "bits": 4}})
+    assert f"quantised with {REFUSED[method][0]}" in str(error.value)
+    assert "use the model's unquantised repository" in str(error.value)
+
+
+FP8 = {"quant_method": "fp8"}
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown": ({"quant_method": "zip"}, "the quant_method 'zip' is not known"),
+    "no method": ({}, "the quant_method None is not known"),
+    "unhashable": ({"quant_method": ["awq"]}, r"the quant_method \['awq'\] is not known"),
+    "no object": (True, "quantization_config=True is not an object with a quant_method"),
+    "4 bits": ({"load_in_4bit": True}, r"quantised with bitsandbytes \(4 bits\)"),
+    "8 bits": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"bitsandbytes \(8 bits\)"),
+    "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not read"),
+    "number form": (FP8 | {"fmt": "e3m4"}, "fmt='e3m4' is not read; what is: e4m3, e5m2"),
+    "unhashable form": (FP8 | {"fmt": {}}, "fmt={} is not read"),
+    "one size": (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\] is not two sizes"),
+    "no size": (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\] is not two"),
+    "a text": (FP8 | {"weight_block_size": "128"}, "weight_block_size='128' is not a list of whol"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_are_refused(case: str) -> None:
+    given, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
+        read_quantisation({"quantization_config": given})
+
+
+def test_published_settings_are_read_and_unknown_ones_said() -> None:
+    qwen3 = DYNAMIC | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    assert read_quantisation({"quantization_config": qwen3}) == BlockScales((128, 128))
+    assert read_quantisation({"quantization_config": STATIC}) == BlockScales(None)
+    assert read_quantisation({"quantization_config": FP8}) == BlockScales((128, 128))
+    assert read_quantisation({"text_config": {"quantization_config": FP8}}) == BlockScales()
+    assert read_quantisation({"quantization_config": None, "text_config": 3}) is None
+    with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
+        read_quantisation({"quantization_config": FP8 | {"colour": 3}})
+
+
+def test_a_new_model_is_not_quantised() -> None:
+    with pytest.raises(ConfigError, match=r"\(fp8\) says how weights are stored, .* leave it out"):
+        tigon.Llama.from_config({"model_type": "llama", "quantization_config": FP8})

@@ -26,6 +26,7 @@ PACKAGES = (
     "data",
     "eval",
     "generation",
+    "hub",
     "kernels",
     "layers",
     "models",

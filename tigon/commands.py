@@ -196,8 +196,9 @@ def info(args: Namespace) -> int:
         for kind, choice in survey(where).items():
             print(f"  {kind:<20}{choice.name} ({choice.why})")
         return 0
+    facts = describe(args.model, args.revision)
     print(args.model)
-    for name, value in describe(args.model, args.revision).items():
+    for name, value in facts.items():
         print(f"  {name:<14}{escaped(value, 4000)}")
     return 0
 

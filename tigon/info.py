@@ -33,17 +33,22 @@ SIZES = {
 
 
 def describe(path: str, revision: str | None = None) -> Facts:
-    """Of a local directory, a run (its newest checkpoint), a checkpoint, or a hub repository.
+    """Of a directory, a run (its newest checkpoint), a checkpoint, a .gguf file, a hub repository.
 
     A model that would not load is described all the same, and why is the value of "loads".
     Raises OSError or ValueError only where there is no config.json that can be read.
     """
     if checkpoint := find_checkpoint(path):
         return _of_run(checkpoint)
+    file = Path(path).expanduser()
+    if file.suffix == ".gguf" and file.is_file():
+        return _of_gguf(file)
     with _headers(path, revision) as repository:
         source = read_json(repository.file("config.json"))
-        kind, problems = source.get("model_type"), []
-        model = stored = None
+        kind = source.get("model_type")
+        problems: list[str] = []
+        model: CausalLM | None = None
+        stored: Checkpoint | None = None
         try:
             model, stored = build(repository, MODELS)
         except ConnectionError:
@@ -153,6 +158,14 @@ def _of_files(tensors: Sequence[TensorInfo]) -> Facts:
         "files": f"{files} of weights, {sum(size.values()):,} bytes",
         "tensors": "; ".join(kinds) or "none",
     }
+
+
+def _of_gguf(file: Path) -> Facts:
+    """Raises ValueError for one that would not load."""
+    model, stored = build(Repository(file.parent), MODELS, gguf_file=file.name)
+    problems = _unfit(model, stored)
+    size = f"1 of weights, {file.stat().st_size:,} bytes"
+    return _of_model(model) | {"files": size, "loads": _loading(model, stored, problems)}
 
 
 def _of_run(checkpoint: Path) -> Facts:

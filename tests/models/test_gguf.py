@@ -30,6 +30,7 @@ from tests.models.tiny import (
     load_reference,
     reference,
 )
+from tigon.info import describe
 from tigon.models import read_config
 from tigon.models._gguf import FAMILIES, GGUFModel
 from tigon.weights import GGUF, Repository
@@ -173,6 +174,14 @@ def test_any_range_of_rows_of_turned_heads(tmp_path: Path) -> None:
             for first in range(0, 40, 3):
                 for end in range(first, 41, 5):
                     assert torch.equal(info.rows(reader, first, end - first), whole[first:end])
+
+
+def test_info(small: Path) -> None:
+    file = small / "model.gguf"
+    model, facts = tigon.from_pretrained(file), describe(str(file))
+    assert facts["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
+    assert facts["files"] == f"1 of weights, {file.stat().st_size:,} bytes"
+    assert facts["loads"].startswith(f"as tigon.{type(model).__name__} in float32, ")
 
 
 def test_the_header_is_what_the_package_reads(small: Path) -> None:

@@ -72,7 +72,7 @@ def test_info_knows_the_format(tmp_path: Path) -> None:
     reference("qwen3", EVEN, tmp_path, dtype=torch.bfloat16)
     to_fp8(tmp_path, (32, 16), DYNAMIC)
     facts = describe(str(tmp_path))
-    assert facts["quantised"] == "'fp8'" and "float8_e4m3fn" in facts["tensors"]
+    assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
     assert facts["loads"].startswith("as tigon.Qwen3 in bfloat16")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(

@@ -1,10 +1,10 @@
 """Exports to the hub, with a model card of the run that they are from."""
 
 import math
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tigon import __version__
 from tigon.hub import Destination, Metadata, has_token, is_own_file, write_card
 from tigon.hub.card import CARD, plain, usage
 from tigon.hub.upload import exported_files
@@ -67,7 +67,7 @@ def _card(folder: Path, to: Destination) -> str:
     if is_own_file(folder, CARD):
         return read_bytes(folder / CARD, MOST_CARD).decode(errors="replace")
     if run := run_of(folder):
-        return run_card(run, folder, to.name, __version__, to.has)
+        return run_card(run, folder, to.name, _version(), to.has)
     config = read_json(folder / "config.json")
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     count = sum(math.prod(info.shape) for header in headers for info in header.values())
@@ -77,3 +77,10 @@ def _card(folder: Path, to: Destination) -> str:
         Metadata(tags=[kind] if isinstance(kind, str) else []),
         [f"# {plain(to.name.split('/')[-1])}", about, usage(to.name)],
     )
+
+
+def _version() -> str:
+    try:
+        return version("tigon")
+    except PackageNotFoundError:  # a source tree that was not installed
+        return "from source"

@@ -277,7 +277,7 @@ OPTIONS = (
     ("--repeats", {"type": int, "default": 5}),
     ("--directory", {"type": Path, "help": "for the checkpoints; default: the system's"}),
 )
-MORE = {"options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
+MORE = {"document": "docs/weights.md", "options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
 BENCH = Bench("checkpoint", __doc__, run, show, tuple(CASES), **MORE)
 
 if __name__ == "__main__":

@@ -148,15 +148,16 @@ def counted_reads() -> list[int]:
 def measured(load: Callable[[], nn.Module], device: str) -> dict[str, Any]:
     watch = os.environ.get("WATCH_MEMORY") == "1"
     with Memory() if watch else nullcontext() as memory:
-        began = time.perf_counter()
+        before, began = time.process_time(), time.perf_counter()
         model = load()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - before
     began = time.perf_counter()
     checksum = sum(map(bits, model.parameters())) % 2**64
     found = {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "sum_seconds": time.perf_counter() - began,
         "bits": checksum,
         "bytes": sum(p.numel() * p.itemsize for p in model.parameters()),

@@ -15,7 +15,7 @@ from tigon.weights import (
     Rows,
     entries,
     load_into,
-    loading,
+    reading,
     write_checkpoint,
 )
 
@@ -44,7 +44,8 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
 def test_fused_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK", chunk)
+    for way in ("DIRECT", "STAGING"):
+        monkeypatch.setattr(reading, way, chunk)
     tensors, layout = fused_qkv()
     parameters = {
         "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
@@ -86,7 +87,8 @@ def halves(rank: int) -> Part:
 def test_a_part_of_several_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
 ) -> None:
-    monkeypatch.setattr(loading, "CHUNK", chunk)
+    for way in ("DIRECT", "STAGING"):
+        monkeypatch.setattr(reading, way, chunk)
     stored = torch.randn(12, 4)
     checkpoint = save(tmp_path, {"gate_up": stored})
     (tmp_path / "out").mkdir()
@@ -104,7 +106,9 @@ def test_a_part_of_several_slices(
     alone = {"a": torch.empty(6, 4)}
     load_into(alone, {"a": (halves(0),)}, checkpoint)
     assert torch.equal(alone["a"], torch.cat([stored[:3], stored[6:9]]))
-    with pytest.raises(ValueError, match=r"gate_up \[12, 4\] cannot be written: the rows \[\(0, 3"):
+    with pytest.raises(
+        ValueError, match=r"gate_up \[12, 4\] cannot be written: there are \[\(0, 3"
+    ):
         write_checkpoint(tmp_path / "never", entries(alone, {"a": (halves(0),)}, dtype))
 
 

@@ -30,9 +30,10 @@ def from_pretrained(
 
     `path_or_repo` is a directory or a hub repository. Keywords: dtype ("auto" is the
     checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
-    revision, subfolder, token, cache_dir, local_files_only. Raises when
-    a tensor is missing, unexpected or of another shape, and on any config that it would not
-    follow exactly.
+    mmap (on the CPU, leave weights in the file until they are used), staging_bytes (of the host's
+    memory for buffers), revision, subfolder, token, cache_dir, local_files_only. Raises when a
+    tensor is missing, unexpected or of another shape, and on any config that it would not follow
+    exactly.
     """
     return _load.from_pretrained(path_or_repo, MODELS, **options)
 

@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._layout import MULTIMODAL, embedding_and_head, layout, locate
 from tigon.models._model import LanguageModel
-from tigon.weights import Checkpoint, Repository, load_into
+from tigon.weights import STAGING_BYTES, Checkpoint, Repository, load_into, map_parameters
 
 BLOCK_ROWS = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -33,6 +33,8 @@ class LoadOptions(TypedDict, total=False):
     dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
     device: torch.device | str
     attention: Backend  # docs/attention.md
+    mmap: bool  # leave weights in the file until they are used; docs/weights.md
+    staging_bytes: int  # of the host's memory for buffers while weights are read
     revision: str | None
     subfolder: str
     token: str | bool | None
@@ -47,15 +49,23 @@ def from_pretrained(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
+    mmap: bool = False,
+    staging_bytes: int = STAGING_BYTES,
     **source: Any,
 ) -> M:
-    """The model of `models` that config.json's model_type names, in evaluation mode."""
+    """The model of `models` that config.json's model_type names, in evaluation mode.
+
+    With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
+    """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
+    if mmap and torch.device(device).type != "cpu":
+        raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     repository = Repository(path_or_repo, **source)
     model, checkpoint = build(repository, models, dtype=dtype)
     model.use_attention(attention)
+    mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
-    load_weights(model, checkpoint)
+    load_weights(model, checkpoint, mapped=mapped, staging_bytes=staging_bytes)
     return model.eval()
 
 
@@ -138,19 +148,46 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
-def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Fill the model's parameters; raises unless the checkpoint fits exactly."""
+def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
+    """Map files into the memory of those meta parameters that they hold as they are.
+
+    Returns the names of these; `load_weights` fills the others. Raises unless the checkpoint fits.
+    """
+    parameters = dict(model.named_parameters())
+    mapped = map_parameters(parameters, **_sources(model, checkpoint))
+    for name, tensor in mapped.items():
+        p = parameters[name]
+        torch.utils.swap_tensors(p, nn.Parameter(tensor, p.requires_grad))
+    return set(mapped)
+
+
+def load_weights(
+    model: LanguageModel,
+    checkpoint: Checkpoint,
+    *,
+    mapped: Collection[str] = (),
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Fill the model's parameters but those `mapped`; raises unless the checkpoint fits exactly.
+
+    Buffers take at most `staging_bytes` of the host's memory.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if name not in mapped}
+    load_into(parameters, **_sources(model, checkpoint), staging_bytes=staging_bytes)
+
+
+def _sources(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What fills its parameters, as `load_into` takes it."""
     present = checkpoint.tensors.keys()
     parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
     source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
-    load_into(
-        dict(model.named_parameters()),
-        parts_of,
-        checkpoint,
-        source_of=source_of,
-        ignored=ignored,
-        into=type(model).__name__,
-    )
+    return {
+        "layout": parts_of,
+        "checkpoint": checkpoint,
+        "source_of": source_of,
+        "ignored": ignored,
+        "into": type(model).__name__,
+    }
 
 
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,23 @@
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.converted import Stored, converted
+from tigon.weights.decoded import Decoded
 from tigon.weights.directory import fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import load_into, own_rows, own_slices
+from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.mapping import map_parameters
+from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import Entry, Piece, copied, write_checkpoint
 
 __all__ = [
+    "STAGING_BYTES",
     "Checkpoint",
+    "Decoded",
     "DiskFull",
     "Entry",
     "Layout",
@@ -32,6 +37,7 @@ __all__ = [
     "entries",
     "fsync",
     "load_into",
+    "map_parameters",
     "named_if_full",
     "new_directory",
     "own_rows",

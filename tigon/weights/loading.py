@@ -1,22 +1,28 @@
-"""Fills a model's parameters from a checkpoint, strictly, each rank with its own rows only."""
+"""Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only."""
 
-import math
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
+import torch
+from huggingface_hub.utils import tqdm
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tigon.weights.checkpoint import Checkpoint, read_rows
+from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, Part, fills
-from tigon.weights.reading import Reader
+from tigon.weights.plan import Decoding, Lines, local_part, runs_of
+from tigon.weights.reading import SHARE, Reader
+from tigon.weights.replicas import Replicas
+from tigon.weights.transfer import Run, Transfer, transfers
 
-CHUNK = 64 << 20  # bytes one thread reads before it takes the next piece
+STAGING_BYTES = 256 << 20  # of the host's memory, by default
+LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
+SLOW = 0.5  # seconds, after which a progress bar appears
+
+Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]
 
 
 def load_into(
@@ -28,22 +34,58 @@ def load_into(
     ignored: Collection[str] = (),
     into: str = "the model",
     workers: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
 ) -> None:
     """Fills every parameter from the parts that its layout names, or raises before one is touched.
 
     `source_of` maps a part's name to the file's where they differ. A tensor of the file that no
-    part uses is an error unless it is in `ignored`. A DTensor sharded on dim 0 reads its own rows.
+    part uses is an error unless it is in `ignored`. Of a DTensor a rank reads its own rows or
+    columns; what several ranks have alike one of them reads and sends to the others, so that all
+    ranks of its mesh have to call this together. `workers` threads read, by default up to 16;
+    their buffers take at most `staging_bytes` of the host's memory.
     """
+    if staging_bytes < LEAST_SHARE:
+        raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
+    for name, parameter in parameters.items():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
+    local = {name: local_part(name, parameter) for name, parameter in parameters.items()}
+    matched = match(parameters, layout, checkpoint, source_of=source_of, ignored=ignored, into=into)
+    replicas = Replicas(parameters)
+    runs: list[Run] = []
+    decodings: list[Decoding] = []
+    for name in replicas.own:
+        for part, info in matched[name]:
+            lines = Lines(local[name], single=len(part.shape) < 2)
+            for found in runs_of(part, info, lines):
+                (runs if isinstance(found, Run) else decodings).append(found)
+    workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
+    share = min(SHARE, staging_bytes // workers)
+    with replicas.agreed():
+        _read_all(runs, decodings, workers, share)
+    replicas.send({name: part.memory for name, part in local.items()})
+
+
+def match(
+    parameters: Mapping[str, Tensor],
+    layout: Layout,
+    checkpoint: Checkpoint,
+    *,
+    source_of: Mapping[str, str] | None = None,
+    ignored: Collection[str] = (),
+    into: str = "the model",
+) -> Matched:
+    """The checkpoint's tensors that every parameter is made of; ValueError unless they all fit."""
     source_of = source_of or {}
     missing: list[str] = []
     misfits: list[str] = []
-    reads: list[_Read] = []
+    matched: Matched = {}
     for parameter_name, parameter in parameters.items():
-        local, first = own_rows(parameter_name, parameter)
         parts = layout[parameter_name]
         if not fills(parts, parameter):
             misfits.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
             continue
+        matched[parameter_name] = []
         for part in parts:
             source = source_of.get(part.name, part.name)
             info = checkpoint.tensors.get(source)
@@ -54,7 +96,7 @@ def load_into(
             elif info.dtype.is_floating_point != parameter.dtype.is_floating_point:
                 misfits.append(f"{source} is {info.dtype}, not {parameter.dtype}")
             else:
-                reads += _reads(info, part, parameter, local, first)
+                matched[parameter_name].append((part, info))
     used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
     unexpected = checkpoint.tensors.keys() - used - set(ignored)
     if missing or unexpected or misfits:
@@ -64,57 +106,7 @@ def load_into(
             + _list("unexpected", sorted(unexpected))
             + _list("of another shape or kind", misfits)
         )
-    _read_all(reads, workers or min(8, os.cpu_count() or 1))
-
-
-@dataclass(frozen=True)
-class _Read:
-    info: TensorInfo
-    row: int
-    out: Tensor
-
-
-def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
-    """The parameter's memory on this rank, and which row of the whole its first one is."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-    parameter = parameter.detach()
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    for placement in parameter.placements:
-        if not placement.is_replicate() and placement != Shard(0):
-            raise ValueError(f"{name} is placed {placement}; only Shard(0) and Replicate() load")
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), offset[0] if offset else 0
-
-
-def own_slices(
-    part: Part, shape: Sequence[int], local: Tensor, first: int
-) -> Iterator[tuple[int, Tensor]]:
-    """What this rank has of a part: rows of `local`, and which row of the part's tensor is first.
-
-    `shape` is the whole parameter's; `local` and `first` are what `own_rows` gives for it.
-    """
-    if not local.numel():
-        return
-    rows = local.view(-1, *part.shape[1:])
-    first *= math.prod(shape[1 : len(shape) - len(part.shape) + 1])
-    for source, target, count in part.slices:
-        begin, end = max(target, first), min(target + count, first + len(rows))
-        if begin < end:
-            yield source + begin - target, rows[begin - first : end - first]
-
-
-def _reads(
-    info: TensorInfo, part: Part, parameter: Tensor, local: Tensor, first: int
-) -> Iterator[_Read]:
-    """The part's rows that this rank owns, in pieces of at most CHUNK bytes."""
-    step = max(1, CHUNK // max(1, info.nbytes // (part.shape[0] if part.shape else 1)))
-    for row, rows in own_slices(part, parameter.shape, local, first):
-        for i in range(0, len(rows), step):
-            yield _Read(info, row + i, rows[i : i + step])
+    return matched
 
 
 def _list(what: str, names: list[str]) -> str:
@@ -122,23 +114,53 @@ def _list(what: str, names: list[str]) -> str:
     return f"\n  {len(names)} {what}: {', '.join(names[:10])}{more}" if names else ""
 
 
-def _read_all(reads: list[_Read], workers: int) -> None:
-    # All threads take from one queue in file order, so that a disk sees few sequential streams
-    queue = deque(sorted(reads, key=lambda read: (read.info.path, read.info.offset, read.row)))
+def _threads() -> int:
+    """As many as read at once: the processors of this process, shared with its host's ranks."""
+    usable = getattr(os, "sched_getaffinity", None)
+    processors = len(usable(0)) if usable else os.cpu_count() or 1
+    return max(1, min(16, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
-    def work() -> None:
-        with Reader() as reader:
+
+def _read_all(
+    runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
+) -> None:
+    # All threads take from one queue in file order, so that a disk sees few sequential streams
+    work: deque[Transfer | Decoding] = deque(transfers(runs, Reader(staging).most))
+    work += [piece for decoding in decodings for piece in decoding.pieces(staging)]
+    total = sum(item.nbytes for item in work)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    bar = tqdm(
+        desc="Loading weights",
+        total=total,
+        unit="B",
+        unit_scale=True,
+        delay=SLOW,
+        leave=False,
+        disable=None if first_rank else True,  # None: unless it writes to a terminal
+    )
+
+    def take() -> None:
+        torch.set_num_threads(1)  # these are the threads: more of torch's only get in their way
+        with Reader(staging) as reader, torch.no_grad():
             while True:
                 try:
-                    read = queue.popleft()
+                    item = work.popleft()
                 except IndexError:
                     return
-                try:
-                    read_rows(reader, read.info, read.out, read.row)
-                except BaseException:
-                    queue.clear()
-                    raise
+                if isinstance(item, Transfer):
+                    reader.fill(item)
+                else:
+                    item.out.copy_(item.read(reader))
+                bar.update(item.nbytes)
 
-    with ThreadPoolExecutor(workers) as pool:
-        for done in [pool.submit(work) for _ in range(workers)]:
-            done.result()
+    threads = torch.get_num_threads()
+    try:
+        with bar, ThreadPoolExecutor(workers) as pool:
+            try:
+                for done in [pool.submit(take) for _ in range(workers)]:
+                    done.result()
+            except BaseException:
+                work.clear()
+                raise
+    finally:
+        torch.set_num_threads(threads)  # of threads that are started from now on

@@ -1,0 +1,139 @@
+"""Reads as they are planned: merged, cut, bounded; and tensors that are decoded."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tigon.weights import Checkpoint, Decoded, Layout, Part, Repository, Rows, load_into, reading
+from tigon.weights.reading import Reader
+from tigon.weights.transfer import Run, transfers
+
+
+def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"{i:02}": torch.randn(3, 4) for i in range(20)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(Repository(tmp_path))
+    layout = {name: (Part.whole(name, (3, 4)),) for name in tensors}
+    reads: list[int] = []
+    preadv = Reader._preadv
+
+    def counted(self: Reader, path: Path, offset: int, buffers: Any) -> None:
+        reads.append(sum(map(len, buffers)))
+        preadv(self, path, offset, buffers)
+
+    monkeypatch.setattr(Reader, "_preadv", counted)
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = {name: torch.full((3, 4), torch.nan, dtype=dtype) for name in tensors}
+        load_into(parameters, layout, checkpoint)
+        assert reads == [20 * 48]
+        assert all(torch.equal(p, tensors[name].to(dtype)) for name, p in parameters.items())
+        reads.clear()
+    monkeypatch.setattr(reading, "IOV_MAX", 3)
+    parameters = {name: torch.full((3, 4), torch.nan) for name in tensors}
+    load_into(parameters, layout, checkpoint)
+    assert reads == [3 * 48] * 6 + [2 * 48]
+    assert all(torch.equal(p, tensors[name]) for name, p in parameters.items())
+
+
+def test_cut_and_merged() -> None:
+    def run(offset: int, lines: int, dtype: torch.dtype = torch.float32) -> Run:
+        return Run(Path("f"), offset, dtype, 4, 0, torch.empty(lines, 4))
+
+    runs = [run(160, 2), run(0, 10), run(192, 1, torch.float16), run(300, 30)]
+    found = transfers(runs, lambda _: 200)
+    assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
+        *((0, 192, 2), (192, 8, 1)),  # of another dtype: it is converted
+        *((300, 192, 1), (492, 192, 1), (684, 96, 1)),
+    ]
+    found = transfers([run(0, 2)], lambda _: 8)  # less than a line
+    assert [(t.offset, t.nbytes) for t in found] == [(8 * i, 8) for i in range(4)]
+
+
+@dataclass(frozen=True)
+class Counting(Decoded):
+    """Values that count up, decoded in groups of `group` rows."""
+
+    group: int = 1
+
+    @property
+    def unit(self) -> int:
+        return self.group
+
+    def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        assert isinstance(reader, Reader) and 0 <= first <= first + count <= self.shape[0]
+        assert count and count * math.prod(self.shape[1:]) * 4 <= LARGEST
+        asked.append((first, count))
+        return counting(self.shape).narrow(0, first, count)
+
+
+LARGEST = 1 << 20
+asked: list[tuple[int, int]] = []
+
+
+def counting(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoded_tensors(dtype: torch.dtype) -> None:
+    shapes = {"a": (1000, 700), "b": (77, 700), "s": (3, 5, 8), "v": (9,)}
+    infos = {n: Counting(n, shape, Path("x"), 0, group=32) for n, shape in shapes.items()}
+    layout: Layout = {
+        "ab": (
+            Part("a", (1000, 700), (Rows(40, 0, 960), Rows(0, 960, 40))),
+            Part.whole("b", (77, 700), 1000),
+        ),
+        "s": (Part.whole("s", (3, 5, 8)),),
+        "v": (Part.whole("v", (9,)),),
+    }
+    parameters = {
+        "ab": torch.full((1077, 700), torch.nan, dtype=dtype),
+        "s": torch.full((3, 5, 8), torch.nan, dtype=dtype),
+        "v": torch.full((9,), torch.nan, dtype=dtype),
+    }
+    asked.clear()
+    load_into(parameters, layout, Checkpoint("x", infos), workers=2, staging_bytes=2 * LARGEST)
+    a = counting((1000, 700))
+    expected = torch.cat([a[40:], a[:40], counting((77, 700))])
+    assert torch.equal(parameters["ab"], expected.to(dtype))
+    assert torch.equal(parameters["s"], counting((3, 5, 8)).to(dtype))
+    assert torch.equal(parameters["v"], counting((9,)).to(dtype))
+    assert all(first % 32 == 0 for first, _ in asked if first not in (40, 0))
+
+
+def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = torch.randn(3000, 1000)
+    save_file({"w": stored}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint.open(Repository(tmp_path))
+    empty, sizes = torch.empty, []
+
+    def counted(*size: Any, **options: Any) -> Tensor:
+        sizes.append(size[0])
+        return empty(*size, **options)
+
+    out, layout = empty(3000, 1000, dtype=torch.bfloat16), {"w": (Part.whole("w", (3000, 1000)),)}
+    monkeypatch.setattr(reading.torch, "empty", counted)
+    load_into({"w": out}, layout, checkpoint, workers=8, staging_bytes=2 << 20)
+    monkeypatch.undo()
+    assert torch.equal(out, stored.bfloat16())
+    assert 0 < sum(sizes) <= 2 << 20
+    with pytest.raises(ValueError, match="staging_bytes=1000: at least 1048576 are needed"):
+        load_into({"w": out}, layout, checkpoint, staging_bytes=1000)
+
+
+def test_threads_of_torch_are_left_as_they_were(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        out = {"w": torch.empty(3)}
+        load_into(out, {"w": (Part.whole("w", (3,)),)}, Checkpoint.open(Repository(tmp_path)))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

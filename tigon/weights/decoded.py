@@ -1,0 +1,44 @@
+"""Tensors of a checkpoint that are stored in another form than they are used in."""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tigon.weights.reading import Reader
+
+
+@dataclass(frozen=True)
+class Decoded(ABC):
+    """What `TensorInfo` is for a plain tensor: name, shape and dtype are those of the values.
+
+    The values are fp32 on the CPU; who reads them rounds them once, to the dtype that he needs.
+    Any range of rows can be read, and `unit` rows that begin at a multiple of it cost the least.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float32
+
+    name: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int  # of the file's byte where it begins
+
+    @property
+    def unit(self) -> int:
+        return 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the values, not of the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @abstractmethod
+    def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        """Rows [first, first + count): fp32 [count, *shape[1:]] on the CPU.
+
+        A row of a one-dimensional tensor is an element; a scalar has one.
+        """

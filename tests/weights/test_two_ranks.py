@@ -52,8 +52,14 @@ def parts() -> dict[str, torch.Tensor]:
     }
 
 
-WELL = ("sharded", "replicated", "hybrid", "whole mesh")
+COLUMNS = ("columns", "both")
+WELL = ("sharded", "replicated", "hybrid", "whole mesh", *COLUMNS)
 KINDS = (*WELL, "lost", "other", "fails", "elsewhere")
+
+
+def columns(tensor: torch.Tensor) -> int:
+    """The last dimension; of a stack, the one before."""
+    return (0, 1, 1)[tensor.dim() - 1]
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -107,14 +113,19 @@ def rank_main(directory: Path) -> dict[str, Any]:
 def written(out: Path, kind: str, sharded: dict[str, Any]) -> int | str:
     """The bytes that this rank writes; or what stops it."""
     first = dist.get_rank() == 0
-    meshes = {"hybrid": (2, 1), "whole mesh": (1, 2)}
+    meshes = {"hybrid": (2, 1), "whole mesh": (1, 2), "columns": (1, 2), "both": (2, 1)}
     parameters = sharded
     if kind == "replicated":
         parameters = whole()
     elif kind in meshes:
         mesh = init_device_mesh("cpu", meshes[kind])
-        places = [Replicate(), Shard(0)]
-        parameters = {name: distribute_tensor(t, mesh, places) for name, t in whole().items()}
+        first_place = Shard(0) if kind == "both" else Replicate()
+        parameters = {
+            name: distribute_tensor(
+                t, mesh, [first_place, Shard(columns(t) if kind in COLUMNS else 0)]
+            )
+            for name, t in whole().items()
+        }
     found = entries(parameters, LAYOUT, torch.float32)
     if kind == "lost":  # a row that nobody has
         (piece,) = next(entry for entry in found if entry.name == "single").pieces or (None,)
@@ -221,7 +232,7 @@ def test_ranks_write_one_checkpoint_together(
                 "OSError: [Errno 28] No space left on device",
             ],
         ),
-        ("lost", ["ValueError: single [1, 7] cannot be written: the rows [] of it are there"] * 2),
+        ("lost", ["ValueError: single [1, 7] cannot be written: there are [] of its rows"] * 2),
         ("other", ["ValueError: rank 1 and rank 0 do not write the same tensors"] * 2),
         (
             "elsewhere",

@@ -117,7 +117,7 @@ def test_nothing_is_left_of_a_failed_write(tmp_path: Path, max_shard_size: int |
         write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
     for missing in ([Piece(0, 3, fail)], [Piece(1, 3, fail)], [Piece(0, 4, fail)] * 2, []):
         tensors[1] = Entry("b", (4,), torch.float32, missing)
-        with pytest.raises(ValueError, match=r"b \[4\] cannot be written: the rows .* not each"):
+        with pytest.raises(ValueError, match=r"b \[4\] cannot be written: there are .* not each"):
             write_checkpoint(tmp_path, tensors, max_shard_size=max_shard_size)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 

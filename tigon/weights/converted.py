@@ -32,7 +32,7 @@ class _Span(NamedTuple):
     """Rows of a parameter, counted as pieces do, and where they are."""
 
     first: int  # of the parameter
-    count: int
+    length: int
     row: int  # of the tensor that has them
     name: str
 
@@ -56,13 +56,13 @@ def converted(
             shapes[part.name] = part.shape
             pieces.setdefault(part.name, [])
         for target in _spans(parts):
-            end = target.first + target.count
+            end = target.first + target.length
             at = max(0, bisect_right(starts, target.first) - 1)
             for source in sources[at:]:
                 if source.first >= end:
                     break
                 first = max(target.first, source.first)
-                count = min(end, source.first + source.count) - first
+                count = min(end, source.first + source.length) - first
                 if count > 0:
                     pieces[target.name] += _pieces(
                         target.row + first - target.first,

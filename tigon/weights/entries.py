@@ -1,14 +1,15 @@
 """Parameters as the tensors of a checkpoint: what `loading` reads, the other way round."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tigon.weights.layout import Layout, fills
-from tigon.weights.plan import own_rows, own_slices
+from tigon.weights.layout import Layout, Part, fills
+from tigon.weights.plan import Lines, Local, local_part
 from tigon.weights.ranks import Ranks
 from tigon.weights.writer import Entry, Piece, cut
 
@@ -21,8 +22,8 @@ def entries(
     values: Mapping[str, Tensor] | None = None,
     ranks: Ranks | None = None,
 ) -> list[Entry]:
-    """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows; of
-    those that other ranks have too, its share.
+    """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows and
+    columns; of what other ranks have too, its share.
 
     `values`: by name, in place of a parameter's memory on this rank, and as large. Raises
     ValueError where a parameter is not made of the tensors that the layout names.
@@ -33,27 +34,25 @@ def entries(
     for name, p in parameters.items():
         if not fills(layout[name], p):
             raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
-        local, first = own_rows(name, p)
+        if p.is_meta:
+            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
+        local = local_part(name, p)
         if name in values:
             value = values[name].detach()
             value = value.to_local() if isinstance(value, DTensor) else value
-            if value.shape != local.shape:
-                raise ValueError(f"{name} is {list(local.shape)}, its value {list(value.shape)}")
-            local = value
+            if value.shape != local.memory.shape:
+                raise ValueError(
+                    f"{name} is {list(local.memory.shape)}, its value {list(value.shape)}"
+                )
+            local = local._replace(memory=value)
         replica, replicas = _replica(p, ranks)
         for part in layout[name]:
             shapes[part.name] = part.shape
-            found = pieces.setdefault(part.name, [])
-            for row, block in own_slices(part, p.shape, local, first):
-                rows = block.reshape(-1, *part.shape[1:][-1:])  # as pieces count them
-                row *= len(rows) // len(block)
-                row_bytes = rows[0].numel() * dtype.itemsize
-                groups = list(cut(len(rows), row_bytes)) if replicas > 1 else [(0, len(rows))]
-                # Shares begin at another replica for each tensor: most tensors are one group
-                for i, (start, count) in enumerate(groups, len(shapes)):
-                    if i % replicas == replica:
-                        read = partial(_rows, rows[start : start + count])
-                        found.append(Piece(row + start, count, read))
+            blocks = _blocks(part, local)
+            if replicas > 1:  # shares begin at another one for each tensor: most are one group
+                groups = [block for whole in blocks for block in _cut(whole, dtype)]
+                blocks = groups[(replica - len(shapes)) % replicas :: replicas]
+            pieces.setdefault(part.name, []).extend(blocks)
     return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
@@ -71,5 +70,23 @@ def _replica(parameter: Tensor, ranks: Ranks) -> tuple[int, int]:
     return number, count
 
 
-def _rows(rows: Tensor, first: int, count: int) -> Tensor:
-    return rows.narrow(0, first, count)
+def _blocks(part: Part, local: Local) -> list[Piece]:
+    """What this rank has of a part."""
+    single, per_row = len(part.shape) < 2, math.prod(part.shape[1:-1])
+    lines, found = Lines(local, single=single), []
+    for source, target, length in part.slices:
+        begin, end = target * per_row, (target + length) * per_row
+        for line, block in lines.within(begin, end):
+            rows = block.view(-1) if single else block
+            row = source * per_row + line - begin
+            columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
+            read = partial(rows.narrow, 0)
+            found.append(Piece(row, len(rows), read, lines.column, columns))
+    return found
+
+
+def _cut(piece: Piece, dtype: torch.dtype) -> Iterator[Piece]:
+    row_bytes = piece.read(0, 1).numel() * dtype.itemsize
+    for first, count in cut(piece.rows, row_bytes):
+        read = partial(piece.read(first, count).narrow, 0)
+        yield piece._replace(row=piece.row + first, rows=count, read=read)

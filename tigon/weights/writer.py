@@ -45,6 +45,8 @@ class Piece(NamedTuple):
     rows: int
     # (first of these rows, how many) -> those, on any device, of any dtype; called by any thread
     read: Callable[[int, int], Tensor]
+    column: int = 0  # where what it has of each row begins
+    columns: int | None = None  # None: all
 
 
 class Entry(NamedTuple):
@@ -151,7 +153,7 @@ def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Ranks) -> None:
     """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
-    spans = [[(p.row, p.rows) for p in entry.pieces if p.rows] for entry in entries]
+    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.pieces if p.rows] for e in entries]
     everywhere = ranks.gather((repr(described), spans))
     with ranks.together():
         for rank, (other, _) in enumerate(everywhere):
@@ -159,11 +161,22 @@ def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Ranks) -> None:
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
         for i, entry in enumerate(entries):
             found = [span for _, of_rank in everywhere for span in of_rank[i]]
-            if not tiles(found, height(entry.shape)) and entry.nbytes:
+            if entry.nbytes and not _whole(entry, found):
                 raise ValueError(
-                    f"{entry.name} {list(entry.shape)} cannot be written: the rows {sorted(found)} "
-                    "of it are there (first, number), not each row once"
+                    f"{entry.name} {list(entry.shape)} cannot be written: there are "
+                    f"{sorted({span[2:] for span in found})} of its rows (first, number), "
+                    "not each row once"
                 )
+
+
+def _whole(entry: Entry, found: Sequence[tuple[int, int | None, int, int]]) -> bool:
+    """Whether blocks (column, columns, row, rows) are each element once."""
+    width = math.prod(entry.shape[1:][-1:])
+    stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for column, columns, row, rows in found:
+        stripes.setdefault((column, columns or width), []).append((row, rows))
+    high = height(entry.shape)
+    return tiles(list(stripes), width) and all(tiles(rows, high) for rows in stripes.values())
 
 
 def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Ranks) -> Path:
@@ -205,7 +218,18 @@ class _Job:
     @property
     def offset(self) -> int:
         row = self.piece.row + self.first
-        return self.file.offsets[self.entry.name] + row * self.entry.row_bytes
+        column = self.piece.column * self.entry.dtype.itemsize
+        return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
+
+    def write(self, descriptor: int, content: memoryview) -> None:
+        """Columns alone lie apart in the file."""
+        if self.piece.columns is None:
+            _pwrite(descriptor, content, self.offset)
+            return
+        size = self.piece.columns * self.entry.dtype.itemsize
+        for i in range(self.count):
+            row = content[i * size : (i + 1) * size]
+            _pwrite(descriptor, row, self.offset + i * self.entry.row_bytes)
 
 
 class _File:
@@ -275,7 +299,7 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
         jobs += [job for turn in turns for job in turn if job is not None]
 
     def write(job: _Job, stage: Stage) -> None:
-        _pwrite(job.file.open(root), stage(_rows(job), job.entry.dtype), job.offset)
+        job.write(job.file.open(root), stage(_rows(job), job.entry.dtype))
         job.file.done()
 
     try:
@@ -317,7 +341,8 @@ def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
     for entry in tensors:
         pieces = []
         for piece in entry.pieces:
-            copy = torch.empty(piece.rows, *entry.shape[1:][-1:], dtype=entry.dtype)
+            columns = entry.shape[1:][-1:] if piece.columns is None else [piece.columns]
+            copy = torch.empty(piece.rows, *columns, dtype=entry.dtype)
             pieces.append(piece._replace(read=partial(copy.narrow, 0)))
             jobs += [(piece, copy, *job) for job in cut(piece.rows, entry.row_bytes)]
         entries.append(entry._replace(pieces=pieces))
@@ -333,7 +358,8 @@ def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
 
 def _rows(job: _Job) -> Tensor:
     entry, rows = job.entry, job.piece.read(job.first, job.count)
-    if rows.shape != (job.count, *entry.shape[1:][-1:]):
+    columns = entry.shape[1:][-1:] if job.piece.columns is None else [job.piece.columns]
+    if rows.shape != (job.count, *columns):
         raise ValueError(
             f"tensor {entry.name!r} was announced as {list(entry.shape)}, and {job.count} rows of "
             f"it came as {list(rows.shape)}"

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tigon.weights import Checkpoint, Entry, Part, Repository, load_into, reading, write_checkpoint
+from tigon.weights.transfer import Run, transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,27 @@ def test_loads_what_the_library_loads(
     checkpoint.read_into("w0", columns[:, :1001])
     assert torch.equal(columns[:, :1001].cpu(), tensors["w0"].to(target))
     assert not columns[:, 1001:].any()
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
+def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtype) -> None:
+    stored = torch.randn(300, 64).to(torch.bfloat16)
+    save_file({"w": stored}, tmp_path / "model.safetensors")
+    info = Checkpoint.open(Repository(tmp_path)).tensors["w"]
+    left, right = (torch.zeros(150, 24, dtype=target, device="cuda") for _ in range(2))
+    whole = torch.zeros(150, 64, dtype=target, device="cuda")
+    half = info.offset + 150 * 64 * 2
+    runs = [
+        Run(info.path, info.offset, info.dtype, 64, 0, left),
+        Run(info.path, half, info.dtype, 64, 40, right),
+        Run(info.path, half, info.dtype, 64, 0, whole),
+    ]
+    with reading.Reader() as reader:
+        for transfer in transfers(runs, reader.most):
+            reader.fill(transfer)
+    assert torch.equal(left.cpu(), stored[:150, :24].to(target))
+    assert torch.equal(right.cpu(), stored[150:, 40:].to(target))
+    assert torch.equal(whole.cpu(), stored[150:].to(target))
 
 
 def test_writes_from_the_device(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def load_into(
     runs: list[Run] = []
     decodings: list[Decoding] = []
     for name in replicas.own:
+        lines = Lines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
-            lines = Lines(local[name], single=len(part.shape) < 2)
             for found in runs_of(part, info, lines):
                 (runs if isinstance(found, Run) else decodings).append(found)
     workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))

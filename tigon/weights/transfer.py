@@ -43,6 +43,9 @@ class Run:
 
     def pieces(self, most: int) -> Iterator["Run"]:
         """The run in pieces of at most that many bytes, or of one element."""
+        if self.nbytes <= most:
+            yield self
+            return
         if self.line_bytes > most and self.width > 1:
             for i, line in enumerate(self.out):  # of a matrix with very long rows
                 begin = self.offset + i * self.line_bytes + self.column * self.dtype.itemsize
@@ -71,7 +74,7 @@ def transfers(runs: Iterable[Run], most: Callable[[Run], int]) -> list[Transfer]
     Only runs that are read in one way and to one device are merged.
     """
     cut = [piece for run in runs for piece in run.pieces(most(run))]
-    cut.sort(key=lambda run: (run.path, run.offset))
+    cut.sort(key=lambda run: (str(run.path), run.offset))
     found: list[Transfer] = []
     kind = None
     for run in cut:

@@ -1,4 +1,4 @@
-"""A server on loopback for the part of the Hugging Face hub's HTTP API that downloads use."""
+"""A server on loopback for the part of the Hugging Face hub's HTTP API that we use."""
 
 import hashlib
 import json
@@ -6,13 +6,15 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import constants
+
+from tests.hub_uploads import Uploads
 
 LARGE = (".safetensors", ".bin", ".gguf")  # behind a redirect to the CDN, as LFS files are
 
@@ -29,6 +31,15 @@ class HubServer:
         self.gated: dict[str, str] = {}
         self.heads: Counter[str] = Counter()  # "organisation/name/file" -> requests
         self.gets: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()  # bytes of its content
+        self.cuts: Counter[str] = Counter()  # so many answers with it break off half-way
+        self.knows_ranges = True
+        self.writers: set[str] = set()  # tokens that may upload
+        self.readers: set[str] = set()  # and those that may not
+        self.created: dict[str, dict[str, Any]] = {}  # repository -> what was asked for
+        self.messages: dict[str, str] = {}  # commit -> its summary
+        self.large: dict[str, bytes] = {}  # SHA-256 -> content
+        self.puts: Counter[str] = Counter()  # SHA-256 -> uploads
         self._commits: dict[str, Path] = {}
         self._refs: dict[tuple[str, str], str] = {}
         self.connections: set[socket.socket] = set()
@@ -81,7 +92,7 @@ class HubServer:
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Uploads):
     protocol_version = "HTTP/1.1"
     server: Any
 
@@ -110,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
             if "Authorization" in self.headers:
                 return self._error(400, "InvalidRequest", "a token has left the hub", body)
             (hub.gets if body else hub.heads)[f"{repository}/{file}"] += 1
-            return self._send(200, (hub.files(commit) / file).read_bytes(), body)
+            return self._file(f"{repository}/{file}", hub.files(commit) / file, body, {})
         api = parts[:2] == ["api", "models"]
         repository = "/".join(parts[2:4] if api else parts[:2])
         verb, revision, file = "revision", "main", ""
@@ -141,11 +152,29 @@ class _Handler(BaseHTTPRequestHandler):
         content = path.read_bytes()
         headers = {"X-Repo-Commit": found, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
         if not file.endswith(LARGE):
-            return self._send(200, content, body, headers)
+            return self._file(f"{repository}/{file}", path, body, headers)
         headers["X-Linked-Etag"] = f'"{hashlib.sha256(content).hexdigest()}"'
         headers["X-Linked-Size"] = str(len(content))
         headers["Location"] = f"{hub.cdn}/cdn/{repository}/{found}/{file}"
         self._send(302, b"", body, headers)
+
+    def _file(self, name: str, path: Path, body: bool, headers: dict[str, str]) -> None:
+        """All of it, or the range that is asked for."""
+        hub: HubServer = self.server.hub
+        content, status = path.read_bytes(), 200
+        asked = self.headers.get("Range", "").removeprefix("bytes=").split("-")
+        if hub.knows_ranges and len(asked) == 2:
+            first, size = int(asked[0]), len(content)
+            content = content[first : int(asked[1] or size) + 1]
+            last = first + len(content) - 1
+            status, headers = 206, {**headers, "Content-Range": f"bytes {first}-{last}/{size}"}
+        cut = body and hub.cuts[name] > 0
+        hub.cuts[name] -= cut
+        try:
+            sent = self._send(status, content, body, headers, cut=cut)
+        except OSError:  # the client has seen enough
+            return
+        hub.sent[name] += sent
 
     def _error(self, status: int, code: str, text: str, body: bool, commit: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": text}
@@ -154,15 +183,26 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps({"error": text}).encode(), body, headers)
 
     def _send(
-        self, status: int, content: bytes, body: bool, headers: dict[str, str] | None = None
-    ) -> None:
+        self,
+        status: int,
+        content: bytes,
+        body: bool,
+        headers: dict[str, str] | None = None,
+        *,
+        cut: bool = False,
+    ) -> int:
+        """Returns how many bytes of the content were sent."""
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if body:
-            self.wfile.write(content)
+        if not body:
+            return 0
+        sent = len(content) // 2 if cut else len(content)
+        self.wfile.write(content[:sent])
+        self.close_connection = self.close_connection or cut
+        return sent
 
 
 @pytest.fixture
@@ -178,6 +218,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, for bytes
     for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

@@ -14,7 +14,7 @@ import tigon
 from tests.small import LLAMA, write_model
 from tigon.cli import main
 
-COMMANDS = ("generate", "chat", "train", "report", "data", "eval", "export", "info")
+COMMANDS = ("generate", "chat", "train", "report", "data", "eval", "export", "push", "info")
 SCRIPT = Path(sys.executable).with_name("tigon")
 
 

@@ -177,7 +177,7 @@ def test_parity(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_info(directory: Path, tigon: Any) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(directory)
-    size = (directory / "model.safetensors").stat().st_size / 2**20
+    size = sum(p.numel() for p in theirs.parameters()) * 4
     assert (
         tigon("info", directory)
         == f"""{directory}
@@ -191,8 +191,9 @@ def test_info(directory: Path, tigon: Any) -> None:
   vocabulary    {theirs.vocab_size}
   context       512 tokens
   RoPE          default, rope_theta 10000.0
-  dtype         float32
-  files         1 of weights, {size:.1f} MiB
+  files         1 of weights, {size:,} bytes
+  tensors       21 float32, {size / 2**20:.1f} MiB
+  loads         as tigon.Llama in float32, {size / 2**20:.1f} MiB
 """
     )
 
@@ -233,7 +234,7 @@ def test_export_of_a_run(
 def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Path) -> None:
     hub.push("org/words", directory)
     assert "context       512 tokens\n" in tigon("info", "org/words")
-    assert set(hub.gets) == {"org/words/config.json"}  # no weights
+    assert hub.gets.keys() == {"org/words/config.json", "org/words/model.safetensors"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-m", "tigon.cli", "generate", "org/words", QUESTION, *SAMPLE, *SEED],
@@ -243,4 +244,4 @@ def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Pat
     )
     expected = tigon("generate", directory, QUESTION, *SAMPLE, *SEED)
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
-    assert hub.gets["org/words/model.safetensors"] == 1
+    assert hub.gets["org/words/model.safetensors"] == 3  # its header, by way of the CDN, and all

@@ -33,7 +33,8 @@ ARROWS: dict[str, set[str]] = {
     "train": {"data", "models", "report"},
     "eval": {"data", "models"},
     "chat": {"models", "tokenizer"},
-    "commands": {"chat", "eval", "train"},
+    "info": {"train"},
+    "commands": {"chat", "eval", "info"},
     "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the

@@ -1,4 +1,4 @@
-"""Language models from a shell: generate, chat, train, report, data, eval, export, info."""
+"""Language models from a shell: generate, chat, train, report, data, eval, export, push, info."""
 
 import argparse
 import os
@@ -181,6 +181,18 @@ def _add_models(commands: Any) -> None:
     p.add_argument("directory", help="a new or empty directory")
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="default: 5GB")
     p.set_defaults(run="export")
+
+    p = commands.add_parser("push", help="upload a run's export, or an exported model, to the hub")
+    p.add_argument("model", help="a run, meaning its hf; or a directory that export wrote")
+    p.add_argument("repository", metavar="OWNER/NAME", help="made if there is none")
+    p.add_argument("--private", action="store_true", help="of a repository that is made")
+    p.add_argument("--revision", metavar="BRANCH", help="default: main; made if there is none")
+    p.add_argument("--message", metavar="TEXT", help="of the commit")
+    p.add_argument("--create-pr", action="store_true", help="as a pull request, to anybody's")
+    p.add_argument(
+        "--overwrite-card", action="store_true", help="also a README.md that somebody has changed"
+    )
+    p.set_defaults(run="push")
 
     p = commands.add_parser("info", help="describe a model, or this machine")
     p.add_argument("model", nargs="?", help="as for generate")

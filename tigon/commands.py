@@ -1,10 +1,10 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
-import json
 import platform
 import sys
 from argparse import Namespace
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,12 +13,14 @@ from tigon import __version__
 from tigon.chat import Chat, put, talk
 from tigon.data import clean_cache
 from tigon.eval import parity, perplexity, report
+from tigon.info import describe, dtype_name
+from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, build, from_pretrained, torch_dtype
+from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
-from tigon.train.export import as_directory, described_checkpoint, find_checkpoint, load_checkpoint
-from tigon.weights import Repository
+from tigon.train.export import as_directory, find_checkpoint, load_checkpoint
+from tigon.train.push import push as push_folder
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -155,7 +157,21 @@ def export(args: Namespace) -> int:
     model, tokenizer = _load(args)
     model.save_pretrained(args.directory, tokenizer=tokenizer, max_shard_size=args.max_shard_size)
     source = find_checkpoint(args.model) or args.model
-    print(f"{source} -> {args.directory}, {_name(model.dtype)}")
+    print(f"{source} -> {args.directory}, {dtype_name(model.dtype)}")
+    return 0
+
+
+def push(args: Namespace) -> int:
+    where = push_folder(
+        Path(args.model),
+        args.repository,
+        private=args.private or None,
+        revision=args.revision,
+        message=args.message,
+        create_pr=args.create_pr,
+        overwrite_card=args.overwrite_card,
+    )
+    print(where)
     return 0
 
 
@@ -171,50 +187,10 @@ def info(args: Namespace) -> int:
         for kind, choice in survey(where).items():
             print(f"  {kind:<20}{choice.name} ({choice.why})")
         return 0
-    model, files = _described(args)
-    c = model.config
-    embeddings = model.model.embed_tokens.weight.numel()
-    tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
-    rope = ", ".join(f"{k} {v}" for k, v in c.rope_parameters.items() if k != "rope_type")
-    lines = {
-        "architecture": f"{c.architecture} ({c.model_type})",
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
-        "embeddings": f"{embeddings:,}, {tied}",
-        "layers": f"{c.num_hidden_layers}",
-        "model dim": f"{c.hidden_size}",
-        "heads": f"{c.num_attention_heads} query, {c.num_key_value_heads} key/value, "
-        f"{c.head_dim} dims each",
-        "MLP dim": f"{c.intermediate_size}, {c.hidden_act}",
-        "vocabulary": f"{c.vocab_size}",
-        "context": f"{c.max_position_embeddings} tokens",
-        "RoPE": f"{c.rope_parameters['rope_type']}, {rope}",
-        "dtype": _name(model.dtype),
-        "files": files,
-    }
     print(args.model)
-    for name, value in lines.items():
-        print(f"  {name:<14}{value}")
+    for name, value in describe(args.model, args.revision).items():
+        print(f"  {name:<14}{escaped(value, 4000)}")
     return 0
-
-
-def _described(args: Namespace) -> tuple[CausalLM, str]:
-    """The model without weights, and its files; those of a hub repository are not fetched."""
-    if of_run := find_checkpoint(args.model):
-        sizes = [path.stat().st_size for path in of_run.iterdir() if path.is_file()]
-        return described_checkpoint(of_run), (
-            f"checkpoint {of_run.name}, {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
-        )
-    repository = Repository(args.model, revision=args.revision)
-    if repository.directory is not None:
-        model, checkpoint = build(repository, MODELS)
-        sizes = [path.stat().st_size for path in {t.path for t in checkpoint.tensors.values()}]
-        return model, f"{len(sizes)} of weights, {sum(sizes) / 2**20:.1f} MiB"
-    config = json.loads(repository.file("config.json").read_text())
-    kind = config.get("model_type")
-    if kind not in MODELS:
-        raise ValueError(f"{args.model}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    dtype = torch_dtype(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return MODELS[kind].from_config(config, dtype=dtype, device="meta"), "on the hub"
 
 
 def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
@@ -239,7 +215,3 @@ def _device(name: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return name
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,9 +8,12 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
+from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tigon.json_file import shown
 
 T = TypeVar("T")
 Parse = Callable[[str], Any]
@@ -46,8 +49,9 @@ def setting(
     return field(default=default, metadata={"help": help, "least": least, "most": most, **more})
 
 
+@cache
 def hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass' fields."""
+    """The types of a dataclass' fields; not to be changed."""
     types = get_type_hints(cls)
     return {f.name: types[f.name] for f in fields(cls)}
 
@@ -82,7 +86,7 @@ def read(
             raise ConfigError(f"unknown setting {name!r}; {known}")
         else:
             found[name] = check(name, value, kinds[key], parse)
-            _check_bounds(name, found[name], settings[key].metadata)
+            _check_setting(name, found[name], settings[key].metadata)
     return found
 
 
@@ -108,13 +112,13 @@ def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
     except ConfigError:
         raise
     except (TypeError, ValueError):
-        raise ConfigTypeError(f"{name}={value!r} is not {describe(kind)}") from None
+        raise ConfigTypeError(f"{name}={shown(value)} is not {describe(kind)}") from None
 
 
 def check_bounds(settings: Any) -> None:
     """For __post_init__: raises ConfigError for a value beyond its field's `least` or `most`."""
     for f in fields(settings):
-        _check_bounds(f.name, getattr(settings, f.name), f.metadata)
+        _check_setting(f.name, getattr(settings, f.name), f.metadata)
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -152,14 +156,18 @@ def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str)
     return make(cls, own)
 
 
-def _check_bounds(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
-    least, most = metadata.get("least"), metadata.get("most")
+def check_range(name: str, value: Any, least: float | None, most: float | None) -> None:
+    """Raises ConfigError unless the value is None or in this range."""
     if value is None:
         return
     if least is not None and not value >= least:  # NaN too
-        raise ConfigError(f"{name}={value!r} must be at least {least}")
+        raise ConfigError(f"{name}={shown(value)} must be at least {least}")
     if most is not None and not value <= most:
-        raise ConfigError(f"{name}={value!r} must be at most {most}")
+        raise ConfigError(f"{name}={shown(value)} must be at most {most}")
+
+
+def _check_setting(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    check_range(name, value, metadata.get("least"), metadata.get("most"))
 
 
 def _dataclass(kind: Any) -> Any:

@@ -204,15 +204,26 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no heads": ({"num_attention_heads": 0}, r"num_attention_heads=0 must be at least 1"),
     "no width": ({"hidden_size": 0}, r"hidden_size=0 must be at least 1"),
     "layers below 0": ({"num_hidden_layers": -1}, r"num_hidden_layers=-1 must be at least 1"),
-    "layers without end": ({"num_hidden_layers": 10**9}, r"num_hidden_layers=10+ is too large"),
-    "a huge width": ({"hidden_size": 2**62}, r"hidden_size=4611686018427387904 is too large"),
-    "a huge number": ({"vocab_size": 10**30}, r"vocab_size=1000.* is too large"),
-    "a huge head": ({"head_dim": 2**40}, r"head_dim=1099511627776 is too large"),
+    "layers without end": (
+        {"num_hidden_layers": 10**9},
+        r"num_hidden_layers=10+ must be at most 2000",
+    ),
+    "a huge width": (
+        {"hidden_size": 2**62},
+        r"hidden_size=4611686018427387904 must be at most 2147483647",
+    ),
+    "a huge number": ({"vocab_size": 10**30}, r"vocab_size=1000.* must be at most"),
+    "a huge head": ({"head_dim": 2**40}, r"head_dim=1099511627776 must be at most 65536"),
     "huge together": (
-        {"hidden_size": 2**30, "intermediate_size": 2**30 + 2**10, "vocab_size": 2**31 - 1},
+        {
+            "hidden_size": 2**30,
+            "intermediate_size": 2**30 + 2**10,
+            "vocab_size": 2**31 - 1,
+            "head_dim": 128,
+        },
         r"no model can have these sizes",
     ),
-    "eps of NaN": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan is not a number of at least"),
+    "eps of NaN": ({"rms_norm_eps": float("nan")}, r"rms_norm_eps=nan must be at least 0"),
 }
 
 

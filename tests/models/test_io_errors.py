@@ -91,13 +91,21 @@ BAD: dict[str, tuple[str, Break, str]] = {
     "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
     "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unknown dtype 'F99'"),
     "no config": ("single", remove("config.json"), r"single has no file config.json"),
-    "config no JSON": ("single", put("config.json", b"{'a': 1}"), r"config.json is not JSON: Exp"),
-    "config no text": ("single", put("config.json", b"\xff\xfe"), r"config.json is not JSON: .utf"),
+    "config no JSON": (
+        "single",
+        put("config.json", b"{'a': 1}"),
+        r"config.json is not valid JSON: Exp",
+    ),
+    "config no text": (
+        "single",
+        put("config.json", b"\xff\xfe"),
+        r"config.json is not valid JSON: .utf",
+    ),
     "config a list": ("single", put("config.json", b"[]"), r"config.json is not a JSON object"),
     "generation_config no JSON": (
         "single",
         put("generation_config.json", b"{"),
-        r"single/generation_config.json is not JSON",
+        r"single/generation_config.json is not valid JSON",
     ),
     "model_type": (
         "single",

@@ -394,7 +394,7 @@ def test_the_name_that_transformers_5_leaves_out(tmp_path: Path) -> None:
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
         ("mixtral", {"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not in \[1, 8\]"),
         ("qwen2_moe", {"num_experts_per_tok": 0}, r"num_experts_per_tok=0 is not in \[1, 60\]"),
-        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not positive"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
         ("qwen3_moe", {"layer_types": ["full_attention"] * 24}, "layer_types=.* changes"),
         (
             "qwen3_moe",

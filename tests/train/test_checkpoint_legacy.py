@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from tests.small import CHATML
 from tests.train.checkpoints import State, assert_equal
 from tigon.cli import main as command
 from tigon.train import checkpoint, main
@@ -57,6 +58,27 @@ def test_a_run_of_an_earlier_version_goes_on(workspace, finished, tmp_path, caps
         load_file(tmp_path / "hf/model.safetensors"),
         load_file(source / "weights-00000.safetensors"),
     )
+    # run.json may be anybody's: what it names elsewhere is not exported
+    private = tmp_path / "private.jinja"
+    private.write_text(CHATML)
+    text = (old / "run.json").read_text()
+    named = json.loads(text)
+    named["config"]["chat_template"] = str(private)
+    (old / "run.json").write_text(json.dumps(named))
+    capsys.readouterr()
+    assert command(["export", str(old), str(tmp_path / "other")]) == 1
+    assert (
+        "does not have: put a copy of that file there, as private.jinja" in capsys.readouterr().err
+    )
+    (old / "private.jinja").symlink_to(private)
+    assert command(["export", str(old), str(tmp_path / "other")]) == 1
+    assert "outside of" in capsys.readouterr().err
+    (old / "private.jinja").unlink()
+    private.rename(old / "private.jinja")
+    assert command(["export", str(old), str(tmp_path / "other")]) == 0
+    assert (tmp_path / "other/chat_template.jinja").read_text() == CHATML
+    (old / "private.jinja").unlink()
+    (old / "run.json").write_text(text)
     main([*workspace.settings("earlier", steps=3, save_every=1, keep_last=0), "resume=auto"])
     assert workspace.metrics("earlier", "loss") == workspace.metrics("finished", "loss")
     new, expected = (d / "checkpoints/step-00000003" for d in (run, finished))

@@ -1,5 +1,7 @@
 import json
 import struct
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,10 @@ BAD = {
     "not safetensors": (b"\x80\x02}q\x00X\x05\x00\x00\x00", "is no safetensors file"),
     "length past the end": (struct.pack("<Q", 1 << 40) + b"{}", f"a header of {1 << 40} bytes"),
     "header cut off": (build(OK, bytes(12))[:40], "is no safetensors file"),
-    "no JSON": (build(b'{"a": ', b""), "header is no valid JSON"),
-    "no UTF-8": (build(b'{"\xff": 1}', b""), "header is no valid JSON"),
-    "nested too deep": (build(b"[" * 100_000, b""), "header is no valid JSON"),
-    "no object": (build(b"[1]", b""), "header is a JSON list"),
+    "no JSON": (build(b'{"a": ', b""), "header is not valid JSON"),
+    "no UTF-8": (build(b'{"\xff": 1}', b""), "header is not valid JSON"),
+    "nested too deep": (build(b"[" * 100_000, b""), "header is nested deeper than 100"),
+    "no object": (build(b"[1]", b""), "header is not a JSON object but a list"),
     "same name twice": (build(b'{"a": 1, "a": 2}', b""), "it names 'a' twice"),
     "no entry": (build({"a": 3}, b""), "tensor 'a' is described by 3"),
     "no dtype": (build({"a": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "dtype None"),
@@ -51,6 +53,21 @@ BAD = {
     "overlap": (build({"a": A, "b": entry("F32", [1], 4, 8)}, bytes(8)), "'b' overlaps 'a'"),
     "hole": (build({"a": A, "b": entry("F32", [1], 12, 16)}, bytes(16)), "hole of 4 bytes after"),
     "truncated": (build(OK, bytes(11)), "is truncated: its tensors take 12 bytes and 11 are there"),
+    "metadata of numbers": (build({"__metadata__": {"a": 1}}, b""), "__metadata__ has 1 as 'a'"),
+    "metadata as a list": (
+        build({"__metadata__": []}, b""),
+        r"__metadata__ is \[\], not an object",
+    ),
+    "long number": (
+        build(b'{"a":{"shape":[%s]}}' % (b"9" * 4300), b""),
+        r"header: a.shape\[0\] is a number of 4300 digits",
+    ),
+    "size of 64 bits": (build({"a": entry("F32", [2**63], 0, 8)}, bytes(8)), "not a list of sizes"),
+    "product": (build({"a": entry("F32", [2**62, 4, 0], 0, 0)}, b""), "no tensor is so large"),
+    "terminal escape": (
+        build({"\x1b[2J": entry("F33", [2], 0, 8)}, bytes(8)),
+        r"tensor '\\x1b\[2J' has the unknown dtype 'F33'",
+    ),
     "tail": (build(OK, bytes(15)), "has 3 bytes after its last tensor"),
 }
 
@@ -66,6 +83,51 @@ def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
     if case != "quantised":
         with pytest.raises(SafetensorError):
             load_file(path)
+
+
+# The reference implementation takes minutes or gigabytes for some of these
+SIZED = {
+    "a product of many": (
+        b'{"a":{"dtype":"F32","shape":[%s1],"data_offsets":[0,4]}}',
+        b"9,",
+        10**6,
+    ),
+    "dimensions": (b'{"a":{"dtype":"F32","shape":[%s1],"data_offsets":[0,4]}}', b"1,", 64),
+    "lists": (b'{"a":[%s1]}', b"[],", 10**7),
+    "names": (b'{%s"a":1}', b'"a":1,', 10**5),
+    "a long name": (b'{"a%s":{}}', b"a", 10**7),
+}
+
+
+@pytest.mark.parametrize("case", SIZED)
+def test_large_headers_are_refused_soon(tmp_path: Path, case: str) -> None:
+    header, item, count = SIZED[case]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(build(header % (item * count), bytes(4)))
+    begin = time.process_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"bad\.safetensors") as error:
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 200e6
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - begin < 5
+    assert len(str(error.value)) < 1000
+
+
+def test_a_header_of_many_tensors_is_read_soon(tmp_path: Path) -> None:
+    count = 20_000
+    names = [
+        f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.up_proj.weight" for i in range(count)
+    ]
+    path = tmp_path / "many.safetensors"
+    path.write_bytes(
+        write_header([(n, (1, 2), torch.bfloat16) for n in names], {}) + bytes(4 * count)
+    )
+    begin = time.process_time()
+    assert list(read_header(path)) == names
+    assert time.process_time() - begin < 3  # 0.4 on a quiet machine
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

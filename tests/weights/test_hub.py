@@ -1,13 +1,19 @@
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 
 from tests.hub_server import HubServer
+from tigon.hub import reach
 from tigon.weights import Checkpoint, Repository
 
 NAME = "lab/tiny"
@@ -169,17 +175,18 @@ def test_missing_repository_and_bad_names(hub: HubServer) -> None:
         Repository("a/b/c").file("config.json")
 
 
-def test_hub_out_of_reach(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_out_of_reach(hub: HubServer) -> None:
     fill(hub.root / NAME, config__json="{}", extra__json="{}")
     first = Repository(NAME)
     first.file("config.json")
     assert first.optional_file("absent.json") is None
     hub.close()
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
     again = Repository(NAME)
     assert again.file("config.json").read_text() == "{}"
     assert again.optional_file("absent.json") is None
-    message = f"cannot reach {hub.endpoint} for extra.json of lab/tiny .* check the network"
+    message = (
+        f"cannot reach {hub.endpoint} for extra.json of lab/tiny .* check the name and the network"
+    )
     with pytest.raises(ConnectionError, match=message):
         again.optional_file("extra.json")
 
@@ -232,3 +239,87 @@ def test_a_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch) -> 
         Repository("runs/sft")
     assert Repository("runs/sft", revision="main").directory is None
     assert Repository("organisation/sft").directory is None
+
+
+def sharded(hub: HubServer) -> list[str]:
+    """The shards of lab/tiny, beside a consolidated file as some repositories have."""
+    root = fill(hub.root / NAME, config__json="{}", consolidated__safetensors="not a shard")
+    shards = {f"model-0000{i}-of-00003.safetensors": f"w{i}" for i in (1, 2, 3)}
+    for shard, name in shards.items():
+        save_file({name: torch.randn(500, 10)}, root / shard)
+    index = {"weight_map": {name: shard for shard, name in shards.items()}}
+    (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    return [f"{NAME}/{shard}" for shard in shards]
+
+
+def test_of_shards_and_a_consolidated_file_only_the_shards_are_fetched(hub: HubServer) -> None:
+    names = sharded(hub)
+    Checkpoint.open(Repository(NAME))
+    assert hub.gets.keys() == {*names, f"{NAME}/model.safetensors.index.json"}
+    assert all(hub.gets[name] == 1 for name in names)
+    (hub.root / NAME / "model.safetensors.index.json").unlink()
+    message = r"has neither model.safetensors nor .*; other weights there: consolidated"
+    with pytest.raises(FileNotFoundError, match=message):
+        Checkpoint.open(Repository(NAME, cache_dir=hub.root / "cache"))
+    assert f"{NAME}/consolidated.safetensors" not in hub.gets
+
+
+def test_a_download_goes_on_where_the_connection_broke(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sharded(hub)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2)  # of which it keeps whole ones
+    hub.cuts[names[1]] = 2
+    path = Repository(NAME).file(names[1].removeprefix(f"{NAME}/"))
+    content = (hub.root / names[1]).read_bytes()
+    assert path.read_bytes() == content
+    assert hub.gets[names[1]] == 3
+    assert hub.sent[names[1]] == len(content)  # no byte twice
+
+
+def test_a_download_that_breaks_for_good_leaves_no_half_file(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = sharded(hub)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+    hub.cuts[names[1]] = 1000
+    message = r"model-00002-of-00003.safetensors of lab/tiny .* did not come whole: .*goes on from"
+    with pytest.raises(ConnectionError, match=message):
+        Checkpoint.open(Repository(NAME))
+    left = {path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    assert "model-00002-of-00003.safetensors" not in left
+    assert not [name for name in left if name.endswith(".incomplete")]
+    offline = Repository(NAME, local_files_only=True)
+    with pytest.raises(FileNotFoundError, match=r"00003.safetensors of .* is not in the cache"):
+        offline.file("model-00002-of-00003.safetensors")
+    hub.cuts.clear()
+    before = hub.gets.copy()
+    assert Checkpoint.open(Repository(NAME)).tensors.keys() == {"w1", "w2", "w3"}
+    assert (hub.gets - before).keys() == {names[1]}  # the others were whole
+
+
+def test_a_hub_that_does_not_answer_is_given_up_soon(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "REACH_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
+        where = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        template = where + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        began = time.monotonic()
+        message = r"cannot reach .* for config.json of runs/sftt .*neither a directory here nor"
+        with pytest.raises(ConnectionError, match=message):
+            Repository("runs/sftt").file("config.json")
+        assert time.monotonic() - began < 3  # the client would try for more than two minutes
+
+
+def test_an_address_that_is_looked_up_for_ever(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "REACH_SECONDS", 0.2)
+    done = threading.Event()
+    monkeypatch.setattr(HfApi, "get_hf_file_metadata", lambda *_, **__: done.wait(60))
+    with pytest.raises(ConnectionError, match=r"no answer in 1\.2 s"):
+        Repository(NAME).file("config.json")
+    done.set()

@@ -20,6 +20,7 @@ import numpy as np
 
 from tigon.data.disk import sync
 from tigon.data.examples import FILLS, Examples, Report
+from tigon.json_file import read_json
 
 VERSION = 1  # of the files; others are made anew
 MANIFEST = "manifest.json"
@@ -96,7 +97,7 @@ class Stored(Part):
         `name` is what the only file is called now: the same content may have moved.
         """
         try:
-            manifest = json.loads((directory / MANIFEST).read_text())
+            manifest = read_json(directory / MANIFEST)
             if manifest["version"] != VERSION:
                 return None
             for file, size in manifest["bytes"].items():
@@ -119,7 +120,7 @@ class Stored(Part):
                 grouped=manifest["grouped"],
                 key=manifest["key"],
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
             return None
 
     def open(self) -> tuple[Examples, np.ndarray]:

@@ -28,6 +28,7 @@ from tigon.data.mixture import Corpus, Pattern, Window, check_vocabulary
 from tigon.data.reader import Reader
 from tigon.data.store import Store, Stored
 from tigon.data.workers import Pool, cpus
+from tigon.json_file import read_json
 
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks
@@ -161,7 +162,7 @@ class Stream:
         """None if it is not made yet, or is being deleted. Its files are opened here: they may be
         deleted before they are read."""
         try:
-            facts = json.loads((path / WINDOW).read_text())
+            facts = read_json(path / WINDOW)
             parts = [Stored.at(path / str(i)) for i in range(facts["parts"])]
             found = [part for part in parts if part is not None]
             if len(found) < len(parts):

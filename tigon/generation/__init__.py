@@ -3,6 +3,15 @@
 from tigon.generation.api import generate
 from tigon.generation.protocols import Decodes, Model, Streamer
 from tigon.generation.sampling import Sampling
+from tigon.generation.settings import check_generation_config
 from tigon.generation.stopping import StopStrings
 
-__all__ = ["Decodes", "Model", "Sampling", "StopStrings", "Streamer", "generate"]
+__all__ = [
+    "Decodes",
+    "Model",
+    "Sampling",
+    "StopStrings",
+    "Streamer",
+    "check_generation_config",
+    "generate",
+]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Literal
 
-from tigon import strict
+import tigon.strict as strict
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.strict import setting
@@ -144,6 +144,14 @@ def settle(
             f"num_return_sequences={copies} need do_sample=True, else all are the same"
         )
     return Settings(**read)
+
+
+def check_generation_config(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value of a generation_config.json of another type or range than its
+    setting, wherever it is not used too."""
+    known = {k: v for k, v in _set(values).items() if k in DEFAULTS and k not in OURS}
+    tokens = {k: _tokens(known[k], None) for k in TOKENS if k in known}
+    strict.read(Settings, _set(known | tokens))
 
 
 def _set(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Attention(nn.Module):
         softcap: float | None = None,
     ):
         super().__init__()
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
         self.window, self.scale, self.softcap = window, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 from tigon.models import _load, families
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
+from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, read_config
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
@@ -47,6 +48,7 @@ __all__ = [
     "from_pretrained",
     "load_weights",
     "materialize",
+    "misfits",
     "read_config",
     "torch_dtype",
     "write_description",

@@ -1,6 +1,6 @@
 """config.json to a dataclass and back, for both generations of its keys."""
 
-import math
+import itertools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self
 import torch
 
 from tigon import strict
+from tigon.json_file import escaped, shown
 from tigon.kernels.gated_act import Activation
+from tigon.models._ranges import check_config
 from tigon.models._rope import FULL, SLIDING, read_rope, read_two_ropes, write_rope, write_two_ropes
 from tigon.strict import ConfigError
 
@@ -44,15 +46,6 @@ SILENT = {
     "torch_dtype",
 }
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
-LARGEST = 2**31 - 1  # of any whole number
-MOST_LAYERS = 10_000
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
@@ -150,7 +143,7 @@ class Config:
         ]
         if required:
             raise ConfigError(f"the config lacks {', '.join(required)}")
-        dropout = ", ".join(f"{key}={source[key]}" for key in DROPOUT if source.get(key))
+        dropout = ", ".join(f"{key}={shown(source[key])}" for key in DROPOUT if source.get(key))
         if dropout:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
@@ -165,12 +158,12 @@ class Config:
             known = isinstance(quantization, dict) and "quant_method" in quantization
             method = quantization["quant_method"] if known else quantization
             raise ConfigError(
-                f"quantization_config ({method}): Tigon reads unquantised checkpoints; "
-                "use the original one or dequantise it first"
+                f"quantization_config ({escaped(method, 100)}): Tigon reads unquantised "
+                "checkpoints; use the original one or dequantise it first"
             )
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
-            raise ConfigError(f"model_type {kind!r} is not {cls.model_type!r}")
+            raise ConfigError(f"model_type {shown(kind)} is not {cls.model_type!r}")
         names = strict.hints(cls).keys()
         silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
         unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
@@ -181,12 +174,14 @@ class Config:
                 unknown[key] = value
             elif value not in neutral[key]:
                 raise ConfigError(
-                    f"{key}={value!r} changes what the model computes, and {cls.__name__} "
+                    f"{key}={shown(value)} changes what the model computes, and {cls.__name__} "
                     f"(model_type {kind!r}) does not know it"
                 )
         if unknown:
-            hints = (strict.suggest(key, names, 0.8) for key in unknown)
-            message = f"config keys not understood and ignored: {unknown}"
+            # Not for all of a million keys, nor for long ones
+            few = [key[:100] for key in itertools.islice(unknown, 20)]
+            hints = (strict.suggest(key, names, 0.8) for key in few)
+            message = f"config keys not understood and ignored: {shown(unknown, 1000)}"
             warnings.warn("; ".join([message, *filter(None, hints)]), stacklevel=4)
 
     @classmethod
@@ -196,16 +191,7 @@ class Config:
         )
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            if (size := getattr(self, name)) < 1:
-                raise ConfigError(f"{name}={size} must be at least 1")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            most = MOST_LAYERS if f.name == "num_hidden_layers" else LARGEST
-            if isinstance(value, int) and value > most:
-                raise ConfigError(f"{f.name}={value} is too large: it can be {most:,} at most")
-        if not 0 <= self.rms_norm_eps < math.inf:  # NaN neither
-            raise ConfigError(f"rms_norm_eps={self.rms_norm_eps} is not a number of at least 0")
+        check_config(self)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not kv_heads:
             object.__setattr__(self, "num_key_value_heads", heads)
@@ -220,6 +206,14 @@ class Config:
                     f"num_attention_heads={heads}, and head_dim is not given"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
+            check_config(self)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} is odd: values are rotated in pairs")
+        if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"pad_token_id={self.pad_token_id} is outside the vocabulary: "
+                f"vocab_size={self.vocab_size}"
+            )
         if not self.rope_parameters:
             rope = self._read_rope({}, self.max_position_embeddings)
             object.__setattr__(self, "rope_parameters", rope)
@@ -258,7 +252,8 @@ class WindowedConfig(Config):
         types, layers = self.layer_types, self.num_hidden_layers
         if types is not None and (len(types) != layers or not set(types) <= {SLIDING, FULL}):
             raise ConfigError(
-                f"layer_types={types} is not {SLIDING!r} or {FULL!r} for each of {layers} layers"
+                f"layer_types={shown(types)} is not {SLIDING!r} or {FULL!r} for each of {layers} "
+                "layers"
             )
 
     def slides(self, layer: int) -> bool:
@@ -295,7 +290,7 @@ def torch_dtype(name: Any) -> torch.dtype:
     """What config.json calls a dtype; ConfigError for what no model is computed in."""
     plain = name.removeprefix("torch.") if isinstance(name, str) else name
     if plain not in DTYPES:
-        raise ConfigError(f"dtype={name!r} is none that a model can have")
+        raise ConfigError(f"dtype={shown(name)} is none that a model can have")
     return getattr(torch, plain)
 
 
@@ -310,5 +305,5 @@ ACTIVATIONS: dict[str, Activation] = {
 def activation(hidden_act: str) -> Activation:
     """The kernel's name of config.json's `hidden_act`."""
     if hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"hidden_act={shown(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

@@ -1,18 +1,20 @@
 """Checkpoints and configs to models."""
 
-import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from tigon import strict
+from tigon.generation import check_generation_config
+from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
@@ -72,6 +74,7 @@ def build(
     cls, config = read_config(repository, models)
     with _named(f"{repository.name}/config.json"):
         checkpoint = Checkpoint.open(repository)  # may download: after all that needs no weights
+        _check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
         if dtype == "auto":
             dtype = _dtype_of(config, checkpoint)
@@ -80,19 +83,24 @@ def build(
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         config = replace(config, source=replace(config.source, stacked_experts=stacked))
         model = on_meta(cls, config, dtype)
+        _check_values(model, checkpoint)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
-        model.generation_config = _read_json(generation)
+        model.generation_config = read_json(generation)
+        with _named(escaped(generation)):
+            check_generation_config(model.generation_config)
     return model, checkpoint
 
 
 def read_config(repository: Repository, models: Mapping[str, type[M]]) -> tuple[type[M], Config]:
     """The class of the repository's model and its config.json; no weights are looked at."""
-    source = _text_config(_read_json(repository.file("config.json")))
-    kind = source.get("model_type")
+    # Models of other families have infinities; what is read here is checked key by key
+    source = read_json(repository.file("config.json"), nan=True)
     with _named(f"{repository.name}/config.json"):
+        source = _text_config(source)
+        kind = source.get("model_type")
         if not isinstance(kind, str) or kind not in models:
-            raise ConfigError(f"model_type {kind!r} is not {' or '.join(map(repr, models))}")
+            raise ConfigError(f"model_type {shown(kind)} is not {' or '.join(map(repr, models))}")
         return models[kind], models[kind].config_class.from_dict(source)
 
 
@@ -111,6 +119,10 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     try:
         with torch.device("meta"), _NoInit():
             return cls(config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a layer does not take what only its own sizes show
+        raise ConfigError(str(error)) from None
     except (RuntimeError, OverflowError) as error:  # meta tensors take no memory
         raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
     finally:
@@ -156,15 +168,49 @@ def load_weights(model: LanguageModel, checkpoint: Checkpoint) -> None:
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a multimodal config; any other config as it is."""
     kind = source.get("model_type")
-    if kind not in MULTIMODAL:
+    if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
-    text = dict(source.get("text_config") or {})
+    text = dict(strict.check("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
     text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
     dtype = source.get("dtype") or source.get("torch_dtype")
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
         text["dtype"] = dtype
     return text
+
+
+def _check_sizes(config: Config, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for sizes that no tensor of the checkpoint can have: before a model is
+    built, which takes the longer and the more, the larger they are."""
+    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    # Experts are apart, tensors of their own, or together, rows of one
+    most = {"num_hidden_layers": len(shapes)}
+    most |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
+    for key, bound in most.items():
+        if (value := getattr(config, key, 0)) > bound:
+            raise ConfigError(
+                f"{key}={value} does not fit the checkpoint, which has {len(shapes)} tensors and "
+                f"no size beyond {widest}"
+            )
+    embedding, _ = embedding_and_head(shapes)
+    expected = (config.vocab_size, config.hidden_size)
+    if shapes.get(embedding, expected) != expected:
+        raise ConfigError(
+            f"vocab_size={expected[0]} and hidden_size={expected[1]} do not fit the checkpoint, "
+            f"whose {shown(embedding)} is {shown(list(shapes[embedding]))}"
+        )
+
+
+def _check_values(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a model of twice the checkpoint's values, which need not be allocated
+    to say that they do not fit; `load_weights` says what is missing from a smaller one."""
+    needed = sum(p.numel() for p in model.parameters())
+    held = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
+    if needed > 2 * held:
+        raise ConfigError(
+            f"a model of {needed} values does not fit the checkpoint, which has {held}"
+        )
 
 
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
@@ -201,16 +247,6 @@ def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:
             raise ConfigError(f"{error}; pass dtype=") from None
     floating = (i.dtype for i in checkpoint.tensors.values() if i.dtype.is_floating_point)
     return next(floating, torch.float32)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return content
 
 
 def from_config(

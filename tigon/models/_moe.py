@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from tigon.json_file import shown
 from tigon.layers import Balance, SparseMoE, balance
 from tigon.models._config import Config, ConfigError, activation
 
@@ -36,7 +37,7 @@ class MoEConfig(Config):
             return super().from_dict(source)
         number, *others = given.values()
         if any(other != number for other in others):
-            listed = " and ".join(f"{key}={value}" for key, value in given.items())
+            listed = " and ".join(f"{key}={shown(value)}" for key, value in given.items())
             raise ConfigError(f"{listed} are names of the same number; give one of them")
         rest = {key: value for key, value in source.items() if key not in cls.experts_keys}
         return super().from_dict(rest | {cls.experts_keys[0]: number})

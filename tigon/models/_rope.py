@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tigon.json_file import shown
 from tigon.layers.rope import ROPE_TYPES
+from tigon.models._ranges import ROPE_RANGES, check_values
 from tigon.strict import ConfigError, check
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -53,33 +55,50 @@ def read_rope(
     rope = {"rope_theta": source.get("rope_theta", default_theta), **given}
     kind = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     if kind not in ROPE_TYPES:
-        raise ConfigError(f"unknown rope_type {kind!r}; there are {', '.join(ROPE_TYPES)}")
+        raise ConfigError(f"unknown rope_type {shown(kind)}; there are {', '.join(ROPE_TYPES)}")
     if kind in ("llama3", "yarn", "longrope"):
-        rope["original_max_position_embeddings"] = source.get(
-            "original_max_position_embeddings"
-        ) or rope.get("original_max_position_embeddings", longest)
+        key = "original_max_position_embeddings"
+        rope[key] = source.get(key) or rope.get(key) or longest
     hints = ROPE_HINTS | dict(extras or {})
     for name, value in rope.items():
         if name in hints:
             check(name, value, hints[name])
+    check_values({name: value for name, value in rope.items() if name in hints}, ROPE_RANGES)
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
     missing = [k for k in ROPE_KEYS[kind] if rope.get(k) is None]
     if missing:
-        raise ConfigError(f"rope_type {kind!r} needs {', '.join(missing)}; the config has {rope}")
+        raise ConfigError(
+            f"rope_type {kind!r} needs {', '.join(missing)}; the config has {shown(rope, 500)}"
+        )
+    _check_together(kind, rope)
     factor = rope.pop("partial_rotary_factor", None)
     unknown = {k: v for k, v in rope.items() if k not in hints}
     if unknown:
-        raise ConfigError(f"rope_type {kind!r} does not know {unknown}")
+        raise ConfigError(f"rope_type {kind!r} does not know {shown(unknown)}")
     if factor is None and partial:
         factor = source.get("partial_rotary_factor")
     if factor is None or (factor == 1 and not partial):
         return rope
     if not partial:
-        raise ConfigError(f"partial_rotary_factor={factor} is not known to this model type")
+        raise ConfigError(f"partial_rotary_factor={shown(factor)} is not known to this model type")
     if not 0 < check("partial_rotary_factor", factor, float) <= 1:
-        raise ConfigError(f"partial_rotary_factor={factor!r} is not in (0, 1]")
+        raise ConfigError(f"partial_rotary_factor={shown(factor)} is not in (0, 1]")
     return rope | {"partial_rotary_factor": factor}
+
+
+def _check_together(kind: str, rope: Rope) -> None:
+    """Values that only together have no frequencies."""
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ConfigError(
+            f"low_freq_factor={rope['low_freq_factor']} is not less than "
+            f"high_freq_factor={rope['high_freq_factor']}"
+        )
+    if kind == "yarn" and rope["rope_theta"] <= 1:
+        raise ConfigError(f"rope_theta={rope['rope_theta']} is not more than 1, as yarn needs it")
+    original = rope.get("original_max_position_embeddings")
+    if kind == "longrope" and original == 1:
+        raise ConfigError("original_max_position_embeddings=1 is too short for longrope")
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
@@ -104,14 +123,18 @@ def read_two_ropes(
 
     `theta` and `local_theta` are defaults.
     """
-    given = source.get("rope_parameters") or {}
-    full, sliding = (given.get(name) or {} for name in (FULL, SLIDING))
+    given = check("rope_parameters", source.get("rope_parameters") or {}, dict)
+    scaling = check("rope_scaling", source.get("rope_scaling") or {}, dict)
     if not given.keys() <= {FULL, SLIDING}:
-        raise ConfigError(f"rope_parameters={given} is not given per {FULL!r} and {SLIDING!r}")
-    full = full | (source.get("rope_scaling") or {})
+        raise ConfigError(
+            f"rope_parameters={shown(given)} is not given per {FULL!r} and {SLIDING!r}"
+        )
+    full, sliding = (
+        check(f"rope_parameters.{name}", given.get(name) or {}, dict) for name in (FULL, SLIDING)
+    )
     theta = source.get("rope_theta", theta)
     return {
-        FULL: read_rope({"rope_parameters": full}, theta, longest),
+        FULL: read_rope({"rope_parameters": full | scaling}, theta, longest),
         SLIDING: read_rope({"rope_parameters": sliding}, local_theta, longest),
     }
 

@@ -7,7 +7,7 @@ import torch
 
 from tigon.generation import generate
 from tigon.kernels.attention import Backend
-from tigon.models import _load, _save
+from tigon.models import _load, _push, _save
 from tigon.models._config import Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
@@ -19,6 +19,7 @@ class CausalLM(LanguageModel):
 
     generate = generate
     save_pretrained = _save.save_pretrained
+    push_to_hub = _push.push_to_hub
 
     def layout(self, *, stacked_experts: bool = False) -> Layout:
         """Every parameter, and the checkpoint tensors that its rows are made of."""

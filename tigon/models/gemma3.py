@@ -13,6 +13,7 @@ from tigon.models._blocks import window_of
 from tigon.models._config import SLIDING, TwoRopesConfig
 from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma2 import Gemma2, Gemma2Block
+from tigon.strict import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        return source.get("rope_local_base_freq", 1e4)
+        key = "rope_local_base_freq"
+        return check(key, source.get(key, 1e4), float)
 
     def _rope_keys(self) -> dict[str, Any]:
         local = self.rope_parameters[SLIDING]["rope_theta"]

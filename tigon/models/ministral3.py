@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tigon.json_file import shown
 from tigon.layers import Attention
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config, ConfigError
@@ -54,7 +55,9 @@ class Ministral3Config(Config):
         rope = super()._read_rope(source, longest)
         for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
             if rope.get(key) is None:
-                raise ConfigError(f"{cls.model_type} needs {key} in rope_parameters={rope}")
+                raise ConfigError(
+                    f"{cls.model_type} needs {key} in rope_parameters={shown(rope, 500)}"
+                )
         return rope
 
 

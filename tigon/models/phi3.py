@@ -41,7 +41,11 @@ class Phi3Config(WindowedConfig):
         for key in ("rope_scaling", "rope_parameters"):
             given = source.get(key)
             if isinstance(given, dict):
-                names = {k: RENAMED.get(v, v) for k, v in given.items() if k.endswith("type")}
+                names = {
+                    k: RENAMED.get(v, v) if isinstance(v, str) else v
+                    for k, v in given.items()
+                    if k.endswith("type")
+                }
                 source[key] = given | names
         return super()._read_rope(source, longest)
 

@@ -24,8 +24,6 @@ class QwenMoEConfig(MoEConfig):
     use_sliding_window: bool = False
 
     def __post_init__(self) -> None:
-        if self.decoder_sparse_step < 1:
-            raise ConfigError(f"decoder_sparse_step={self.decoder_sparse_step} is not positive")
         if self.mlp_only_layers is None:
             object.__setattr__(self, "mlp_only_layers", [])
         super().__post_init__()

@@ -6,6 +6,7 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
+from tigon.json_file import shown
 from tigon.layers import Attention
 from tigon.models._blocks import window_of
 from tigon.models._config import ConfigError, WindowedConfig
@@ -39,7 +40,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         given = self.no_rope_layers
         if given is not None and len(given) != self.num_hidden_layers:
             raise ConfigError(
-                f"no_rope_layers={given} does not say 0 or 1 for each of "
+                f"no_rope_layers={shown(given)} does not say 0 or 1 for each of "
                 f"{self.num_hidden_layers} layers"
             )
 

@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import operator
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from tigon.json_file import parse_object
 from tigon.report.series import Column
 
 try:
@@ -126,8 +126,9 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    """To read; OSError for what is no file: a pipe or a device may never end."""
-    if path.exists() and not path.is_file():
+    """To read; OSError for what is no file: a pipe or a device may never end, and a link may lead
+    to a file of somebody else."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OSError(errno.EINVAL, "it is no file")
     return path.open("rb")
 
@@ -237,10 +238,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if len(line) > LINE_BYTES:
         return None
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_object(line, "row", nan=True)
+    except ValueError:
         return None
-    step = row.get("step") if isinstance(row, dict) else None
+    step = row.get("step")
     return row if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 
@@ -272,7 +273,9 @@ def _read_model(run: RunFiles) -> None:
     for directory in filter(None, (run.path / "hf", newest)):
         files = [*directory.glob("model*.safetensors"), *directory.glob("weights-*.safetensors")]
         with suppress(*DAMAGED):
-            config = json.loads(_content(directory / "config.json", LINE_BYTES))
+            config = parse_object(
+                _content(directory / "config.json", LINE_BYTES), "config", nan=True
+            )
             run.architecture = str((config.get("architectures") or [config["model_type"]])[0])
             count = sum(map(_parameters, files))
             run.parameters = count if 0 < count < LARGEST_STEP else None
@@ -290,6 +293,13 @@ def _parameters(path: Path) -> int:
         size = int.from_bytes(file.read(8), "little")
         if size > HEADER_BYTES:
             raise ValueError(f"{path.name} has no header")
-        header = json.loads(file.read(size))
+        header = parse_object(file.read(size), path)
     shapes = (tensor["shape"] for name, tensor in header.items() if name != "__metadata__")
-    return sum(math.prod(map(operator.index, shape)) for shape in shapes)
+    return sum(map(_values, shapes))
+
+
+def _values(shape: list[int]) -> int:
+    """Bounded: the product of a million sizes would take a minute."""
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < LARGEST_STEP for n in shape):
+        raise ValueError("no shape of a tensor")
+    return math.prod(shape)

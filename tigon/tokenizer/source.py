@@ -50,12 +50,10 @@ def find_files(repository: Repository) -> dict[str, Path]:
             "make one with transformers, AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     files = {name: path for name in _FILES if (path := repository.optional_file(name))}
-    if "chat_template.jinja" in files:
-        for name in repository.listing():
-            if name.startswith(f"{_TEMPLATES}/") and name.endswith(".jinja"):
-                repository.file(name)
-    folder = files["tokenizer.json"].parent / _TEMPLATES
-    return files | {f"{_TEMPLATES}/{path.name}": path for path in sorted(folder.glob("*.jinja"))}
+    if "chat_template.jinja" in files or repository.directory is not None:
+        others = [n for n in repository.listing(_TEMPLATES) if n.endswith(".jinja")]
+        files |= {name: repository.file(name) for name in others}
+    return files
 
 
 def read_config(path: Path | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from tigon.train.model import build_model, compute_dtype
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.parallel import InputError, World, pick_device
+from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
 from tigon.train.state import State
@@ -205,6 +206,10 @@ def without_effect(config: Config, steps: int) -> list[str]:
         found.append("activation_offload=true saves no memory on a CPU")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
+    if without_token(config):
+        found.append(
+            f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
+        )
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from tigon import strict
+from tigon.hub import check_repository
 from tigon.train.names import answer
 from tigon.train.settings import (
     SECTIONS,
@@ -79,6 +80,10 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
+        if self.push_to_hub:
+            check_repository(self.push_to_hub)
+            if not self.export:
+                raise ValueError(f"push_to_hub={self.push_to_hub} needs export=true")
         check_optimizer(self)
         check_precision(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":

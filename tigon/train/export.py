@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.hub import is_own_file
 from tigon.models import CausalLM, materialize, torch_dtype
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
@@ -128,12 +129,26 @@ def _small(name: str) -> bool:
     return name.endswith(SMALL)
 
 
+def _own_template(config: Config, source: Path) -> str:
+    """The chat template of the settings, beside them: run.json may be anybody's, and what it names
+    anywhere on this machine would be exported."""
+    if not config.chat_template:
+        return ""
+    name = Path(config.chat_template).name
+    if not is_own_file(source, name):
+        raise FileNotFoundError(
+            f"{source} was trained with the chat template {config.chat_template!r}, which it does "
+            f"not have: put a copy of that file there, as {name}"
+        )
+    return str(source / name)
+
+
 def _load_legacy(
     source: Path, dtype: torch.dtype | None, device: str
 ) -> tuple[CausalLM, Tokenizer]:
     """An earlier version's checkpoint has no config.json: its settings say what it began with."""
     config = Config(**checkpoint.facts(source)["config"])
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(replace(config, chat_template=_own_template(config, source)))
     with start("cpu") as world:
         model = build_model(replace(config, dtype=config.param_dtype), world, source)
         checkpoint.load(source, model)

@@ -9,7 +9,7 @@ import torch
 
 from tigon import report
 from tigon.data.examples import counted
-from tigon.train import checkpoint, guard, resume
+from tigon.train import checkpoint, guard, push, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_step, exported_step
@@ -182,7 +182,8 @@ def finish(run: Run, step: int, record: Record) -> None:
     evaluate_once(run, step, record)
     record.close()
     directory = Path(config.run_dir)
-    if config.export and world.most(exported(directory) != step):
+    new = config.export and world.most(exported(directory) != step) > 0
+    if new:
         export(run, directory / "hf")
         if run.ema is not None:
             export(run, directory / "hf-ema", run.ema.tensors(run.model))
@@ -190,3 +191,6 @@ def finish(run: Run, step: int, record: Record) -> None:
             note_export(directory, step)
     if world.main:
         world.say(report.attempt(directory))
+        if config.push_to_hub and new:
+            world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
+            world.say(push.attempt(config))

@@ -1,12 +1,13 @@
 """The model of a run: built from a checkpoint or a config.json, sharded, on its device."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tigon.hub import check_folder
+from tigon.json_file import escaped, read_json, shown
 from tigon.layers import SparseMoE
 from tigon.models import (
     MODELS,
@@ -17,6 +18,7 @@ from tigon.models import (
     read_config,
     torch_dtype,
 )
+from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World, shard
@@ -40,7 +42,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
     elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
-        model = _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "cpu")
+        model = _from_config(_init(config), dtype, "cpu")
         if sharded:
             shard(model, world, compute)
         model.to(world.device)
@@ -78,7 +80,7 @@ def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> C
     if source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
     elif config.init:
-        model = _from_values(_read_init(Path(config.init)), Path(config.init), dtype, "meta")
+        model = _from_config(_init(config), dtype, "meta")
     else:
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
@@ -100,13 +102,16 @@ def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
 
 def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
-    values, generation = (
-        json.loads((source / name).read_text())
-        for name in ("config.json", "generation_config.json")
-    )
-    if not isinstance(values, dict) or not isinstance(generation, dict):
-        raise ValueError(f"{source} is damaged: config.json and generation_config.json are objects")
-    model = _from_values(values, source, dtype, "meta")
+    check_folder(source)
+    model = _from_config(source / "config.json", dtype, "meta")
+    needed = 2 * sum(p.numel() for p in model.parameters())
+    held = sum(path.stat().st_size for path in source.glob("weights-*.safetensors"))
+    if needed > held:  # known before it is allocated
+        raise ValueError(
+            f"{escaped(source / 'config.json')} does not fit the checkpoint: a model of its sizes "
+            f"takes {needed} bytes at least, and the weights are {held}"
+        )
+    generation = read_json(source / "generation_config.json")
     stacked = bool(checkpoint.facts(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
@@ -117,9 +122,9 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
 def context_of(config: Config, source: Path | None = None) -> int:
     """The tokens that the model can read at once, from its config.json alone."""
     if source is not None and not checkpoint.is_legacy(source):
-        read = _config_of(json.loads((source / "config.json").read_text()), source)
+        read = _config_of(source / "config.json")
     elif config.init:
-        read = _config_of(_read_init(Path(config.init)), Path(config.init))
+        read = _config_of(_init(config))
     else:
         read = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
     return read.max_position_embeddings
@@ -146,19 +151,30 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
 
 
-def _read_init(path: Path) -> dict[str, Any]:
+def _init(config: Config) -> Path:
+    path = Path(config.init)
     if not path.is_file():
         raise FileNotFoundError(f"init={path} is not a config.json file")
-    return json.loads(path.read_text())
+    return path
 
 
-def _config_of(values: dict[str, Any], origin: Path) -> Any:
+def _config_of(path: Path) -> Any:
+    """What a config.json says; ValueError with its name and the key for what it must not say."""
+    values = read_json(path, nan=True)
     kind = values.get("model_type")
-    if kind not in MODELS:
-        raise ValueError(f"{origin}: model_type {kind!r} is not one of {', '.join(MODELS)}")
-    return MODELS[kind].config_class.from_dict(values)
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise ValueError(
+            f"{escaped(path)}: model_type {shown(kind)} is not one of {', '.join(MODELS)}"
+        )
+    try:
+        return MODELS[kind].config_class.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{escaped(path)}: {error}") from error
 
 
-def _from_values(values: dict[str, Any], origin: Path, dtype: torch.dtype, device: str) -> CausalLM:
-    config = _config_of(values, origin)
-    return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
+def _from_config(path: Path, dtype: torch.dtype, device: str) -> CausalLM:
+    config = _config_of(path)
+    try:
+        return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
+    except ConfigError as error:
+        raise ConfigError(f"{escaped(path)}: {error}") from error

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tigon.json_file import parse_object
 from tigon.train.config import Config, dump
 from tigon.train.console import Console
 from tigon.train.parallel import World
@@ -133,10 +134,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_object(line, "metrics.jsonl", nan=True)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if type(row.get("step")) is int else None
 
 
 def _versions(world: World) -> str:

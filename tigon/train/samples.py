@@ -1,6 +1,5 @@
 """What the model says to a few prompts at each evaluation."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tigon.json_file import parse_json
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -98,10 +98,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"sample_prompts={path} has no prompts")
     for number, text in enumerate(lines, 1):
         if text.strip():
-            try:
-                yield f"{path}:{number}", json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number} is not valid JSON: {error}") from None
+            where = f"{path}:{number}"
+            yield where, parse_json(text, where, nan=True)
 
 
 def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Prompt:

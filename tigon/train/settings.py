@@ -237,6 +237,12 @@ class RunSettings:
     export_dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "of the weights in run_dir/hf; auto: what the model's config.json says"
     )
+    push_to_hub: str = option(
+        "", "a hub repository (owner/name) that gets run_dir/hf at the end, with a model card"
+    )
+    push_private: bool | None = option(
+        None, "whether the repository that the push makes is private; null: the account's default"
+    )
     nonfinite: Literal["stop", "skip", "rollback"] = option(
         "stop",
         "where the loss, the gradient's norm or a weight is not finite; skip: leave the step's "

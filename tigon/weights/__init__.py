@@ -3,7 +3,7 @@
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.entries import entries
-from tigon.weights.header import TensorInfo, write_header
+from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import load_into, own_rows, own_slices
 from tigon.weights.writer import Entry, as_bytes, fsync, new_directory, write_checkpoint
@@ -23,6 +23,7 @@ __all__ = [
     "new_directory",
     "own_rows",
     "own_slices",
+    "read_header",
     "write_checkpoint",
     "write_header",
 ]

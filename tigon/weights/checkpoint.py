@@ -1,6 +1,5 @@
 """A safetensors checkpoint, one file or shards with an index: what it holds and how to read it."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tigon.hub import Repository
-from tigon.weights.header import TensorInfo, read_header
+from tigon.json_file import escaped, read_json, shown
+from tigon.weights.header import MAX_HEADER, TensorInfo, read_header
 from tigon.weights.reading import Reader
 
 SINGLE = "model.safetensors"
@@ -89,19 +89,22 @@ def _no_weights(repository: Repository) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard file, checked to stay in the index's directory."""
-    try:
-        index = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no valid JSON: {error}") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_json(path, most_bytes=MAX_HEADER).get("weight_map")
+    where = escaped(path)
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{path} has no weight_map from tensor names to shard files")
+        raise ValueError(f"{where} has no weight_map from tensor names to shard files")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-            raise ValueError(f"{path}: tensor {name!r} is in {shard!r}, no .safetensors file")
+            raise ValueError(
+                f"{where}: tensor {shown(name)} is in {shown(shard)}, no .safetensors file"
+            )
         parts = PurePosixPath(shard)
         if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
-            raise ValueError(f"{path}: the shard {shard!r} is outside the checkpoint's directory")
+            raise ValueError(
+                f"{where}: the shard {shown(shard)} is outside the checkpoint's directory"
+            )
+        if str(parts) != shard or not shard.isprintable():  # one file, one name
+            raise ValueError(f"{where}: the shard {shown(shard)} is no plain file name")
     return weight_map
 
 
@@ -116,13 +119,14 @@ def _merge(
                 continue
             if name in tensors:
                 raise ValueError(
-                    f"{index} does not list tensor {name!r}, which is in two shards: "
-                    f"{tensors[name].path.name} and {shard}"
+                    f"{escaped(index)} does not list tensor {shown(name)}, which is in two "
+                    f"shards: {tensors[name].path.name} and {shard}"
                 )
             tensors[name] = info
     if absent := sorted(weight_map.keys() - tensors.keys()):
         raise ValueError(
-            f"{index} names {len(absent)} tensors that their shards do not hold, the first "
-            f"{absent[0]!r} in {weight_map[absent[0]]}: the files are not of one checkpoint"
+            f"{escaped(index)} names {len(absent)} tensors that their shards do not hold, the "
+            f"first {shown(absent[0])} in {weight_map[absent[0]]}: the files are not of one "
+            "checkpoint"
         )
     return tensors

@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 
 import torch
 
+from tigon.json_file import escaped, parse_object, shown
+
 # The reference implementation stores the last of these first; equal ones follow by name.
 DTYPES = {
     "BOOL": torch.bool,
@@ -29,6 +31,8 @@ DTYPES = {
 }
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes, the reference implementation's limit
+MOST_DIMENSIONS = 64  # of a tensor, torch's limit
+LARGEST = 2**63 - 1  # of a size or a product of sizes
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER, size - 8):
             raise ValueError(
-                f"{path} is no safetensors file: its first 8 bytes announce a header of {length} "
-                f"bytes and the file has {size}; if a download was cut off, delete it and repeat"
+                f"{escaped(path)} is no safetensors file: its first 8 bytes announce a header of "
+                f"{length} bytes and the file has {size}; if a download was cut off, delete it "
+                "and repeat"
             )
         text = file.read(length)
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: its header is no valid JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: its header is a JSON {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
+    header = parse_object(text, f"{path}: its header")
+    _check_metadata(path, header.pop("__metadata__", {}))
 
     tensors, spans = {}, []
     for name, entry in header.items():
@@ -88,56 +88,83 @@ def write_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it names {max(names, key=names.count)!r} twice")
-    return result
+def _check_metadata(path: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{escaped(path)}: __metadata__ is {shown(metadata)}, not an object")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{escaped(path)}: __metadata__ has {shown(value)} as {shown(key)}, not a text"
+            )
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    where = f"{path}: tensor {name!r}"
+    try:
+        return _checked(entry)
+    except ValueError as error:
+        raise ValueError(f"{escaped(path)}: tensor {shown(name)} {error}") from None
+
+
+def _checked(entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     if not isinstance(entry, dict):
-        raise ValueError(f"{where} is described by {entry!r}, not by dtype, shape and data_offsets")
-    tag, shape, span = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        raise ValueError(f"is described by {shown(entry)}, not by dtype, shape and data_offsets")
+    tag, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not _counts(shape):
-        raise ValueError(f"{where} has shape {shape!r}, not a list of sizes")
+        raise ValueError(f"has shape {shown(shape)}, not a list of sizes")
     if not _counts(span) or len(span) != 2 or span[0] > span[1]:
-        raise ValueError(f"{where} has data_offsets {span!r}, not [begin, end]")
+        raise ValueError(f"has data_offsets {shown(span)}, not [begin, end]")
     dtype = DTYPES.get(tag) if isinstance(tag, str) else None
     if dtype is None:
         if isinstance(tag, str) and tag.startswith(("F4", "F6", "F8")):
             raise ValueError(
-                f"{where} is stored as {tag}: this is a quantised checkpoint, which is not "
+                f"is stored as {shown(tag)}: this is a quantised checkpoint, which is not "
                 "supported; use the model's bf16, fp16 or fp32 checkpoint"
             )
-        raise ValueError(f"{where} has the unknown dtype {tag!r}; known: {', '.join(DTYPES)}")
-    expected = math.prod(shape) * dtype.itemsize
+        raise ValueError(f"has the unknown dtype {shown(tag)}; known: {', '.join(DTYPES)}")
+    expected = _count(shape)
+    if expected is None:
+        raise ValueError(f"has shape {shown(shape)}: no tensor is so large")
+    expected *= dtype.itemsize
     if span[1] - span[0] != expected:
         raise ValueError(
-            f"{where} is {tag} {shape}, {expected} bytes, but its data_offsets {span} "
+            f"is {tag} {shown(shape)}, {expected} bytes, but its data_offsets {span} "
             f"hold {span[1] - span[0]}"
         )
     return dtype, tuple(shape), span[0], span[1]
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= LARGEST for item in value
+    )
+
+
+def _count(shape: Sequence[int]) -> int | None:
+    """The values of a tensor; None if torch has no tensor of so many dimensions or values, sizes of
+    zero aside. Stops at the limit: the product of a million sizes would take a minute."""
+    if len(shape) > MOST_DIMENSIONS:
+        return None
+    product = 1
+    for size in filter(None, shape):
+        product *= size
+        if product > LARGEST:
+            return None
+    return 0 if 0 in shape else product
 
 
 def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
     """The format allows neither overlaps nor holes nor a tail."""
-    end, last = 0, "the header"
+    end, last = 0, None
     for begin, next_end, name in spans:
         if begin != end:
             fault = "overlaps" if begin < end else f"leaves a hole of {begin - end} bytes after"
-            raise ValueError(f"{path}: tensor {name!r} {fault} {last}")
-        end, last = next_end, repr(name)
+            before = "the header" if last is None else shown(last)
+            raise ValueError(f"{escaped(path)}: tensor {shown(name)} {fault} {before}")
+        end, last = next_end, name
     if end > data_bytes:
         raise ValueError(
-            f"{path} is truncated: its tensors take {end} bytes and {data_bytes} are there; "
-            "delete it and download or copy it again"
+            f"{escaped(path)} is truncated: its tensors take {end} bytes and {data_bytes} are "
+            "there; delete it and download or copy it again"
         )
     if end < data_bytes:
-        raise ValueError(f"{path} has {data_bytes - end} bytes after its last tensor")
+        raise ValueError(f"{escaped(path)} has {data_bytes - end} bytes after its last tensor")

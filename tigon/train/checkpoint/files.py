@@ -8,7 +8,6 @@ checkpoints/step-00000100/
 """
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from tigon.json_file import read_json
 
 NAME = re.compile(r"step-(\d+)")
 RUN = "run.json"
@@ -47,11 +48,9 @@ def facts(checkpoint: Path) -> dict[str, Any]:
     """Its run.json."""
     path = checkpoint / RUN
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path, nan=True)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: not a JSON object")
     for name in ("config", "state"):
         if not isinstance(content.get(name, {}), dict):
             raise ValueError(f"{path} is damaged: its {name} is no JSON object")

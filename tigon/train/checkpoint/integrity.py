@@ -7,10 +7,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tigon.hub import check_folder
+from tigon.json_file import read_bytes, shown
 from tigon.train.checkpoint import files, legacy
 
 SUMS = "SHA256SUMS"
 BLOCK = 16 << 20
+MOST_SUMS = 16 << 20  # bytes of the file
 
 
 def checksum(path: Path) -> str:
@@ -75,6 +78,8 @@ def newest_whole(
 
 
 def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:
+    if checkpoint.is_dir():
+        check_folder(checkpoint)
     if not (checkpoint / files.RUN).is_file():
         return [f"{checkpoint / files.RUN} is missing"]
     if legacy.is_legacy(checkpoint):
@@ -101,10 +106,10 @@ def _read_sums(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
+    for line in read_bytes(path, MOST_SUMS).decode(errors="replace").splitlines(keepends=True):
         digest, _, name = line.partition("  ")
         if len(digest) != 64 or not name.endswith("\n") or _is_outside(name):
-            raise ValueError(f"{path} is damaged: it has the line {line!r}")
+            raise ValueError(f"{path} is damaged: it has the line {shown(line)}")
         sums[name.removesuffix("\n")] = digest
     if files.RUN not in sums:
         raise ValueError(f"{path} is damaged: it does not name {files.RUN}")

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
+from tigon.hub import check_folder
 from tigon.models import CausalLM
 from tigon.train.checkpoint import files, legacy
 from tigon.train.checkpoint.errors import first_cause
@@ -34,6 +35,7 @@ def load(
     if the checkpoint does not fit the model or cannot be read.
     """
     with files.in_use(checkpoint), warnings.catch_warnings():
+        check_folder(checkpoint)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             if legacy.is_legacy(checkpoint):

@@ -1,0 +1,75 @@
+"""The folders of runs: a checkpoint of the trainer, and what the report reads."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.fuzz.config import keys_of
+from tests.fuzz.junk import altered, damaged, dump, values
+from tests.fuzz.target import Case, Files, Link, Target
+from tests.fuzz.weights import header
+from tests.small import write_chats, write_model
+from tigon.report.read import read
+from tigon.train import main
+from tigon.train.export import load_checkpoint
+
+STEP = "checkpoints/step-00000001"
+CONFIG, RUN, SUMS = f"{STEP}/config.json", f"{STEP}/run.json", f"{STEP}/SHA256SUMS"
+GENERATION, WEIGHTS = f"{STEP}/generation_config.json", f"{STEP}/weights-00000.safetensors"
+METRICS = "metrics.jsonl"
+
+
+def write(folder: Path) -> None:
+    """A run of one step, without the data that it was made with."""
+    beside = folder.parent
+    settings = {"run_dir": folder, "model": write_model(beside / "model"), "steps": 1}
+    settings |= {"data": write_chats(beside / "train.jsonl", 9), "seq_len": 64, "batch_size": 1}
+    settings |= {"device": "cpu", "export": "false", "save_every": 1, "optimizer": "sgd"}
+    main([f"{key}={value}" for key, value in settings.items()])
+
+
+def load(folder: Path) -> None:
+    read(folder)
+    load_checkpoint(folder / STEP)
+
+
+def sums(files: Files, changed: dict[str, Any]) -> bytes:
+    """What makes the changed files whole ones."""
+    lines = files[SUMS].decode().splitlines()
+    for name, content in changed.items():
+        plain = name.removeprefix(f"{STEP}/")
+        if isinstance(content, bytes) and name.startswith(STEP):
+            lines = [line for line in lines if not line.endswith(f"  {plain}")]
+            lines.append(f"{hashlib.sha256(content).hexdigest()}  {plain}")
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+@st.composite
+def cases(draw: Any, files: Files) -> Case:
+    name = draw(st.sampled_from([CONFIG, CONFIG, RUN, GENERATION, WEIGHTS, SUMS, METRICS]))
+    content = files[name]
+    if name == METRICS:
+        row = st.dictionaries(
+            st.sampled_from(["step", "loss", "lr", "\x1b[2J"]), values, max_size=3
+        )
+        rows = st.lists(row.map(dump), max_size=3)
+        strategy = st.one_of(damaged(content), rows.map(lambda r: content + b"\n".join(r) + b"\n"))
+    elif name == SUMS:
+        strategy = damaged(content)
+    elif name == WEIGHTS:
+        strategy = st.one_of(header(content), damaged(content))
+    else:
+        parsed = json.loads(content)
+        known = keys_of(parsed, "llama") if name == CONFIG else sorted(parsed)
+        strategy = st.one_of(altered(parsed, known).map(dump), damaged(content))
+    links = st.sampled_from([None, Link("../../../secret.json"), Link("/etc/hostname")])
+    case: dict[str, Any] = {name: draw(strategy if draw(st.integers(0, 9)) else links)}
+    if name != SUMS and draw(st.integers(0, 4)):
+        case[SUMS] = sums(files, case)
+    return case
+
+
+TARGETS = [Target("run", 1 / 4, write, cases, load)]

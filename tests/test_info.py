@@ -1,0 +1,178 @@
+"""tigon info: what a model is and what loading it would do, from headers alone."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.hub_server import HubServer, hub
+from tests.small import EXPERTS, write_chats, write_model
+from tigon.info import describe
+from tigon.models import MODELS, from_pretrained
+from tigon.train import main as train
+
+__all__ = ["hub"]
+
+NAME = "lab/tiny"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "folder")
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """config.json with other values; None takes a key out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_of_a_hub_repository_only_headers_are_fetched(
+    hub: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    weights = {f"padding.{i}": torch.zeros(1000) for i in range(1500)}  # a header above 64 KiB
+    save_file(load_file(folder / "model.safetensors") | weights, folder / "model.safetensors")
+    hub.push(NAME, folder)
+    size = (folder / "model.safetensors").stat().st_size
+    header = struct.unpack("<Q", (folder / "model.safetensors").read_bytes()[:8])[0]
+    here, there = describe(str(folder)), describe(NAME)
+    assert here == there
+    assert "1500 unexpected: padding.0, padding.1, padding.10" in there["loads"]
+    assert 65536 < header < size / 10
+    assert hub.sent[f"{NAME}/model.safetensors"] == 65536 + 8 + header
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+
+
+def test_shards_on_the_hub(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    model = from_pretrained(folder)
+    model.save_pretrained(tmp_path / "shards", dtype=torch.bfloat16, max_shard_size="30KB")
+    hub.push(NAME, tmp_path / "shards")
+    facts = describe(NAME)
+    count = sum(p.numel() for p in model.parameters())
+    shards = len(list((tmp_path / "shards").glob("model-*")))
+    assert shards > 3
+    assert facts["files"] == f"{shards} of weights, {count * 2:,} bytes"
+    assert facts["tensors"] == "20 bfloat16, 0.2 MiB"
+    assert facts["loads"] == "as tigon.Llama in bfloat16, 0.2 MiB"
+    first = min((tmp_path / "shards").glob("model-*"))
+    first.unlink()
+    assert f"has no file {first.name}, but model.safetensors.index.json" in describe(NAME)["loads"]
+
+
+def test_a_server_that_knows_no_ranges(hub: HubServer, folder: Path) -> None:
+    rewrite(folder, tie_word_embeddings=None)
+    hub.push(NAME, folder)
+    hub.knows_ranges = False
+    assert describe(NAME) == describe(str(folder))
+
+
+def test_what_is_in_the_cache_needs_no_hub(hub: HubServer, folder: Path) -> None:
+    hub.push(NAME, folder)
+    expected = describe(NAME)
+    from_pretrained(NAME)
+    requests = hub.gets.total()
+    assert describe(NAME) == expected
+    hub.close()
+    assert describe(NAME) == expected
+    assert hub.gets.total() == requests
+
+
+def test_headers_on_the_hub_are_checked(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    hub.push(NAME, folder)
+    for length in (2**63, len(content), 90_000_000):
+        weights.write_bytes(struct.pack("<Q", length) + content[8:])
+        facts = describe(NAME)
+        assert "lab/tiny/model.safetensors is no safetensors file" in facts["loads"]
+        assert facts["architecture"] == "LlamaForCausalLM (llama)"
+    weights.write_bytes(content[:-4])
+    assert "lab/tiny/model.safetensors is truncated" in describe(NAME)["loads"]
+
+
+def test_private_and_gated(hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.push(NAME, folder)
+    hub.gated[NAME] = "hf_right"
+    with pytest.raises(PermissionError, match="is gated: accept its terms at"):
+        describe(NAME)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert describe(NAME)["loads"].startswith("as tigon.Llama")
+
+
+def test_a_run_and_its_checkpoints(folder: Path, tmp_path: Path) -> None:
+    data, run = write_chats(tmp_path / "chats.jsonl", 12), tmp_path / "run"
+    settings = "seq_len=64 batch_size=2 steps=1 export=false"
+    train([f"run_dir={run}", f"model={folder}", f"data={data}", *settings.split()])
+    checkpoint = run / "checkpoints/step-00000001"
+    for path in (run, checkpoint):
+        facts = describe(str(path))
+        assert facts["parameters"] == describe(str(folder))["parameters"]
+        assert facts["files"].startswith("checkpoint step-00000001, ")
+        assert facts["tensors"] == "optimizer in float32 0.6 MiB, weights in float32 0.3 MiB"
+        assert facts["loads"] == "as tigon.Llama in float32, 0.3 MiB"
+
+
+def test_a_model_type_that_we_do_not_have(hub: HubServer, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    source = {"model_type": "new\x1b[31m", "architectures": ["NewModel"], "hidden_size": 8}
+    (folder / "config.json").write_text(json.dumps(source))
+    save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2).half()}, folder / "model.safetensors")
+    hub.push(NAME, folder)
+    for name in (str(folder), NAME):
+        assert describe(name) == {
+            "architecture": r"NewModel (new\x1b[31m)",
+            "parameters": "17 stored",
+            "model dim": "8",
+            "files": "1 of weights, 64 bytes",
+            "tensors": "1 float32, 0.0 MiB, 1 float16, 0.0 MiB",
+            "loads": r"no: model_type 'new\x1b[31m' is not supported; README.md lists what is",
+        }
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").touch()
+    assert "pickled weights (pytorch_model.bin) are not read" in describe(NAME)["loads"]
+
+
+def test_what_would_be_missing(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    weights["extra"] = weights.pop("model.norm.weight")
+    weights["model.layers.0.mlp.up_proj.weight"] = torch.zeros(95, 64)
+    save_file(weights, path)
+    loads = describe(str(folder))["loads"]
+    with pytest.raises(ValueError) as caught:
+        from_pretrained(folder)
+    for text in (
+        "1 missing: model.norm.weight",
+        "1 unexpected: extra",
+        "1 of another shape or kind: model.layers.0.mlp.up_proj.weight is [95, 64], not [96, 64]",
+    ):
+        assert text in loads and text in str(caught.value)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_experts_and_a_head_that_is_stored_too(tmp_path: Path, stacked: bool) -> None:
+    model = MODELS["qwen3_moe"].from_config(EXPERTS | {"tie_word_embeddings": True})
+    model.save_pretrained(tmp_path / "moe", stacked_experts=stacked)
+    facts = describe(str(tmp_path / "moe"))
+    assert facts["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
+    how = "stacked" if stacked else "apart, stacked as they load"
+    assert facts["loads"].endswith(f"MiB; experts are stored {how}")
+    path = tmp_path / "moe/model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 0}, path)
+    assert describe(str(tmp_path / "moe"))["loads"].endswith("if it equals the embedding")
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no file config.json"):
+        describe(str(tmp_path))
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is no file but a pipe"):
+        describe(str(tmp_path))

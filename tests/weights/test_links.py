@@ -1,0 +1,144 @@
+"""A folder that was downloaded gives nothing away that is not in it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import HubServer
+from tests.small import write_model
+from tigon.models import from_pretrained
+from tigon.tokenizer import Tokenizer
+from tigon.weights import Repository
+
+SECRET = '{"key": "secret"}'
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "private" / "secret.json"
+    path.parent.mkdir()
+    path.write_text(SECRET)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "folder")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/a.jinja",
+    ],
+)
+@pytest.mark.parametrize("relative", [True, False])
+def test_no_link_of_a_tokenizer_leaves_its_folder(
+    folder: Path, secret: Path, name: str, relative: bool
+) -> None:
+    place = folder / name
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(os.path.relpath(secret, place.parent) if relative else secret)
+    with pytest.raises(ValueError, match=f"{place} is a link to {secret}, outside of {folder}"):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
+def test_no_link_of_a_model_leaves_its_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*, outside of .*put a copy"):
+        from_pretrained(folder)
+
+
+def test_a_folder_of_links_is_looked_through(tmp_path: Path, secret: Path) -> None:
+    folder = write_model(tmp_path / "one")
+    (folder / "inner").symlink_to(secret.parent)
+    with pytest.raises(ValueError, match=r"secret.json is a link to .*, outside of"):
+        Repository(folder).file("inner/secret.json")
+    with pytest.raises(ValueError, match=r"inner/secret.json is a link to .*, outside of"):
+        Repository(folder, subfolder="inner").file("secret.json")
+    (folder / "additional_chat_templates").symlink_to(secret.parent)
+    secret.rename(secret.with_suffix(".jinja"))
+    with pytest.raises(ValueError, match=r"secret.jinja is a link to .*, outside of"):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["../private/secret.json", "/etc/hostname", "a/../../b", "a\\b"])
+def test_names_stay_inside(folder: Path, secret: Path, name: str) -> None:
+    for source in (folder, "lab/tiny"):
+        with pytest.raises(ValueError, match="is outside the repository"):
+            Repository(source).file(name)
+        with pytest.raises(ValueError, match=r"subfolder .* is outside the repository"):
+            Repository(source, subfolder=name)
+
+
+def test_links_inside_and_of_the_folder_are_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.v2.json")
+    (folder / "tokenizer.json").symlink_to("tokenizer.v2.json")
+    (tmp_path / "moved").symlink_to(folder)
+    assert Repository(tmp_path / "moved").file("tokenizer.json").stat().st_size
+    Tokenizer.from_pretrained(tmp_path / "moved")
+
+
+def test_links_that_lead_nowhere(folder: Path) -> None:
+    (folder / "vocab.json").symlink_to("none.json")
+    with pytest.raises(ValueError, match=r"vocab.json is a link to none.json, which is not there"):
+        Repository(folder).optional_file("vocab.json")
+    (folder / "merges.txt").symlink_to("merges.txt")
+    with pytest.raises(ValueError, match=r"merges.txt cannot be followed: .*symbolic links"):
+        Repository(folder).optional_file("merges.txt")
+
+
+def test_pipes_and_devices_are_not_opened(folder: Path) -> None:
+    (folder / "vocab.json").unlink(missing_ok=True)
+    os.mkfifo(folder / "vocab.json")  # opening it would wait for ever
+    with pytest.raises(ValueError, match=r"vocab.json is no file but a pipe"):
+        Tokenizer.from_pretrained(folder)
+    (folder / "vocab.json").unlink()
+    (folder / "vocab.json").symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"vocab.json is a link to /dev/zero, outside of"):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_a_snapshot_of_the_hubs_cache(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    hub.push("lab/tiny", folder)
+    repository = Repository("lab/tiny")
+    snapshot = repository.file("config.json").parent
+    repository.file("tokenizer.json"), repository.file("model.safetensors")
+    assert (snapshot / "config.json").is_symlink()
+    (tmp_path / "link").symlink_to(snapshot)
+    for place in (snapshot, tmp_path / "link"):
+        Tokenizer.from_pretrained(place)
+        from_pretrained(place)
+
+
+def _cache(cache: Path, blob: str) -> Repository:
+    """A folder like a snapshot in a hub's cache, whose only blob is a link."""
+    repository = cache / "models--lab--tiny"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (snapshot / "vocab.json").symlink_to("../../blobs/00")
+    (repository / "blobs" / "00").symlink_to(blob)
+    return Repository(snapshot)
+
+
+def test_a_blob_that_repositories_share(tmp_path: Path) -> None:
+    shared = "ab" * 32
+    repository = _cache(tmp_path / "cache", f"../../blobs/ab/{shared}")
+    (tmp_path / "cache/blobs/ab").mkdir(parents=True)
+    (tmp_path / "cache/blobs/ab" / shared).write_text("shared")
+    assert repository.file("vocab.json").read_text() == "shared"
+
+
+def test_a_made_up_cache_leads_nowhere_else(tmp_path: Path, secret: Path) -> None:
+    repository = _cache(tmp_path / "cache", str(secret))
+    with pytest.raises(ValueError, match=f"vocab.json is a link to {secret}, outside of"):
+        repository.file("vocab.json")

@@ -1,0 +1,17 @@
+"""The Hugging Face hub and local folders: where a model's files are, which may be read, uploads."""
+
+from tigon.hub.card import Metadata, write_card
+from tigon.hub.folders import check_folder, is_own_file
+from tigon.hub.repository import Repository
+from tigon.hub.upload import Destination, check_repository, has_token
+
+__all__ = [
+    "Destination",
+    "Metadata",
+    "Repository",
+    "check_folder",
+    "check_repository",
+    "has_token",
+    "is_own_file",
+    "write_card",
+]

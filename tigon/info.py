@@ -1,0 +1,229 @@
+"""What a model is and what loading it would do, from its config and the headers of its files.
+
+Of a hub repository only these are fetched: a few kilobytes of each file of weights.
+"""
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon.hub import Repository
+from tigon.json_file import escaped, read_json, shown
+from tigon.models import MODELS, CausalLM, misfits, read_config, torch_dtype
+from tigon.train.export import described_checkpoint, find_checkpoint
+from tigon.weights import Checkpoint, TensorInfo, read_header
+
+FIRST = 1 << 16  # bytes of a file of weights that are asked for at first; most headers fit
+NAMED = 5  # tensors, at most, of those that do not fit
+Facts = dict[str, str]  # what it is -> its value, as people read it
+SIZES = {
+    "layers": "num_hidden_layers",
+    "model dim": "hidden_size",
+    "heads": "num_attention_heads",
+    "MLP dim": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "context": "max_position_embeddings",
+}
+
+
+def describe(path: str, revision: str | None = None) -> Facts:
+    """Of a local directory, a run (its newest checkpoint), a checkpoint, or a hub repository.
+
+    A model that would not load is described all the same, and why is the value of "loads".
+    Raises OSError or ValueError only where there is no config.json that can be read.
+    """
+    if checkpoint := find_checkpoint(path):
+        return _of_run(checkpoint)
+    with _headers(path, revision) as repository:
+        source = read_json(repository.file("config.json"))
+        problems: list[str] = []
+        stored = _open(repository, problems)
+        model = _build(repository, source, stored, problems)
+        facts = _of_source(source) if model is None else _of_model(model)
+        if stored is not None:
+            facts |= _of_files(stored.tensors)
+            if model is None:
+                count = sum(math.prod(info.shape) for info in stored.tensors.values())
+                facts["parameters"] = f"{count:,} stored"
+            else:
+                problems += _unfit(model, stored)
+        if isinstance(quantised := source.get("quantization_config"), dict):
+            facts["quantised"] = shown(quantised.get("quant_method"))
+        return facts | {"loads": _loading(model, stored, problems)}
+
+
+class _HeadersOnly(Repository):
+    """A repository whose files of weights on the hub are here as a header before a hole."""
+
+    holes: Path
+
+    def file(self, name: str) -> Path:
+        if self.directory is not None or not name.endswith(".safetensors"):
+            return super().file(name)
+        start, size = self.beginning(name, FIRST)
+        needed = 8 + int.from_bytes(start[:8], "little")
+        if len(start) < min(needed, size):
+            # What announces more than there may be is refused by what reads the header
+            start, size = self.beginning(name, min(needed, size, 1 << 27))
+        path = self.holes / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(start)
+            file.truncate(size)
+        return path
+
+
+@contextmanager
+def _headers(path: str, revision: str | None) -> Iterator[Repository]:
+    with tempfile.TemporaryDirectory(prefix="tigon-headers-") as holes:
+        repository = _HeadersOnly(path, revision=revision)
+        repository.holes = Path(holes)
+        try:
+            yield repository
+        except (OSError, ValueError) as error:
+            if holes not in str(error):
+                raise
+            raise ValueError(str(error).replace(holes, repository.name)) from None
+
+
+def _open(repository: Repository, problems: list[str]) -> Checkpoint | None:
+    try:
+        return Checkpoint.open(repository)
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:
+        holes = str(getattr(repository, "holes", ""))
+        problems.append(str(error).replace(holes, repository.name))
+        return None
+
+
+def _build(
+    repository: Repository,
+    source: Mapping[str, Any],
+    stored: Checkpoint | None,
+    problems: list[str],
+) -> CausalLM | None:
+    """On the meta device, in the dtype that loading would choose."""
+    kind = source.get("model_type")
+    if (not isinstance(kind, str) or kind not in MODELS) and "text_config" not in source:
+        problems.insert(0, f"model_type {shown(kind)} is not supported; README.md lists what is")
+        return None
+    try:
+        cls, config = read_config(repository, MODELS)
+        if config.dtype is not None:
+            dtype = torch_dtype(config.dtype)
+        else:
+            infos = stored.tensors.values() if stored is not None else ()
+            floating = (info.dtype for info in infos if info.dtype.is_floating_point)
+            dtype = next(floating, torch.float32)
+        return cls.from_config(config, dtype=dtype, device="meta")
+    except (OSError, ValueError) as error:
+        problems.insert(0, str(error))
+        return None
+
+
+def _of_model(model: CausalLM) -> Facts:
+    c = model.config
+    embeddings = model.model.embed_tokens.weight.numel()
+    tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
+    rope = ", ".join(f"{k} {v}" for k, v in c.rope_parameters.items() if k != "rope_type")
+    return {
+        "architecture": f"{c.architecture} ({c.model_type})",
+        "parameters": f"{_count(model):,}",
+        "embeddings": f"{embeddings:,}, {tied}",
+        "layers": f"{c.num_hidden_layers}",
+        "model dim": f"{c.hidden_size}",
+        "heads": f"{c.num_attention_heads} query, {c.num_key_value_heads} key/value, "
+        f"{c.head_dim} dims each",
+        "MLP dim": f"{c.intermediate_size}, {c.hidden_act}",
+        "vocabulary": f"{c.vocab_size}",
+        "context": f"{c.max_position_embeddings} tokens",
+        "RoPE": f"{c.rope_parameters['rope_type']}, {rope}",
+    }
+
+
+def _of_source(source: Mapping[str, Any]) -> Facts:
+    """Of a model type that there is no class for; its config may say anything."""
+    names = source.get("architectures")
+    name = names[0] if isinstance(names, list) and names else "unknown"
+    kind = source.get("model_type", "no model_type")
+    facts = {"architecture": f"{_plain(name)} ({_plain(kind)})", "parameters": "unknown"}
+    inner = source.get("text_config")
+    values = {**inner, **source} if isinstance(inner, dict) else source
+    facts |= {what: _plain(values[key]) for what, key in SIZES.items() if key in values}
+    return facts
+
+
+def _of_files(tensors: Mapping[str, TensorInfo]) -> Facts:
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for info in tensors.values():
+        count[dtype_name(info.dtype)] += 1
+        size[dtype_name(info.dtype)] += info.nbytes
+    kinds = ", ".join(f"{n} {dtype}, {mebibytes(size[dtype])}" for dtype, n in count.most_common())
+    files = len({info.path for info in tensors.values()})
+    return {
+        "files": f"{files} of weights, {sum(size.values()):,} bytes",
+        "tensors": kinds or "none",
+    }
+
+
+def _of_run(checkpoint: Path) -> Facts:
+    model = described_checkpoint(checkpoint)
+    facts = _of_model(model)
+    sizes: Counter[str] = Counter()
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        for info in read_header(path).values():
+            sizes[f"{path.name.split('-')[0]} in {dtype_name(info.dtype)}"] += info.nbytes
+    files = sum(path.is_file() for path in checkpoint.iterdir())
+    return facts | {
+        "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
+        "tensors": ", ".join(f"{what} {mebibytes(n)}" for what, n in sizes.items()),
+        "loads": _loading(model, None, []),
+    }
+
+
+def _unfit(model: CausalLM, stored: Checkpoint) -> list[str]:
+    faults = []
+    for fault, names in misfits(model, stored).items():
+        more = ", ..." if len(names) > NAMED else ""
+        faults.append(f"{len(names)} {fault}: {escaped(', '.join(names[:NAMED]))}{more}")
+    return faults
+
+
+def _loading(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:
+    if problems or model is None:
+        return f"no: {'; '.join(problems)}"
+    size = _count(model) * model.dtype.itemsize
+    parts = [f"as tigon.{type(model).__name__} in {dtype_name(model.dtype)}, {mebibytes(size)}"]
+    if stored is not None:
+        names = model.checkpoint_names
+        if any(name.endswith(tuple(names.experts)) for name, _ in model.named_parameters()):
+            apart = "stacked" if names.stacked_in(stored.tensors) else "apart, stacked as they load"
+            parts.append(f"experts are stored {apart}")
+        heads = [name for name in stored.tensors if name.endswith("lm_head.weight")]
+        if model.config.tie_word_embeddings and heads:
+            parts.append("the head is stored too: it stays tied if it equals the embedding")
+    return "; ".join(parts)
+
+
+def _count(model: CausalLM) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _plain(value: Any) -> str:
+    return escaped(value, 80) if isinstance(value, str) else shown(value, 80)

@@ -1,0 +1,80 @@
+"""Models to the hub."""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tigon.hub import Destination, Metadata, write_card
+from tigon.hub.card import plain, usage
+from tigon.models._model import LanguageModel
+from tigon.models._save import SavesItself, _rank_0_decides, save_pretrained
+
+
+def push_to_hub(
+    model: LanguageModel,
+    repo_id: str,
+    *,
+    tokenizer: SavesItself | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    token: str | bool | None = None,
+    create_pr: bool = False,
+    card: str | None = None,
+    overwrite_card: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    stacked_experts: bool | None = None,
+) -> str:
+    """Upload what `save_pretrained` writes; returns the address of the repository, or of the pull
+    request with `create_pr`.
+
+    The repository is made if there is none: `private`, or as the account's default is (None). A
+    `revision` is a branch. All files come in one commit, and what the hub has already is not sent
+    again. `card` is the text of README.md; None is a short one. A card there that somebody has
+    changed stays, with a warning, unless `overwrite_card`. Under a process group every rank calls
+    this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
+    hub cannot be reached or refuses: before anything is written, where that can be known.
+    """
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    shared: list[Any] = [None]
+    with ExitStack() as stack:
+        with _rank_0_decides():
+            if main:
+                destination = Destination(
+                    repo_id, private=private, revision=revision, token=token, create_pr=create_pr
+                )
+                shared = [stack.enter_context(tempfile.TemporaryDirectory())]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, src=0)
+        folder = Path(shared[0], "model")
+        save_pretrained(
+            model,
+            folder,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            stacked_experts=stacked_experts,
+        )
+        with _rank_0_decides():
+            if main:
+                text = _short_card(model, destination.name) if card is None else card
+                shared = [
+                    destination.upload(
+                        folder, card=text, message=commit_message, overwrite_card=overwrite_card
+                    )
+                ]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+
+def _short_card(model: LanguageModel, repository: str) -> str:
+    count = sum(p.numel() for p in model.parameters())
+    about = f"`{model.config.architecture}` with {count:,} parameters, saved by Tigon."
+    paragraphs = [f"# {plain(repository.split('/')[-1])}", about, usage(repository)]
+    return write_card(Metadata(tags=[model.config.model_type]), paragraphs)

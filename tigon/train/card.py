@@ -1,0 +1,192 @@
+"""The model card of a run's export: base model, data, task, results, settings, versions.
+
+It says nothing of this machine: no directory, and of settings only numbers and fixed words.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tigon.hub import Metadata, write_card
+from tigon.hub.card import is_hub_name, plain, table, usage
+from tigon.report.read import RunFiles, read
+
+SETTINGS = (
+    *("steps", "epochs", "seq_len", "packing", "batch_size", "train_on", "loss_reduction"),
+    *("optimizer", "lr", "schedule", "warmup_steps", "min_lr_ratio", "weight_decay", "beta1"),
+    *("beta2", "max_grad_norm", "label_smoothing", "z_loss", "ema_decay", "dtype", "param_dtype"),
+    *("router_aux_loss_coef", "seed"),
+)
+WORD = re.compile(r"[\w.-]{1,40}")
+VERSION = re.compile(r"\b(python|torch|tokenizers|safetensors|numpy) (\d[\w.+-]{0,30})")
+SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
+STEP = re.compile(r"hf-step-(\d{1,18})")
+HUB = "https://huggingface.co"
+
+
+def run_of(folder: Path) -> Path | None:
+    """The run that an export such as RUN/hf or RUN/hf-best is of."""
+    parent = folder.resolve().parent
+    return parent if folder.resolve().name.startswith("hf") and is_run(parent) else None
+
+
+def is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
+
+
+def run_card(
+    run: Path, export: Path, repository: str, version: str, is_public: Callable[[str, str], bool]
+) -> str:
+    """The text of README.md for one of a run's exports.
+
+    `is_public`: whether a name is that of a public repository of a "model" or "dataset". Other
+    names, of private ones and of directories, are not told.
+    """
+    files = read(run)
+    base, local = _base_model(files.config), "a checkpoint that is not on the hub"
+    base = base if base is not None and is_public(base, "model") else None
+    task = _word(files.config.get("task", "sft"))
+    entries = _entries(files.config.get("data")), _entries(files.config.get("eval_data"))
+    named = {name for name in map(_hub_name, [*entries[0], *entries[1]]) if name}
+    public = {name for name in sorted(named) if is_public(name, "dataset")}
+    trained = sorted(public & set(map(_hub_name, entries[0])))
+    metadata = Metadata(base, trained, [word for word in (task,) if word])
+    count = f" with {files.parameters:,} parameters" if files.parameters else ""
+    begun = "trained from random weights"
+    if not files.config.get("init"):
+        begun = f"fine-tuned from {f'[{base}]({HUB}/{base})' if base else local}"
+    architecture = plain(files.architecture) or "A language model"
+    return write_card(
+        metadata,
+        [
+            f"# {plain(repository.split('/')[-1])}",
+            f"{architecture}{count}, {begun}, with Tigon.",
+            usage(repository),
+            _training(files, task, public),
+            _results(files, _step(files, export), export.name == "hf-ema"),
+            _settings(files),
+            _versions(files, version),
+        ],
+    )
+
+
+def _training(files: RunFiles, task: str, public: set[str]) -> str:
+    lines = [
+        f"- Task: {plain(task) or 'unknown'}",
+        f"- Data: {_sources(files.config.get('data'), public)}",
+        f"- Held-out data: {_sources(files.config.get('eval_data'), public) or 'none'}",
+    ]
+    if files.last_step is not None:
+        epochs = files.column("epoch").last()
+        some = f", {epochs:.2f} epochs" if math.isfinite(epochs) else ""
+        lines.append(f"- Steps: {files.last_step:,}{some}")
+    if tokens := sum(files.column("tokens").finite()):
+        lines.append(f"- Tokens seen: {tokens:,.0f}")
+    return "## Training\n\n" + "\n".join(lines)
+
+
+def _results(files: RunFiles, step: int | None, average: bool) -> str:
+    lines = ["## Results"]
+    if step is not None:
+        lines.append(f"The weights are those after step {step:,}.")
+    if average:
+        lines.append(
+            "They are an average over the steps before; what was measured is that step's own."
+        )
+    loss = files.column("loss").last()
+    if math.isfinite(loss):
+        lines.append(f"Training loss of the last step: {loss:.4f}.")
+    best = files.column("eval_loss").lowest()
+    rows = []
+    measured = {step: "these weights"}
+    if best is not None:
+        measured.setdefault(best[0], "best")
+    for at, when in measured.items():
+        rows += [row for row in _measured(files, at, when) if at is not None]
+    if rows:
+        lines.append(table(["weights", "step", "data", "loss", "accuracy"], rows))
+    else:
+        lines.append("There was no evaluation.")
+    return "\n\n".join(lines)
+
+
+def _measured(files: RunFiles, step: int | None, when: str) -> Iterator[list[object]]:
+    for key in files.columns:
+        if key != "eval_loss" and not key.startswith("eval_loss/"):
+            continue
+        name = key.partition("/")[2]
+        loss = _at(files, key, step)
+        accuracy = _at(files, key.replace("eval_loss", "eval_accuracy", 1), step)
+        if loss is not None:
+            shown = "" if accuracy is None else f"{100 * accuracy:.2f}%"
+            yield [when, step, plain(name) or "all held-out", f"{loss:.4f}", shown]
+
+
+def _at(files: RunFiles, key: str, step: int | None) -> float | None:
+    column = files.column(key)
+    found = [v for s, v in zip(column.steps, column.values, strict=True) if s == step]
+    return found[-1] if found and math.isfinite(found[-1]) else None
+
+
+def _settings(files: RunFiles) -> str:
+    rows = []
+    for name in SETTINGS:
+        value = files.config.get(name)
+        if isinstance(value, bool | int | float) or (isinstance(value, str) and _word(value)):
+            rows.append([f"`{name}`", plain(str(value).lower() if value is not None else "")])
+    return "## Settings\n\n" + table(["setting", "value"], rows)
+
+
+def _versions(files: RunFiles, version: str) -> str:
+    found = [("tigon", version), *VERSION.findall(files.machine)]
+    return "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in found)
+
+
+def _step(files: RunFiles, export: Path) -> int | None:
+    """Whose weights the export has."""
+    if named := STEP.fullmatch(export.name):
+        return int(named[1])
+    if export.name == "hf-best":
+        best = files.column("eval_loss").lowest()
+        return best[0] if best else None
+    return files.exported
+
+
+def _base_model(config: dict[str, Any]) -> str | None:
+    model = config.get("model")
+    if not isinstance(model, str):
+        return None
+    if cached := SNAPSHOT.search(model):
+        return f"{cached[1]}/{cached[2]}"
+    return model if is_hub_name(model) and not Path(model).exists() else None
+
+
+def _entries(data: Any) -> list[str]:
+    items = data if isinstance(data, list | tuple) else [data]
+    paths = [item.get("path") if isinstance(item, dict) else item for item in items]
+    return [path for path in paths if isinstance(path, str) and path]
+
+
+def _hub_name(path: str) -> str | None:
+    name = path.removeprefix("hf://")
+    return name if path.startswith("hf://") and is_hub_name(name) else None
+
+
+def _sources(data: Any, public: set[str]) -> str:
+    """Public data sets of the hub with links; of files the names, without their directories."""
+    found = []
+    for path in _entries(data):
+        name = _hub_name(path)
+        if name in public:
+            found.append(f"[{name}]({HUB}/datasets/{name})")
+        elif path.startswith("hf://"):
+            found.append("a data set that is not public")
+        else:
+            found.append(plain(Path(path).name))
+    return ", ".join(dict.fromkeys(found))
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) and WORD.fullmatch(value) else ""

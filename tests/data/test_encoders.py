@@ -23,6 +23,7 @@ from tigon.data import (
     lines,
     read,
 )
+from tigon.data.lines import JsonFile
 from tigon.tokenizer import Tokenizer
 
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -334,3 +335,36 @@ class Given(Encoder):
 def test_columns_that_do_not_fit_are_named(encode: Any, columns: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         encode(Given(), *({"ids": [1, 2], "columns": column} for column in columns))
+
+
+@pytest.mark.parametrize("name", ["self", "template", "messages", "padding", "return_tensors"])
+def test_names_that_are_no_variables(tokenizer: Tokenizer, encode: Any, name: str) -> None:
+    """They are arguments of functions on the way to the template, and were a TypeError there."""
+    row = {
+        "messages": [HI, {"role": "assistant", "content": "a"}],
+        "chat_template_kwargs": {name: 1},
+    }
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:1: 'chat_template_kwargs' must be an object of"
+    ):
+        encode(ChatEncoder(tokenizer), row)
+
+
+def test_keys_that_would_write_to_a_terminal(tokenizer: Tokenizer, encode: Any) -> None:
+    row = {"text": "a", "\x1b[31m": 1, "\ud800": 2, **{f"k{i}": 0 for i in range(2000)}}
+    lines = encode(TextEncoder(tokenizer), row, {"text": "b", **{f"l{i}": 0 for i in range(999)}})
+    text = "\n".join(lines.report.lines())
+    assert r"\x1b[31m" in text and "\x1b" not in text
+    assert text.isascii() and len(text) < 2000
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: .{,1100}$"):
+        encode(TextEncoder(tokenizer), {"x" * 100_000: 1})
+
+
+def test_lists_that_are_small_as_bytes_only(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tigon.data.lines.SPACIOUS", 1000)
+    monkeypatch.setattr("tigon.data.lines.MOST_CONTAINERS", 100)
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "x": [' + "[]," * 500 + "[]]}\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: has more than 100 lists and objects"):
+        TextEncoder(tokenizer).open(JsonFile(str(tmp_path / "a.jsonl"), Format()))

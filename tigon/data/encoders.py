@@ -13,6 +13,7 @@ import tokenizers
 from tigon.data.blocks import Source
 from tigon.data.examples import WEIGHTED, Encoder, Example
 from tigon.data.formats import CHATS, TEXTS, Format, Row, Text, as_chat, as_text
+from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn
 
 VERSION = 1  # of what these make of a row; another one makes caches anew
@@ -43,7 +44,7 @@ class FormatEncoder(Encoder):
                 return source.as_format(self.begin(row, form))
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)
-                what = "is nested too deeply" if deep else error
+                what = "is nested too deeply" if deep else escaped(error)
                 first = first or ValueError(f"{source.name}:{line}: {what}")
                 if not self.skip_bad_rows or tried == TRIED:
                     raise first from error

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Block, Source
 from tigon.data.formats import Format, Row
+from tigon.json_file import escaped
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
@@ -23,6 +24,7 @@ FILLS = {"loss_weights": 1.0}
 WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
 NAMED = 5  # bad rows that a report shows
+NAMED_KEYS = 100
 
 
 class Example(NamedTuple):
@@ -52,7 +54,7 @@ class Report:
             self.skipped + other.skipped,
             self.unlearned + other.unlearned,
             (self.errors + other.errors)[:NAMED],
-            tuple(sorted({*self.ignored_keys, *other.ignored_keys})),
+            tuple(sorted({*self.ignored_keys, *other.ignored_keys}))[:NAMED_KEYS],
         )
 
     def lines(self) -> list[str]:
@@ -66,7 +68,9 @@ class Report:
         if self.unlearned:
             lines.append(f"{counted(self.unlearned, 'row')} left out, whose weights are all 0")
         if self.ignored_keys:
-            lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
+            lines.append(
+                f"keys of its rows that nothing reads: {escaped(', '.join(self.ignored_keys))}"
+            )
         return lines
 
     def why_empty(self) -> str:
@@ -191,7 +195,7 @@ class Encoder:
                 ignored |= self.ignored(row, block.format)
                 examples = next(encoded)
             if isinstance(examples, ValueError):
-                message = f"{block.name}:{line}: {examples}"
+                message = f"{block.name}:{line}: {escaped(examples)}"
                 if not self.skip_bad_rows:
                     raise ValueError(message) from examples
                 report += Report(skipped=1, errors=(message,))

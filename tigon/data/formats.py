@@ -47,7 +47,9 @@ ROLES = {
     "function_call": "function_call",  # the assistant calls tools
 }
 
-RESERVED = {  # no variables of a chat template
+RESERVED = {  # no variables of a chat template, but arguments of the functions that take them
+    *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("padding", "truncation"),
     *("messages", "tools", "documents", "train_on", "weights", "chat_template"),
     *("add_generation_prompt", "continue_final_message", "tokenize"),
 }

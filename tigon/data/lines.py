@@ -16,6 +16,7 @@ from tigon.data.blocks import SIZE, Block, Rows, RowsBlock, Source, hash_files
 from tigon.data.formats import Row
 
 LARGEST = 2**27  # characters of one document; tokenising it takes fifty times as many bytes
+SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
 COMPRESSED = (".gz", ".zst")
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
@@ -190,6 +191,9 @@ def _suffix(name: str) -> str:
 
 
 def _parse(raw: bytes) -> Row | ValueError:
+    # `[],` over and over is small as bytes only
+    if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
+        return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
     try:
         row = json.loads(raw)
     except ValueError as error:  # bad JSON and bad UTF-8 alike

@@ -14,8 +14,16 @@ import tokenizers
 
 from tigon.hub import Repository
 from tigon.tokenizer import chat
+from tigon.tokenizer.backend import PANICS, read_backend
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
-from tigon.tokenizer.source import add_tokens, find_files, read_backend, read_config, read_templates
+from tigon.tokenizer.source import (
+    add_tokens,
+    find_files,
+    read_config,
+    read_length,
+    read_template,
+    read_templates,
+)
 from tigon.tokenizer.stream import DecodeStream
 
 if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
@@ -87,12 +95,12 @@ class Tokenizer:
         files = find_files(repository)
         config = read_config(files.get("tokenizer_config.json"))
         backend = read_backend(files["tokenizer.json"])
-        backend.encode_special_tokens = config.get("split_special_tokens", False)
+        backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         return cls(
             backend,
             special_tokens=add_tokens(backend, config, files),
             chat_template=read_templates(config, files),
-            model_max_length=int(config.get("model_max_length") or NO_LIMIT),
+            model_max_length=read_length(config, files) or NO_LIMIT,
             files=files,
         )
 
@@ -100,7 +108,7 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no chat template {path}")
-        self.chat_template = Path(path).read_text(encoding="utf-8")
+        self.chat_template = read_template(Path(path))
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
         self._files = others | {"chat_template.jinja": Path(path)}
 
@@ -140,9 +148,10 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
         try:
-            encodings = self.backend.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
+            with PANICS:
+                encodings = self.backend.encode_batch_fast(
+                    list(texts), add_special_tokens=add_special_tokens
+                )
         except TypeError:
             for text in texts:
                 chat.check_unicode(text)
@@ -153,7 +162,8 @@ class Tokenizer:
         self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with PANICS:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
         """A decoder for tokens that come one at a time."""
@@ -319,7 +329,8 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            with PANICS:
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
             chat.check_unicode(text)
             raise

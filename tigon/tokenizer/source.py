@@ -1,6 +1,5 @@
 """Read a tokenizer from the files of a repository."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tigon.hub import Repository
+from tigon.json_file import escaped, read_bytes, read_json, shown
+from tigon.tokenizer.backend import PANICS
 
 _FILES = (
     "tokenizer.json",
@@ -22,6 +23,19 @@ _FILES = (
     "tekken.json",
 )
 _TEMPLATES = "additional_chat_templates"
+MOST_TEMPLATE = 2**20  # bytes of a file
+_ID = re.compile(r"[0-9]{1,9}")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "chat_template": (str, list, _NONE),
+    "split_special_tokens": (bool, _NONE),
+    "model_max_length": (int, float, _NONE),
+    "added_tokens_decoder": (dict, _NONE),
+    "extra_special_tokens": (list, dict, _NONE),
+    "additional_special_tokens": (list, dict, _NONE),
+}
 
 
 def find_files(repository: Repository) -> dict[str, Path]:
@@ -43,24 +57,54 @@ def find_files(repository: Repository) -> dict[str, Path]:
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
+    """The object of a JSON file, with the types that are read of it."""
     if path is None:
         return {}
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    config = read_json(path)
+    for key, kinds in _KINDS.items():
+        if not isinstance(config.get(key), kinds):
+            raise _wrong(path, key, config[key])
+    for key in _NAMED:
+        _check_token(path, key, config.get(key, ""))
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        tokens = config.get(key) or []
+        for token in tokens.values() if isinstance(tokens, dict) else tokens:
+            _check_token(path, key, token)
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        if not _ID.fullmatch(number) or not isinstance(token, dict):
+            raise _wrong(path, f"added_tokens_decoder.{escaped(number, 100)}", token)
+        _check_token(path, f"added_tokens_decoder.{number}", token)
+    templates = config.get("chat_template")
+    for template in templates if isinstance(templates, list) else []:
+        named = isinstance(template, dict) and (template.get("name"), template.get("template"))
+        if not named or not all(isinstance(text, str) for text in named):
+            raise _wrong(path, "chat_template", template)
+    return config
 
 
-def read_backend(path: Path) -> tokenizers.Tokenizer:
-    # The assistant mask needs offsets that cover every character; ids do not depend on this
-    text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", path.read_text(encoding="utf-8"))
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
+def read_length(config: dict[str, Any], files: dict[str, Path]) -> int | None:
+    """model_max_length, None where there is none."""
+    length = config.get("model_max_length")
+    if length is not None and (isinstance(length, bool) or length < 0):
+        raise _wrong(files["tokenizer_config.json"], "model_max_length", length)
+    return int(length) if length else None
+
+
+def _wrong(path: Path, key: str, value: Any) -> ValueError:
+    return ValueError(
+        f"{escaped(path)}: {key} is {shown(value)}, which no tokenizer can have there"
+    )
+
+
+def _check_token(path: Path, key: str, token: Any) -> None:
+    """ValueError for what is neither a token's text nor an object of it and its flags."""
+    if token is None or isinstance(token, str):
+        return
+    flags = [token.get(flag, False) for flag in _FLAGS] if isinstance(token, dict) else [None]
+    if not all(isinstance(flag, bool) for flag in flags) or not isinstance(
+        token.get("content"), str
+    ):
+        raise _wrong(path, key, token)
 
 
 def add_tokens(
@@ -85,7 +129,7 @@ def add_tokens(
 
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     if declared is None:
-        ids = read_config(files.get("added_tokens.json"))
+        ids = _read_ids(files.get("added_tokens.json"))
         legacy = sorted(ids.keys() - known, key=ids.__getitem__)
         new = [AddedToken(content, special=content in special) for content in legacy]
     else:
@@ -95,14 +139,23 @@ def add_tokens(
     new += [token for token in others if token.content not in known]
     for token in new:
         token.special = token.special or token.content in special
-    backend.add_tokens(new)
+    with PANICS:
+        backend.add_tokens(new)
     return {key: token.content for key, token in named.items()}
+
+
+def _read_ids(path: Path | None) -> dict[str, int]:
+    ids = {} if path is None else read_json(path)
+    for token, number in ids.items():
+        if type(number) is not int:
+            raise _wrong(path or Path(), escaped(token, 100), number)
+    return ids
 
 
 def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict[str, str] | None:
     """The chat template, or several by name; files win over tokenizer_config.json."""
     found = {
-        "default" if name == "chat_template.jinja" else path.stem: path.read_text(encoding="utf-8")
+        "default" if name == "chat_template.jinja" else path.stem: read_template(path)
         for name, path in files.items()
         if name.endswith(".jinja")
     }
@@ -114,9 +167,16 @@ def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict
     return template
 
 
+def read_template(path: Path) -> str:
+    """The text of a Jinja file."""
+    try:
+        return read_bytes(path, MOST_TEMPLATE).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+
+
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    given = {key: value[key] for key in flags if key in value}
+    given = {key: value[key] for key in _FLAGS if key in value}
     return AddedToken(value["content"], **{"special": True, **given})

@@ -4,6 +4,8 @@ import re
 
 import tokenizers
 
+from tigon.tokenizer.backend import PANICS
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -52,4 +54,5 @@ class DecodeStream:
         return rest
 
     def _text(self) -> str:
-        return self._backend.decode(self._ids, skip_special_tokens=False)
+        with PANICS:
+            return self._backend.decode(self._ids, skip_special_tokens=False)

@@ -1,0 +1,206 @@
+"""A tokenizer's files with their chat template, and rows of data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tests.fuzz.junk import altered, damaged, dump, raw, values
+from tests.fuzz.target import Case, Files, Target
+from tigon.data.encoders import ChatEncoder
+from tigon.data.formats import Format
+from tigon.data.lines import JsonFile
+from tigon.tokenizer import Tokenizer as OurTokenizer
+
+TOKENIZER, CONFIG, MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+ADDED, TEMPLATE, ROWS = "added_tokens.json", "chat_template.jinja", "rows.jsonl"
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, 12 of them."}]
+ENDS = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "special": True},
+    "model_max_length": 64,
+    "added_tokens_decoder": {"1": {"content": "</s>", "special": True}},
+    "extra_special_tokens": ["<x>"],
+    "split_special_tokens": False,
+    "chat_template": "{{ messages[0].content }}",
+}
+CHATML = (
+    "{% for m in messages %}{{ '<s>' + m.role + m.content|trim }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+def write(folder: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.normalizer = normalizers.Replace("\r\n", "\n")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(t, special=True) for t in ("<s>", "</s>")])
+    backend.save(str(folder / TOKENIZER))
+    (folder / CONFIG).write_text(json.dumps(ENDS))
+    (folder / MAP).write_text(json.dumps({"eos_token": "</s>"}))
+    (folder / ADDED).write_text(json.dumps({"<x>": 258}))
+    (folder / TEMPLATE).write_text(CHATML)
+    rows = [{"messages": CHAT, "weight": 0.5, "tools": [], "chat_template_kwargs": {"a": 1}}] * 2
+    (folder / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(folder: Path) -> None:
+    tokenizer = OurTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode("Hello 123\r\n  " + "a" * 500)
+    tokenizer.decode(ids)
+    try:
+        tokenizer.apply_chat_template(CHAT)
+    except ValueError as error:  # a template is a text, which may come from anywhere
+        raise ValueError(f"{TEMPLATE}: {error}") from None
+
+
+def load_rows(folder: Path) -> None:
+    tokenizer = OurTokenizer.from_pretrained(folder)
+    encoder = ChatEncoder(tokenizer, skip_bad_rows=True)
+    for block in encoder.open(JsonFile(str(folder / ROWS), Format())).blocks():
+        encoder(block).report.lines()
+
+
+PATTERNS = [
+    "(a+)+$",
+    "(a|a)*$",
+    "a{1,9}+b",
+    r"(.*)\1",
+    "(",
+    "",
+    r"\p{L}+|\s+",
+    "[^\\x00]",
+    "a" * 5000,
+]
+patterns = st.one_of(st.sampled_from(PATTERNS), st.text("ab()[]{}|*+?\\^$.,1p<>=!:#", max_size=12))
+
+
+@st.composite
+def backends(draw: Any, content: bytes) -> bytes:
+    """Other parts of the pipeline, known and unknown."""
+    changed = json.loads(content)
+    split = {"type": "Split", "pattern": {"Regex": draw(patterns)}, "behavior": "Isolated"}
+    replace = {"type": "Replace", "pattern": {"Regex": draw(patterns)}, "content": draw(patterns)}
+    many = draw(st.sampled_from([1, 2, 30, 200]))
+    parts = {
+        "pre_tokenizer": [split | {"invert": False}, {"type": "FixedLength", "length": 0}],
+        "normalizer": [replace, {"type": "Sequence", "normalizers": [replace] * many}],
+        "decoder": [replace, {"type": "Sequence", "decoders": [replace] * many}],
+        "post_processor": [{"type": "ByteLevel"}],
+    }
+    part = draw(st.sampled_from(sorted(parts)))
+    changed[part] = draw(st.one_of(st.sampled_from(parts[part]), values))
+    return dump(changed)
+
+
+NAMES = [
+    "messages",
+    "ns",
+    "x",
+    "loop",
+    "range(99999)",
+    "cycler",
+    "dict(a=1)",
+    "'x'",
+    "9",
+    "[1, x]",
+    "{}",
+]
+AFTER = [
+    "|tojson(indent=99)",
+    "|join",
+    "|list",
+    "|map('string')",
+    "|replace('x', 'xx')",
+    ".__class__",
+]
+AFTER += [
+    " * 999999999",
+    " ** 9 ** 9",
+    " ~ x",
+    " + x",
+    "|center(10**9)",
+    "|batch(9**9)",
+    ".format(x)",
+]
+AFTER += [
+    "|attr('__init__')",
+    "[0]",
+    "['content']",
+    "|sort",
+    "|sum",
+    "|string",
+    " % x",
+    "|unique",
+    "()",
+]
+AFTER += [
+    ".split('x')",
+    ".join(x)",
+    ".items()",
+    "|groupby('role')",
+    " == x",
+    " in x",
+    "|indent(9**9)",
+]
+expressions = st.builds(
+    lambda name, after: name + "".join(after),
+    st.sampled_from(NAMES),
+    st.lists(st.sampled_from(AFTER), max_size=4),
+)
+BLOCKS = ["{%% for x in %s %%}%s{%% endfor %%}", "{%% if %s %%}%s{%% endif %%}"]
+BLOCKS += ["{%% set x %%}{{ %s }}%s{%% endset %%}", "{%% set ns.x = %s %%}%s", "{{ %s }}%s"]
+BLOCKS += ["{%% macro m(x) %%}{{ %s }}{{ m(x) }}{%% endmacro %%}{{ m(1) }}%s"]
+templates = st.builds(
+    lambda body: "{% set ns = namespace(x='x') %}" + body,
+    st.recursive(
+        st.just(""),
+        lambda inner: st.builds(
+            lambda b, e, i: b % (e, i), st.sampled_from(BLOCKS), expressions, inner
+        ),
+        max_leaves=6,
+    ),
+)
+
+
+def cases(files: Files) -> st.SearchStrategy[Case]:
+    config = json.loads(files[CONFIG])
+    keys = [
+        *config,
+        "pad_token",
+        "eos_token.content",
+        "eos_token.lstrip",
+        "additional_special_tokens",
+    ]
+    named = {
+        TOKENIZER: st.one_of(backends(files[TOKENIZER]), damaged(files[TOKENIZER])),
+        CONFIG: st.one_of(altered(config, keys).map(dump), damaged(files[CONFIG])),
+        MAP: st.one_of(altered({"eos_token": "</s>"}, keys).map(dump), values.map(dump)),
+        ADDED: st.one_of(altered({"<x>": 258}, ["<x>", "<y>"]).map(dump), values.map(dump)),
+        TEMPLATE: st.one_of(templates.map(str.encode), damaged(files[TEMPLATE])),
+    }
+    return st.one_of(*(content.map(lambda c, n=name: {n: c}) for name, content in named.items()))
+
+
+def row_cases(files: Files) -> st.SearchStrategy[Case]:
+    row = json.loads(files[ROWS].splitlines()[0])
+    keys = [*row, "system", "chat_template_kwargs.self", "chat_template_kwargs.template", "text"]
+    lines = st.one_of(
+        altered(row, keys).map(dump), damaged(files[ROWS]), values.map(dump), raw.map(dump)
+    )
+    good = files[ROWS].splitlines()[0]
+    return st.builds(
+        lambda some, first: {ROWS: b"\n".join([*([good] if first else []), *some])},
+        st.lists(lines, min_size=1, max_size=3),
+        st.booleans(),
+    )
+
+
+TARGETS = [
+    Target("tokenizer", 3.0, write, cases, load),
+    Target("rows", 2.0, write, row_cases, load_rows),
+]

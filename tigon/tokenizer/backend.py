@@ -1,0 +1,209 @@
+"""The tokenizers library on files that others have written."""
+
+import base64
+import json
+import re
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as sre_parser  # type: ignore[import-not-found]
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tokenizers
+
+from tigon.json_file import escaped, read_bytes, shown
+
+MOST_BYTES = 2**28  # of a tokenizer.json; the largest that are known have 35 MB
+LONGEST_PATTERN = 4000  # characters
+MOST_STEPS = 32  # of a pipeline
+MOST_GROWTH = 64  # how many times longer a text may become
+LONGEST_AFFIX = 64  # characters around each word
+MOST_ADDED = 256  # tokens around each text
+
+# What Python writes otherwise than Oniguruma, for reading a pattern's structure
+_AS_PYTHON = (
+    (r"\\[pP]\{\^?\w+\}", r"\\w"),
+    (r"\[:\^?\w+:\]", r"\\w"),
+    (r"\\x\{[0-9a-fA-F]+\}", "x"),
+    (r"\\[hH]", r"\\d"),
+    (r"\\[RX]", r"\\s"),
+    (r"\\z", r"\\Z"),
+    (r"\(\?<(?![=!])", "(?P<"),
+)
+# Of published tokenizers, and safe, though the rules of `check_pattern` do not show it
+_KNOWN = {r"(?:\r?\n)+(?!\r?\n)", r" ?[^(\s|[.,!?…。，、।۔،])]+"}
+_REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
+_NOT_ONCE = 16  # repetitions from which a repeat counts as without an end
+
+
+class _Panics:
+    """`with PANICS:` makes a ValueError of a Rust panic, which is no Exception."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise ValueError(f"the tokenizer failed: {escaped(error)}") from None
+
+
+PANICS = _Panics()
+
+
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a file; ValueError if it is none, or could run for ever on a text."""
+    try:
+        text = read_bytes(path, MOST_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
+    # The assistant mask needs offsets that cover every character; ids do not depend on this
+    text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
+    try:
+        with PANICS:
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.no_truncation()
+            backend.no_padding()
+            check_backend(backend)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{escaped(path)} is not a tokenizer: {escaped(error)}") from error
+    return backend
+
+
+def check_backend(backend: tokenizers.Tokenizer) -> None:
+    """ValueError for a pipeline whose time or memory grows too fast with the text."""
+    for name in ("normalizer", "decoder"):
+        growth = 1.0
+        steps = list(_steps(_state(getattr(backend, name))))
+        _check_count(name, len(steps))
+        for step in steps:
+            _check_patterns(step)
+            growth *= _growth(step)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its {name} could make a text {growth:.0f} times longer")
+    steps = list(_steps(_state(backend.pre_tokenizer)))
+    _check_count("pre_tokenizer", len(steps))
+    for step in steps:
+        _check_patterns(step)
+    steps = list(_steps(_state(backend.post_processor)))
+    _check_count("post_processor", len(steps))
+    added = sum(map(_added, steps))
+    if added > MOST_ADDED:
+        raise ValueError(f"its post_processor adds {added} tokens to each text")
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        affix = getattr(backend.model, name, None) or ""
+        if len(affix) > LONGEST_AFFIX:
+            raise ValueError(f"its model.{name} has {len(affix)} characters")
+
+
+def check_pattern(pattern: str) -> None:
+    """ValueError for a regular expression that could search for ever.
+
+    Refused are repeats of what itself repeats or has alternatives, and references to groups.
+    """
+    if pattern in _KNOWN:
+        return
+    if len(pattern) > LONGEST_PATTERN:
+        raise ValueError(f"a pattern of {len(pattern)} characters")
+    python = pattern
+    for theirs, ours in _AS_PYTHON:
+        python = re.sub(theirs, ours, python)
+    if "}+" in python:  # Oniguruma repeats the repeat, which in Python is a possessive one
+        raise ValueError(f"the pattern {shown(pattern)} repeats what repeats")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            parsed = sre_parser.parse(python)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"cannot read the pattern {shown(pattern)}: {error}") from None
+    if fault := _fault(parsed, 1):
+        raise ValueError(f"the pattern {shown(pattern)} {fault}, which could search for ever")
+
+
+def _fault(parsed: Any, times: int) -> str:
+    """What is wrong in a part that is repeated so many times."""
+    for kind, value in parsed:
+        if kind in _REPEATS:
+            least, most, inner = value
+            if times > 1 and least != most:
+                return "repeats what repeats"
+            again = times * (int(most) if int(most) <= _NOT_ONCE or least == most else 10**6)
+            if least == most and again > 10**6 * 10**3:
+                return "repeats too often"
+            if fault := _fault(inner, times if int(most) == 1 else max(again, times)):
+                return fault
+        elif kind is sre.BRANCH:
+            if times > _NOT_ONCE:
+                return "repeats alternatives"
+            for branch in value[1]:
+                if fault := _fault(branch, times):
+                    return fault
+        elif kind in (sre.GROUPREF, sre.GROUPREF_EXISTS):
+            return "refers to a group"
+        elif kind is sre.SUBPATTERN:
+            if fault := _fault(value[3], times):
+                return fault
+        elif kind in (sre.ASSERT, sre.ASSERT_NOT):
+            if fault := _fault(value[1], times):
+                return fault
+        elif kind is sre.ATOMIC_GROUP and (fault := _fault(value, times)):
+            return fault
+    return ""
+
+
+def _state(component: Any) -> Any:
+    return None if component is None else json.loads(component.__getstate__())
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    """The parts of a pipeline, in order."""
+    if not isinstance(state, dict):
+        return
+    inner = next(
+        (v for k, v in state.items() if isinstance(v, list) and state["type"] == "Sequence"), None
+    )
+    if inner is None:
+        yield state
+    else:
+        for each in inner:
+            yield from _steps(each)
+
+
+def _check_count(name: str, count: int) -> None:
+    if count > MOST_STEPS:
+        raise ValueError(f"its {name} has {count} steps")
+
+
+def _check_patterns(step: dict[str, Any]) -> None:
+    pattern = step.get("pattern")
+    if isinstance(pattern, dict) and "Regex" in pattern:
+        check_pattern(pattern["Regex"])
+
+
+def _growth(step: dict[str, Any]) -> float:
+    """How many times longer a step can make a text."""
+    if step["type"] == "Replace":
+        content, pattern = len(step["content"].encode()), step["pattern"]
+        if pattern.get("String"):
+            return max(1.0, content / len(pattern["String"].encode()))
+        return 1.0 + content  # it may match nothing, before each character
+    if step["type"] == "Precompiled":
+        blob = base64.b64decode(step["precompiled_charsmap"])
+        texts = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
+        return max(1.0, max(map(len, texts)) / 3)
+    return 1.0
+
+
+def _added(step: dict[str, Any]) -> int:
+    """Tokens that a step of the post-processor adds to a text."""
+    if step["type"] != "TemplateProcessing":
+        return 2
+    special = step["special_tokens"]
+    pieces = step["single"]
+    texts = sum("Sequence" in piece for piece in pieces)
+    if texts > 1:
+        raise ValueError(f"its post_processor writes each text {texts} times")
+    names = (piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece)
+    return sum(len(special[name]["ids"]) for name in names)

@@ -97,7 +97,9 @@ class WandB:
             found = secrets.token_hex(4)
             file.unlink(missing_ok=True)
             file.write_text(found)
-        quiet = {} if "WANDB_QUIET" in os.environ else {"quiet": True}
+        settings = wandb.Settings(console="off", finish_timeout=FINISH)
+        if "WANDB_QUIET" not in os.environ:
+            settings.quiet = True  # its summary at the end repeats the report's
         self.run = wandb.init(
             id=found,
             resume="allow",
@@ -105,8 +107,7 @@ class WandB:
             name=os.environ.get("WANDB_NAME", path.resolve().name),
             dir=str(path),
             config=asdict(config),
-            # Its summary at the end repeats the report's
-            settings=wandb.Settings(console="off", finish_timeout=FINISH, **quiet),
+            settings=settings,
         )
         # Offline, nobody knows what an earlier process has logged
         self.first = start + 1 if begun and self.run.offline else self.run.step

@@ -1,5 +1,6 @@
 """A safetensors checkpoint, one file or shards with an index: what it holds and how to read it."""
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -23,7 +24,7 @@ OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 class Checkpoint:
     """The validated headers of all files of a checkpoint; no tensor is read yet."""
 
-    def __init__(self, name: str, tensors: dict[str, TensorInfo | Decoded]) -> None:
+    def __init__(self, name: str, tensors: Mapping[str, TensorInfo | Decoded]) -> None:
         self.name = name
         self.tensors = tensors
 

@@ -84,7 +84,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
         if path not in files_of:
             files_of[path] = Checkpoint(str(path), read_header(path))
         shape = files_of[path].tensors[index.fqn].shape
-        row = index.offset[0] * math.prod(shape[1:-1])  # type: ignore[index]
+        row = index.offset[0] * math.prod(shape[1:-1])
         found.setdefault(index.fqn, []).append(Stored(row, index.fqn, files_of[path]))
     for fault, wrong in (("lacks", names - found.keys()), ("also has", found.keys() - names)):
         if wrong:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from functools import wraps
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.tests import TESTS
@@ -13,8 +13,7 @@ from markupsafe import soft_str
 from tigon.tokenizer.budget import ITEM, TooMuch
 from tigon.tokenizer.methods import percent, replacing
 
-if TYPE_CHECKING:
-    from tigon.tokenizer.sandbox import Sandbox
+Sandbox = Any  # that of sandbox.py, which imports this file
 
 Function = Callable[..., Any]
 
@@ -36,7 +35,7 @@ _COMPARING = {
 }
 
 
-def bounded_filters(sandbox: "Sandbox") -> dict[str, Function]:
+def bounded_filters(sandbox: Sandbox) -> dict[str, Function]:
     """Those of jinja that chat templates use; all count with this sandbox."""
     filters = {name: FILTERS[name] for name in _FREE.split()}
     for names, prepare in (
@@ -61,7 +60,7 @@ def bounded_filters(sandbox: "Sandbox") -> dict[str, Function]:
     return filters | _own_filters(sandbox)
 
 
-def bounded_tests(sandbox: "Sandbox") -> dict[str, Function]:
+def bounded_tests(sandbox: Sandbox) -> dict[str, Function]:
     tests: dict[str, Function] = dict(TESTS)
     for name, operator in _COMPARING.items():
         tests[name] = lambda left, right, _name=operator: sandbox.compare(left, _name, right)
@@ -73,7 +72,7 @@ def bounded_tests(sandbox: "Sandbox") -> dict[str, Function]:
     return tests
 
 
-def _before(sandbox: "Sandbox", function: Function, prepare: Function) -> Function:
+def _before(sandbox: Sandbox, function: Function, prepare: Function) -> Function:
     """A filter behind `prepare(sandbox, value, *arguments)`, which spends and gives the value."""
     at = 1 if hasattr(function, "jinja_pass_arg") else 0  # what jinja passes is first
 
@@ -96,7 +95,7 @@ def _after(function: Function, check: Function) -> Function:
     return checked
 
 
-def _held(sandbox: "Sandbox", function: Function, *, iterator: bool) -> Function:
+def _held(sandbox: Sandbox, function: Function, *, iterator: bool) -> Function:
     @wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
         values = sandbox.hold(list(function(*args, **kwargs)))
@@ -105,12 +104,12 @@ def _held(sandbox: "Sandbox", function: Function, *, iterator: bool) -> Function
     return held
 
 
-def _text(sandbox: "Sandbox", value: Any, *args: Any, **_: Any) -> Any:
+def _text(sandbox: Sandbox, value: Any, *args: Any, **_: Any) -> Any:
     sandbox.spend(len(value) if isinstance(value, str) else sandbox.weigh(value))
     return value
 
 
-def _items(sandbox: "Sandbox", value: Any, *args: Any, **kwargs: Any) -> Any:
+def _items(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     value = sandbox.items(value)
     paths = sum(len(a) for a in (*args, *kwargs.values()) if isinstance(a, str))
     if paths > ITEM and hasattr(value, "__len__"):  # names of attributes, one behind another
@@ -118,66 +117,66 @@ def _items(sandbox: "Sandbox", value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
-def _each(sandbox: "Sandbox", value: Any, *args: Any, **kwargs: Any) -> Any:
+def _each(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     value = _items(sandbox, value, *args, **kwargs)
     if hasattr(value, "__len__"):  # another filter is called for each
         sandbox.spend(2 * ITEM * len(value))
     return value
 
 
-def _sorting(sandbox: "Sandbox", value: Any, *args: Any, **kwargs: Any) -> Any:
+def _sorting(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     value = _items(sandbox, value, *args, **kwargs)
     if hasattr(value, "__len__"):
         sandbox.spend(sandbox.weigh(value) * len(value).bit_length())
     return value
 
 
-def _reversing(sandbox: "Sandbox", value: Any) -> Any:
+def _reversing(sandbox: Sandbox, value: Any) -> Any:
     return _text(sandbox, value) if isinstance(value, str) else sandbox.items(value)
 
 
-def _centring(sandbox: "Sandbox", value: Any, width: int = 80) -> Any:
+def _centring(sandbox: Sandbox, value: Any, width: int = 80) -> Any:
     sandbox.spend(max(width, 0))
     return _text(sandbox, value)
 
 
-def _indenting(sandbox: "Sandbox", value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
+def _indenting(sandbox: Sandbox, value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     if not isinstance(value, str):
         raise TypeError(f"indent takes a text, not {type(value).__name__}")
     sandbox.spend((value.count("\n") + 2) * (len(width) if isinstance(width, str) else width))
     return _text(sandbox, value)
 
 
-def _rounding(sandbox: "Sandbox", value: Any, precision: int = 0, *_: Any, **__: Any) -> Any:
+def _rounding(sandbox: Sandbox, value: Any, precision: int = 0, *_: Any, **__: Any) -> Any:
     if not isinstance(value, int | float) or not -DIGITS < precision < DIGITS:
         raise TypeError("round takes a number and a precision of a few digits")
     return value
 
 
-def _number(sandbox: "Sandbox", value: Any, *_: Any, **__: Any) -> Any:
+def _number(sandbox: Sandbox, value: Any, *_: Any, **__: Any) -> Any:
     if isinstance(value, str) and len(value) > DIGITS:
         raise TooMuch(f"it makes a number of a text of {len(value)} characters")
     return value
 
 
-def _formatting(sandbox: "Sandbox", value: Any, *args: Any, **kwargs: Any) -> Any:
+def _formatting(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     percent(sandbox, soft_str(value), kwargs or args)
     return value
 
 
-def _summing(sandbox: "Sandbox", value: Any, attribute: Any = None, start: Any = 0) -> Any:
+def _summing(sandbox: Sandbox, value: Any, attribute: Any = None, start: Any = 0) -> Any:
     value = _items(sandbox, value, attribute)
     if not isinstance(start, int | float):  # adding up lists copies each many times
         sandbox.spend(len(value) * sandbox.weigh(value))
     return value
 
 
-def _dividing(sandbox: "Sandbox", value: Any, count: int, *_: Any, **__: Any) -> Any:
+def _dividing(sandbox: Sandbox, value: Any, count: int, *_: Any, **__: Any) -> Any:
     sandbox.spend(2 * ITEM * count)
     return sandbox.items(value)
 
 
-def _own_filters(sandbox: "Sandbox") -> dict[str, Function]:
+def _own_filters(sandbox: Sandbox) -> dict[str, Function]:
     spend = sandbox.spend
 
     def tojson(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import SandboxedFormatter
@@ -11,15 +11,14 @@ from markupsafe import EscapeFormatter, Markup
 
 from tigon.tokenizer.budget import ITEM, SCANNED, TooMuch
 
-if TYPE_CHECKING:
-    from tigon.tokenizer.sandbox import Sandbox
+Sandbox = Any  # that of sandbox.py, which imports this file
 
 _DIGITS = re.compile(r"\d+")
 
 Cost = Callable[..., None]  # of (sandbox, owner, *arguments of the method)
 
 
-def percent(sandbox: "Sandbox", text: str, values: Any) -> str:
+def percent(sandbox: Sandbox, text: str, values: Any) -> str:
     """text % values."""
     sandbox.spend(len(text) + text.count("%") * sandbox.weigh(values))
     _spend_widths(sandbox, text)
@@ -29,7 +28,7 @@ def percent(sandbox: "Sandbox", text: str, values: Any) -> str:
     return text % values
 
 
-def _spend_widths(sandbox: "Sandbox", text: str) -> None:
+def _spend_widths(sandbox: Sandbox, text: str) -> None:
     """What the widths and precisions in a format may cost."""
     for digits in _DIGITS.findall(text):
         if len(digits) > 9:
@@ -37,7 +36,7 @@ def _spend_widths(sandbox: "Sandbox", text: str) -> None:
         sandbox.spend(int(digits))
 
 
-def formatter(sandbox: "Sandbox", name: str, text: str) -> Callable[..., str] | None:
+def formatter(sandbox: Sandbox, name: str, text: str) -> Callable[..., str] | None:
     """str.format and format_map within the sandbox; None for another method."""
     if name == "format":
 
@@ -54,7 +53,7 @@ def formatter(sandbox: "Sandbox", name: str, text: str) -> Callable[..., str] | 
     return None
 
 
-def _format(sandbox: "Sandbox", text: str, args: Any, kwargs: Any) -> str:
+def _format(sandbox: Sandbox, text: str, args: Any, kwargs: Any) -> str:
     sandbox.spend(ITEM * len(text))
     kind = _EscapeFormatter if isinstance(text, Markup) else _Formatter
     options = {"escape": text.escape} if isinstance(text, Markup) else {}
@@ -63,9 +62,9 @@ def _format(sandbox: "Sandbox", text: str, args: Any, kwargs: Any) -> str:
 
 class _Formatter(SandboxedFormatter):
     def format_field(self, value: Any, format_spec: str) -> Any:
-        _spend_widths(self._env, format_spec)  # type: ignore[arg-type]
+        _spend_widths(self._env, format_spec)
         text = super().format_field(value, format_spec)
-        self._env.spend(len(text))  # type: ignore[attr-defined]
+        self._env.spend(len(text))
         return text
 
 
@@ -73,49 +72,49 @@ class _EscapeFormatter(_Formatter, EscapeFormatter):
     pass
 
 
-def replacing(sandbox: "Sandbox", text: str, old: str, new: str, count: int = -1, **_: Any) -> None:
+def replacing(sandbox: Sandbox, text: str, old: str, new: str, count: int = -1, **_: Any) -> None:
     longer = len(new) - len(old)
     sandbox.spend(len(text) + (text.count(old) * longer if longer > 0 else 0))
 
 
-def _searching(sandbox: "Sandbox", text: str, part: Any = "", *_: Any, **__: Any) -> None:
+def _searching(sandbox: Sandbox, text: str, part: Any = "", *_: Any, **__: Any) -> None:
     # From the right, searching takes the product of both lengths at worst
     size = len(part) if isinstance(part, (str, tuple)) else 0
     sandbox.spend(len(text) * (1 + size // 8) // SCANNED)
 
 
-def _splitting(sandbox: "Sandbox", text: str, *args: Any, **kwargs: Any) -> None:
+def _splitting(sandbox: Sandbox, text: str, *args: Any, **kwargs: Any) -> None:
     _searching(sandbox, text, *args)
     sandbox.spend(len(text))
 
 
-def _copying(sandbox: "Sandbox", text: str, *args: Any, **_: Any) -> None:
+def _copying(sandbox: Sandbox, text: str, *args: Any, **_: Any) -> None:
     sandbox.spend(len(text) + sum(len(part) for part in args if isinstance(part, str)))
 
 
-def _padding(sandbox: "Sandbox", text: str, width: Any = 0, *_: Any, **__: Any) -> None:
+def _padding(sandbox: Sandbox, text: str, width: Any = 0, *_: Any, **__: Any) -> None:
     sandbox.spend(len(text) + (max(width, 0) if isinstance(width, int) else 0))
 
 
-def _tabs(sandbox: "Sandbox", text: str, tabsize: int = 8, **_: Any) -> None:
+def _tabs(sandbox: Sandbox, text: str, tabsize: int = 8, **_: Any) -> None:
     sandbox.spend(len(text) + text.count("\t") * max(tabsize, 0))
 
 
-def _joining(sandbox: "Sandbox", text: str, values: Any, **_: Any) -> None:
+def _joining(sandbox: Sandbox, text: str, values: Any, **_: Any) -> None:
     if not hasattr(values, "__len__"):
         raise TypeError("str.join takes a list of texts; the filter |join takes an iterator too")
     sandbox.spend((len(text) + ITEM) * len(values) + sandbox.weigh(values))
 
 
-def _nothing(sandbox: "Sandbox", owner: Any, *_: Any, **__: Any) -> None:
+def _nothing(sandbox: Sandbox, owner: Any, *_: Any, **__: Any) -> None:
     pass
 
 
-def _looking(sandbox: "Sandbox", owner: Any, *args: Any, **_: Any) -> None:
+def _looking(sandbox: Sandbox, owner: Any, *args: Any, **_: Any) -> None:
     sandbox.spend(sum(map(sandbox.weigh, args)))
 
 
-def _going_through(sandbox: "Sandbox", owner: Any, *_: Any, **__: Any) -> None:
+def _going_through(sandbox: Sandbox, owner: Any, *_: Any, **__: Any) -> None:
     sandbox.spend(sandbox.weigh(owner) + ITEM * len(owner))
 
 

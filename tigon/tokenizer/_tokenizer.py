@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from tigon.hub import Repository
-from tigon.tokenizer import chat
+from tigon.tokenizer import chat, source
 from tigon.tokenizer.backend import PANICS, read_backend
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
-from tigon.tokenizer.source import (
-    add_tokens,
-    find_files,
-    read_config,
-    read_length,
-    read_template,
-    read_templates,
-)
 from tigon.tokenizer.stream import DecodeStream
 
 if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
@@ -92,15 +84,15 @@ class Tokenizer:
             local_files_only=local_files_only,
         )
         # All of them now: an export at the end of a long run must not depend on the hub
-        files = find_files(repository)
-        config = read_config(files.get("tokenizer_config.json"))
+        files = source.find_files(repository)
+        config = source.read_config(files.get("tokenizer_config.json"))
         backend = read_backend(files["tokenizer.json"])
         backend.encode_special_tokens = bool(config.get("split_special_tokens"))
         return cls(
             backend,
-            special_tokens=add_tokens(backend, config, files),
-            chat_template=read_templates(config, files),
-            model_max_length=read_length(config, files) or NO_LIMIT,
+            special_tokens=source.add_tokens(backend, config, files),
+            chat_template=source.read_templates(config, files),
+            model_max_length=source.read_length(config, files) or NO_LIMIT,
             files=files,
         )
 
@@ -108,7 +100,7 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no chat template {path}")
-        self.chat_template = read_template(Path(path))
+        self.chat_template = source.read_template(Path(path))
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
         self._files = others | {"chat_template.jinja": Path(path)}
 
@@ -309,7 +301,7 @@ class Tokenizer:
             partial = target.with_name(f".{target.name}.partial")
             with partial.open("wb") as write:
                 if self._changed and name in ("tokenizer_config.json", "special_tokens_map.json"):
-                    config = read_config(self._files.get(name)) | self._changed
+                    config = source.read_config(self._files.get(name)) | self._changed
                     write.write(json.dumps(config, indent=2, ensure_ascii=False).encode())
                 else:
                     with self._files[name].open("rb") as read:

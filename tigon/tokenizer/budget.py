@@ -79,7 +79,7 @@ class Budget:
         self.spend(ITEM * len(value))  # type: ignore[arg-type]
         weight = self.weigh(value)
         if weight > self.heaviest:
-            self.extend()
+            self.add_for_conversation()
             if weight > self.heaviest:
                 raise TooMuch("it makes a value of lists inside lists that is too large")
         if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
@@ -97,20 +97,20 @@ class Budget:
 
     def more_text(self, length: int) -> int:
         """How much text may be written in all, where so much has been."""
-        self.extend()
+        self.add_for_conversation()
         if length > (most := ALLOWANCE + PER_WEIGHT * self.given_weight):
             raise TooMuch(f"it writes more than {most} characters")
         return most
 
     def exhausted(self) -> None:
         if not self.extended:
-            self.extend()
+            self.add_for_conversation()
         if self.left < 0:
             raise TooMuch(
                 "it does more than a template may: it loops too often, or makes too much text"
             )
 
-    def extend(self) -> None:
+    def add_for_conversation(self) -> None:
         """What the text itself allows. Weighing it takes time, so not before it is needed."""
         if not self.extended:
             self.extended = True

@@ -50,7 +50,7 @@ class Generator(CodeGenerator):
                 self.visit(argument, frame)
         self.write(")")
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:
         if _is_number(node.left) or _is_number(node.right):
             super().visit_Add(node, frame)  # to add these takes forever to make a large one
             return
@@ -60,19 +60,19 @@ class Generator(CodeGenerator):
             parts.append(node.right)
         self._call("add", frame, node.left, *reversed(parts))
 
-    def visit_Sub(self, node: nodes.Sub, frame: Frame) -> None:
+    def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:
         if _is_number(node.left) or _is_number(node.right):
             super().visit_Sub(node, frame)
         else:
             self._call("subtract", frame, node.left, node.right)
 
-    def visit_Mul(self, node: nodes.Mul, frame: Frame) -> None:
+    def visit_Mul(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._call("multiply", frame, node.left, node.right)
 
-    def visit_Pow(self, node: nodes.Pow, frame: Frame) -> None:
+    def visit_Pow(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._call("power", frame, node.left, node.right)
 
-    def visit_Mod(self, node: nodes.Mod, frame: Frame) -> None:
+    def visit_Mod(self, node: nodes.BinExpr, frame: Frame) -> None:
         self._call("modulo", frame, node.left, node.right)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:

@@ -61,7 +61,7 @@ def bounded_filters(sandbox: Sandbox) -> dict[str, Function]:
 
 
 def bounded_tests(sandbox: Sandbox) -> dict[str, Function]:
-    tests: dict[str, Function] = dict(TESTS)
+    tests: dict[str, Any] = dict(TESTS)
     for name, operator in _COMPARING.items():
         tests[name] = lambda left, right, _name=operator: sandbox.compare(left, _name, right)
     tests["odd"] = lambda value: sandbox.modulo(value, 2) == 1

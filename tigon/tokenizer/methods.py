@@ -61,6 +61,8 @@ def _format(sandbox: Sandbox, text: str, args: Any, kwargs: Any) -> str:
 
 
 class _Formatter(SandboxedFormatter):
+    _env: Any  # the sandbox
+
     def format_field(self, value: Any, format_spec: str) -> Any:
         _spend_widths(self._env, format_spec)
         text = super().format_field(value, format_spec)

@@ -52,10 +52,10 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         super().__init__(optimized=False, **options)
         self.start(None)
         del self.globals["lipsum"]
-        self.filters = bounded_filters(self)
-        self.tests = bounded_tests(self)
+        self.filters: dict[str, Any] = bounded_filters(self)
+        self.tests: dict[str, Any] = bounded_tests(self)
 
-    def concat(self, pieces: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, pieces: Iterable[str]) -> str:
         pieces = pieces if type(pieces) is list else list(pieces)
         self.left -= sum(map(len, pieces))
         if self.left < 0:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 from tigon.models import MODELS, convert
-from tigon.weights import Repository, writer
+from tigon.weights import Repository, pieces
 
 EXPERTS = ("mixtral", "qwen2_moe")
 SIZE = "60KB"
@@ -32,7 +32,7 @@ def assert_same(source: Path, root: Path, *, load: Any = "auto", **options: Any)
 def test_as_loaded_and_saved(
     model_type: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "CHUNK", 10_000)
+    monkeypatch.setattr(pieces, "CHUNK", 10_000)
     reference(model_type, CASES[model_type][case], tmp_path / "a", max_shard_size=SIZE)
     assert_same(tmp_path / "a", tmp_path, load=torch.bfloat16, max_shard_size="90KB")
 
@@ -47,7 +47,7 @@ def test_experts(model_type: str, stacked: bool | None, original: bool, tmp_path
 
 
 def test_expert_rows_are_cut_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "CHUNK", 5_000)
+    monkeypatch.setattr(pieces, "CHUNK", 5_000)
     case = next(iter(CASES["mixtral"].values()))
     reference("mixtral", case, tmp_path / "a", save_original_format=False)
     for name, stacked in (("b", False), ("c", True)):

@@ -14,10 +14,11 @@ from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import STAGING_BYTES, load_into
 from tigon.weights.mapping import map_parameters
+from tigon.weights.pieces import Entry, Piece
 from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.staging import as_bytes
-from tigon.weights.writer import Entry, Piece, copied, write_checkpoint
+from tigon.weights.writer import copied, write_checkpoint
 
 __all__ = [
     "GGUF",

@@ -17,7 +17,7 @@ from torch import Tensor
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, Part
-from tigon.weights.writer import Entry, Piece, height
+from tigon.weights.pieces import Entry, Piece, height
 
 
 class Stored(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tigon.weights.layout import Layout, Part, fills
+from tigon.weights.pieces import Entry, Piece, cut
 from tigon.weights.plan import Lines, Local, local_part
 from tigon.weights.ranks import Ranks
-from tigon.weights.writer import Entry, Piece, cut
 
 
 def entries(

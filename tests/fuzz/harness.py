@@ -22,11 +22,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.fuzz.target import Case, Link, Target, read_files
 
 SECONDS = 5  # of processor time, so that other work on the machine is not counted
-STUCK = 900  # seconds of a clock for CHUNK cases: one waits, or cannot be interrupted
+STUCK = 600  # seconds of a clock for CHUNK cases: one waits, or cannot be interrupted
 MEMORY = 1 << 30  # bytes that one case may add to the process
 SPARE = 3 << 30  # bytes of address space, of which threads take much and use little
 LONGEST = 20_000  # characters of a message
-CHUNK = 500  # cases of one hypothesis run, whose memory grows with it
+CHUNK = 100  # cases of one hypothesis run, whose memory grows with it
 FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen")
 FORBIDDEN += (
     "socket.connect",

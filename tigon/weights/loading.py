@@ -58,7 +58,10 @@ def load_into(
         lines = Lines(local[name], single=len(layout[name][0].shape) < 2)
         for part, info in matched[name]:
             for found in runs_of(part, info, lines):
-                (runs if isinstance(found, Run) else decodings).append(found)
+                if isinstance(found, Run):
+                    runs.append(found)
+                else:
+                    decodings.append(found)
     workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
     share = min(SHARE, staging_bytes // workers)
     with replicas.agreed():

@@ -244,7 +244,7 @@ class Repository:
                 f"{what} is not in the cache {self.cache_dir} and downloads are off "
                 "(local_files_only or HF_HUB_OFFLINE): load it once online, or pass its cache_dir"
             )
-        why = self._unreachable or error.__cause__
+        why = str(self._unreachable or error.__cause__).split("\n")[0]
         return ConnectionError(
             f"cannot reach {constants.ENDPOINT} for {what}, which is neither a directory here nor "
             f"in the cache {self.cache_dir}: {why}; check the name and the network, or pass "

@@ -333,13 +333,17 @@ def test_a_cache_that_is_only_read(tmp_path, monkeypatch):
     source = write_rows(tmp_path / "a.jsonl", 20)
     (made,) = tokenised([source], Count(), workers=0)
     forget(monkeypatch)
-    path_open = Path.open
+    path_open, file_open = Path.open, os.open
 
     def os_open(path, flags, *mode):
-        raise OSError(30, "Read-only file system", str(path))
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(30, "Read-only file system", str(path))
+        return file_open(path, flags, *mode)
 
     def only_read(self, mode="r", *rest, **options):
-        return os_open(self, 0) if mode != "r" else path_open(self, mode, *rest, **options)
+        if mode != "r":
+            return os_open(self, os.O_WRONLY)
+        return path_open(self, mode, *rest, **options)
 
     monkeypatch.setattr(usage.os, "open", os_open)
     monkeypatch.setattr(Path, "open", only_read)

@@ -10,9 +10,8 @@ from huggingface_hub.utils import tqdm
 from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
-from tigon.weights.decoded import Decoded
-from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Layout, Part, fills
+from tigon.weights.layout import Layout
+from tigon.weights.matching import match
 from tigon.weights.plan import Decoding, Lines, local_part, runs_of
 from tigon.weights.reading import SHARE, Reader
 from tigon.weights.replicas import Replicas
@@ -21,8 +20,6 @@ from tigon.weights.transfer import Run, Transfer, transfers
 STAGING_BYTES = 256 << 20  # of the host's memory, by default
 LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
 SLOW = 0.5  # seconds, after which a progress bar appears
-
-Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]
 
 
 def load_into(
@@ -67,54 +64,6 @@ def load_into(
     with replicas.agreed():
         _read_all(runs, decodings, workers, share)
     replicas.send({name: part.memory for name, part in local.items()})
-
-
-def match(
-    parameters: Mapping[str, Tensor],
-    layout: Layout,
-    checkpoint: Checkpoint,
-    *,
-    source_of: Mapping[str, str] | None = None,
-    ignored: Collection[str] = (),
-    into: str = "the model",
-) -> Matched:
-    """The checkpoint's tensors that every parameter is made of; ValueError unless they all fit."""
-    source_of = source_of or {}
-    missing: list[str] = []
-    misfits: list[str] = []
-    matched: Matched = {}
-    for parameter_name, parameter in parameters.items():
-        parts = layout[parameter_name]
-        if not fills(parts, parameter):
-            misfits.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
-            continue
-        matched[parameter_name] = []
-        for part in parts:
-            source = source_of.get(part.name, part.name)
-            info = checkpoint.tensors.get(source)
-            if info is None:
-                missing.append(source)
-            elif info.shape != part.shape:
-                misfits.append(f"{source} is {list(info.shape)}, not {list(part.shape)}")
-            elif info.dtype.is_floating_point != parameter.dtype.is_floating_point:
-                misfits.append(f"{source} is {info.dtype}, not {parameter.dtype}")
-            else:
-                matched[parameter_name].append((part, info))
-    used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
-    unexpected = checkpoint.tensors.keys() - used - set(ignored)
-    if missing or unexpected or misfits:
-        raise ValueError(
-            f"the checkpoint {checkpoint.name} does not fit {into}:"
-            + _list("missing", missing)
-            + _list("unexpected", sorted(unexpected))
-            + _list("of another shape or kind", misfits)
-        )
-    return matched
-
-
-def _list(what: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > 10 else ""
-    return f"\n  {len(names)} {what}: {', '.join(names[:10])}{more}" if names else ""
 
 
 def _threads() -> int:

@@ -1,9 +1,8 @@
 """Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only."""
 
 import os
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -15,6 +14,7 @@ from tigon.weights.matching import match
 from tigon.weights.plan import Decoding, Lines, local_part, runs_of
 from tigon.weights.reading import SHARE, Reader
 from tigon.weights.replicas import Replicas
+from tigon.weights.threads import spread
 from tigon.weights.transfer import Run, Transfer, transfers
 
 STAGING_BYTES = 256 << 20  # of the host's memory, by default
@@ -77,8 +77,9 @@ def _read_all(
     runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
 ) -> None:
     # All threads take from one queue in file order, so that a disk sees few sequential streams
-    work: deque[Transfer | Decoding] = deque(transfers(runs, Reader(staging).most))
-    work += [piece for decoding in decodings for piece in decoding.pieces(staging)]
+    work: list[Transfer | Decoding] = [*transfers(runs, Reader(staging).most)]
+    # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
+    work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
     total = sum(item.nbytes for item in work)
     first_rank = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
@@ -91,28 +92,22 @@ def _read_all(
         disable=None if first_rank else True,  # None: unless it writes to a terminal
     )
 
-    def take() -> None:
+    @contextmanager
+    def reader() -> Iterator[Reader]:
         torch.set_num_threads(1)  # these are the threads: more of torch's only get in their way
         with Reader(staging) as reader, torch.no_grad():
-            while True:
-                try:
-                    item = work.popleft()
-                except IndexError:
-                    return
-                if isinstance(item, Transfer):
-                    reader.fill(item)
-                else:
-                    item.out.copy_(item.read(reader))
-                bar.update(item.nbytes)
+            yield reader
+
+    def read(item: Transfer | Decoding, reader: Reader) -> None:
+        if isinstance(item, Transfer):
+            reader.fill(item)
+        else:
+            item.out.copy_(item.read(reader))
+        bar.update(item.nbytes)
 
     threads = torch.get_num_threads()
     try:
-        with bar, ThreadPoolExecutor(workers) as pool:
-            try:
-                for done in [pool.submit(take) for _ in range(workers)]:
-                    done.result()
-            except BaseException:
-                work.clear()
-                raise
+        with bar:
+            spread(work, read, reader, workers)
     finally:
         torch.set_num_threads(threads)  # of threads that are started from now on

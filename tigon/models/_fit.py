@@ -11,8 +11,8 @@ from tigon.weights import Checkpoint, Misfits, compare, match
 
 
 def check_sizes(config: Config, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for sizes that no tensor of the checkpoint can have: before a model is
-    built, which takes the longer and the more, the larger they are."""
+    """Raises ConfigError for sizes that no tensor of the checkpoint can have, before a model is
+    built: large ones would take time and memory."""
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     # Experts are apart, tensors of their own, or together, rows of one
@@ -35,7 +35,7 @@ def check_sizes(config: Config, checkpoint: Checkpoint) -> None:
 
 def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for a model, on the meta device, of far more values or experts than the
-    checkpoint has: `check_fit` compares one by one, which takes the longer the more there are."""
+    checkpoint has: `check_fit` would name each of them."""
     needed = sum(p.numel() for p in model.parameters())
     held = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
     if needed > 2 * held:

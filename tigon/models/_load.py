@@ -22,7 +22,7 @@ from tigon.models._layout import embedding_and_head
 from tigon.models._model import LanguageModel
 from tigon.weights import STAGING_BYTES, Checkpoint, Decoded, Repository, load_into, map_parameters
 
-BLOCK_ROWS = 4096
+BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -191,9 +191,10 @@ def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
         return config
     info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
-    a, b = (torch.empty(min(rows, BLOCK_ROWS), *info.shape[1:], dtype=info.dtype) for _ in "ab")
-    for row in range(0, rows, BLOCK_ROWS):
-        n = min(BLOCK_ROWS, rows - row)
+    step = max(1, BLOCK * rows // max(1, info.nbytes))
+    a, b = (torch.empty(min(rows, step), *info.shape[1:], dtype=info.dtype) for _ in "ab")
+    for row in range(0, rows, step):
+        n = min(step, rows - row)
         checkpoint.read_into(head, a[:n], row=row)
         checkpoint.read_into(embedding, b[:n], row=row)
         if not torch.equal(a[:n], b[:n]):

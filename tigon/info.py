@@ -17,7 +17,7 @@ from tigon.hub import Repository
 from tigon.json_file import escaped, read_json, shown
 from tigon.models import MODELS, CausalLM, build, misfits
 from tigon.train.export import described_checkpoint, find_checkpoint
-from tigon.weights import Checkpoint, TensorInfo, read_header
+from tigon.weights import Checkpoint, TensorInfo, listing, read_header
 
 FIRST = 1 << 16  # bytes of a file of weights that are asked for at first; most headers fit
 NAMED = 5  # tensors, at most, of those that do not fit
@@ -50,7 +50,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
         model: CausalLM | None = None
         stored: Checkpoint | None = None
         try:
-            model, stored = build(repository, MODELS)
+            model, stored = build(repository, MODELS, fit=False)
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
@@ -162,7 +162,7 @@ def _of_files(tensors: Sequence[TensorInfo]) -> Facts:
 
 def _of_gguf(file: Path) -> Facts:
     """Raises ValueError for one that would not load."""
-    model, stored = build(Repository(file.parent), MODELS, gguf_file=file.name)
+    model, stored = build(Repository(file.parent), MODELS, gguf_file=file.name, fit=False)
     problems = _unfit(model, stored)
     size = f"1 of weights, {file.stat().st_size:,} bytes"
     return _of_model(model) | {"files": size, "loads": _loading(model, stored, problems)}
@@ -184,11 +184,7 @@ def _of_run(checkpoint: Path) -> Facts:
 
 
 def _unfit(model: CausalLM, stored: Checkpoint) -> list[str]:
-    faults = []
-    for fault, names in misfits(model, stored).items():
-        more = ", ..." if len(names) > NAMED else ""
-        faults.append(f"{len(names)} {fault}: {escaped(', '.join(names[:NAMED]))}{more}")
-    return faults
+    return [listing(fault, names, NAMED) for fault, names in misfits(model, stored).items()]
 
 
 def _loading(model: CausalLM | None, stored: Checkpoint | None, problems: list[str]) -> str:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN
-from tigon.models import MODELS
+from tigon.models import MODELS, _fit, build
 from tigon.models._ranges import RANGES, ROPE_RANGES
 from tigon.models._rope import ROPE_HINTS
 from tigon.strict import ConfigError, hints
+from tigon.weights import Repository
 
 NAN, INF = float("nan"), float("inf")
 
@@ -154,6 +156,42 @@ def test_sizes_are_compared_before_anything_is_allocated(
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     monkeypatch.setattr(torch, "empty_like", None)  # what allocates parameters
     with pytest.raises(ConfigError, match=rf"config\.json: {message}"):
+        tigon.from_pretrained(tmp_path)
+
+
+def test_each_shape_is_compared_before_anything_is_allocated(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in experts.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 2}))
+    monkeypatch.setattr(torch, "empty_like", None)
+    for mmap in (False, True):
+        with pytest.raises(ValueError, match=r"k_proj.weight is \[4, 8\], not \[8, 8\]"):
+            tigon.from_pretrained(tmp_path, mmap=mmap)
+    with pytest.raises(ValueError, match="does not fit Qwen3Moe"):
+        build(Repository(tmp_path), MODELS)
+
+
+def test_experts_are_counted_before_they_are_named(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in experts.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(
+        weights | {"other": torch.zeros(10**6, dtype=torch.uint8)}, tmp_path / "model.safetensors"
+    )
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            json.loads(config.read_text())
+            | dict.fromkeys(("num_experts", "num_local_experts"), 5000)
+        )
+    )
+    monkeypatch.setattr(_fit, "layout", None)
+    with pytest.raises(ConfigError, match="a model of 10000 matrices of experts does not fit"):
         tigon.from_pretrained(tmp_path)
 
 

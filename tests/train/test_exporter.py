@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 import tigon
 from tests.train.checkpoints import State
 from tests.train.ranks import Ranks
-from tigon.train import checkpoint
+from tigon.train import checkpoint, exporter
 from tigon.train.checkpoint import memory
 from tigon.train.exporter import Exporter
 from tigon.train.parallel import start
+from tigon.weights import RankError
 
 
 def export(to, state, target):
@@ -87,7 +88,7 @@ def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch):
 
 
 def on_ranks(model, target):
-    """One rank's part cannot be written at first; then all can."""
+    """One rank's part cannot be written at first, then not be copied; then all can."""
     with start("cpu") as world, Exporter(world) as to:
         state, pwrite = State(model, world), os.pwrite
 
@@ -104,6 +105,15 @@ def on_ranks(model, target):
             raise AssertionError("one rank has written half")
         assert not target.exists()
         os.pwrite = pwrite
+
+        def no_memory(*arguments):
+            raise MemoryError("for the copy")
+
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank:
+                patch.setattr(exporter, "copied", no_memory)
+            with pytest.raises((MemoryError, RankError), match="for the copy"):
+                export(to, state, target)
         export(to, state, target)
 
 

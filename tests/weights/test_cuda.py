@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,27 @@ def test_writes_from_the_device(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "b", [Entry.of("w", tensor)._replace(dtype=torch.bfloat16)])
     written = load_file(tmp_path / "b" / "model.safetensors")["w"]
     assert torch.equal(written, tensor.cpu().bfloat16())
+
+
+ON_THE_SECOND = """
+import sys, torch
+from tigon.weights import *
+device = torch.device("cuda:1")
+torch.cuda.set_device(device)
+checkpoint = Checkpoint.open(Repository(sys.argv[1]))
+parameters = {"w": torch.empty(300, 200, device=device)}
+load_into(parameters, {"w": (Part.whole("w", (300, 200)),)}, checkpoint, workers=2)
+write_checkpoint(sys.argv[2], [Entry.of("w", parameters["w"])])
+print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_rank_of_the_second_device_takes_no_memory_of_the_first(tmp_path: Path) -> None:
+    save_file({"w": torch.randn(300, 200)}, tmp_path / "model.safetensors")
+    (tmp_path / "b").mkdir()
+    command = [sys.executable, "-c", ON_THE_SECOND, str(tmp_path), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+    expected = load_file(tmp_path / "model.safetensors")["w"]
+    assert torch.equal(load_file(tmp_path / "b/model.safetensors")["w"], expected)

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantised, quantise
-from tigon.weights import BlockScales, Checkpoint, Part, Repository, load_into
+from tigon.weights import BlockScales, Checkpoint, Decoded, Part, Repository, load_into
+from tigon.weights.plan import Decoding
 from tigon.weights.reading import Reader
 
 W, S = "x.weight", "x.weight_scale_inv"
@@ -47,6 +48,21 @@ def test_values(
     out = torch.empty(shape, dtype=dtype)
     found.read_into(W, out)
     assert torch.equal(out, dequantised(codes, scales, block, dtype))
+
+
+@pytest.mark.parametrize("block", [(8, 16), None], ids=["blocks", "one scale"])
+def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
+    torch.manual_seed(0)
+    codes, scales = quantise(torch.randn(300, 200), block)
+    info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
+    assert isinstance(info, Decoded)
+    out = torch.empty(300, 200)
+    pieces = [*Decoding(info, 0, 0, out).pieces(10_000)]
+    assert max(piece.nbytes for piece in pieces) <= 10_000
+    with Reader() as reader:
+        for piece in pieces:
+            piece.out.copy_(piece.read(reader))
+    assert torch.equal(out, dequantised(codes, scales, block, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (9, 20, 30)])

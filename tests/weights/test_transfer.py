@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tigon.weights import Checkpoint, Decoded, Layout, Part, Repository, Rows, load_into, reading
+from tigon.weights.plan import Lines, Local
 from tigon.weights.reading import Reader
 from tigon.weights.transfer import Run, transfers
 
@@ -53,6 +54,12 @@ def test_cut_and_merged() -> None:
     ]
     found = transfers([run(0, 2)], lambda _: 8)  # less than a line
     assert [(t.offset, t.nbytes) for t in found] == [(8 * i, 8) for i in range(4)]
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (3, 6, 4)])
+def test_a_rank_outside_the_mesh_has_no_lines(shape: tuple[int, ...]) -> None:
+    outside = Local(torch.empty(0), shape, ())
+    assert not [*Lines(outside, single=len(shape) < 2).within(0, 100)]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from tigon.models._fit import misfits
-from tigon.models._layout import layout, locate
+from tigon.models._fit import sources
+from tigon.models._layout import layout
 from tigon.models._load import build
 from tigon.models._model import LanguageModel
 from tigon.models._save import SavesItself, write_description, write_model
@@ -33,15 +33,10 @@ def convert(
     Returns the model that was written, on the meta device.
     """
     model, checkpoint = build(source, models, dtype=dtype)
-    if faults := misfits(model, checkpoint):
-        listed = (f"\n  {len(n)} {fault}: {', '.join(n[:10])}" for fault, n in faults.items())
-        name = type(model).__name__
-        raise ValueError(f"the checkpoint {checkpoint.name} does not fit {name}:{''.join(listed)}")
-    present, names = checkpoint.tensors.keys(), model.checkpoint_names
-    stored_layout = layout(model, names, names.stacked_in(present))
-    parts = {part.name for parts in stored_layout.values() for part in parts}
-    source_of, _ = locate(parts, present)
-    stored = {name: [Stored(0, source_of.get(name, name), checkpoint)] for name in parts}
+    found = sources(model, checkpoint)
+    stored_layout, source_of = found["layout"], found["source_of"]
+    names = {part.name for parts in stored_layout.values() for part in parts}
+    stored = {name: [Stored(0, source_of.get(name, name), checkpoint)] for name in names}
     write_converted(
         model,
         directory,

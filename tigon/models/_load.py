@@ -1,6 +1,5 @@
 """Checkpoints and configs to models."""
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -13,16 +12,17 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tigon.generation import check_generation_config
-from tigon.json_file import escaped, read_json, shown
+from tigon.json_file import escaped, read_json
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
-from tigon.models._layout import embedding_and_head, layout, locate
+from tigon.models._fit import check_counts, check_fit, check_sizes, sources
+from tigon.models._layout import embedding_and_head
 from tigon.models._model import LanguageModel
 from tigon.weights import STAGING_BYTES, Checkpoint, Decoded, Repository, load_into, map_parameters
 
-BLOCK_ROWS = 4096
+BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -82,15 +82,18 @@ def build(
     *,
     dtype: torch.dtype | Literal["auto"] = "auto",
     gguf_file: str | None = None,
+    fit: bool = True,
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
-    For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`.
+    For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`. Raises
+    unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
+    say what does not.
     """
     file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
     with named(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
-        _check_sizes(config, checkpoint)
+        check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
         if dtype == "auto":
             dtype = _dtype_of(config, checkpoint)
@@ -99,7 +102,9 @@ def build(
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         config = replace(config, source=replace(config.source, stacked_experts=stacked))
         model = on_meta(cls, config, dtype)
-        _check_values(model, checkpoint)
+        check_counts(model, checkpoint)
+    if fit:
+        check_fit(model, checkpoint)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
@@ -148,10 +153,10 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
     """Map files into the memory of those meta parameters that they hold as they are.
 
-    Returns the names of these; `load_weights` fills the others. Raises unless the checkpoint fits.
+    Returns the names of these; `load_weights` fills the others.
     """
     parameters = dict(model.named_parameters())
-    mapped = map_parameters(parameters, **_sources(model, checkpoint))
+    mapped = map_parameters(parameters, **sources(model, checkpoint))
     for name, tensor in mapped.items():
         p = parameters[name]
         torch.utils.swap_tensors(p, nn.Parameter(tensor, p.requires_grad))
@@ -170,55 +175,12 @@ def load_weights(
     Buffers take at most `staging_bytes` of the host's memory.
     """
     parameters = {name: p for name, p in model.named_parameters() if name not in mapped}
-    load_into(parameters, **_sources(model, checkpoint), staging_bytes=staging_bytes)
-
-
-def _sources(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What fills its parameters, as `load_into` takes it."""
-    present = checkpoint.tensors.keys()
-    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
-    source_of, ignored = locate({p.name for parts in parts_of.values() for p in parts}, present)
-    return {
-        "layout": parts_of,
-        "checkpoint": checkpoint,
-        "source_of": source_of,
-        "ignored": ignored,
-        "into": type(model).__name__,
-    }
-
-
-def _check_sizes(config: Config, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for sizes that no tensor of the checkpoint can have: before a model is
-    built, which takes the longer and the more, the larger they are."""
-    shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-    widest = max((size for shape in shapes.values() for size in shape), default=0)
-    # Experts are apart, tensors of their own, or together, rows of one
-    most = {"num_hidden_layers": len(shapes)}
-    most |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
-    for key, bound in most.items():
-        if (value := getattr(config, key, 0)) > bound:
-            raise ConfigError(
-                f"{key}={value} does not fit the checkpoint, which has {len(shapes)} tensors and "
-                f"no size beyond {widest}"
-            )
-    embedding, _ = embedding_and_head(shapes)
-    expected = (config.vocab_size, config.hidden_size)
-    if shapes.get(embedding, expected) != expected:
-        raise ConfigError(
-            f"vocab_size={expected[0]} and hidden_size={expected[1]} do not fit the checkpoint, "
-            f"whose {shown(embedding)} is {shown(list(shapes[embedding]))}"
-        )
-
-
-def _check_values(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for a model of twice the checkpoint's values, which need not be allocated
-    to say that they do not fit; `load_weights` says what is missing from a smaller one."""
-    needed = sum(p.numel() for p in model.parameters())
-    held = sum(math.prod(info.shape) for info in checkpoint.tensors.values())
-    if needed > 2 * held:
-        raise ConfigError(
-            f"a model of {needed} values does not fit the checkpoint, which has {held}"
-        )
+    load_into(
+        parameters,
+        **sources(model, checkpoint),
+        into=type(model).__name__,
+        staging_bytes=staging_bytes,
+    )
 
 
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
@@ -229,9 +191,10 @@ def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
         return config
     info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
-    a, b = (torch.empty(min(rows, BLOCK_ROWS), *info.shape[1:], dtype=info.dtype) for _ in "ab")
-    for row in range(0, rows, BLOCK_ROWS):
-        n = min(BLOCK_ROWS, rows - row)
+    step = max(1, BLOCK * rows // max(1, info.nbytes))
+    a, b = (torch.empty(min(rows, step), *info.shape[1:], dtype=info.dtype) for _ in "ab")
+    for row in range(0, rows, step):
+        n = min(step, rows - row)
         checkpoint.read_into(head, a[:n], row=row)
         checkpoint.read_into(embedding, b[:n], row=row)
         if not torch.equal(a[:n], b[:n]):

@@ -68,7 +68,8 @@ class Exporter:
         own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
         background = self.background and checkpoint.fits(own, self.world)
         if background:
-            tensors = copied(tensors)
+            with self._ranks.together():  # the thread of a rank without a copy would not write
+                tensors = copied(tensors)
         self._writing = self._thread.submit(self._write, target, tensors, describe)
         if not background:
             self.wait()

@@ -14,6 +14,7 @@ from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import STAGING_BYTES, load_into
 from tigon.weights.mapping import map_parameters
+from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece
 from tigon.weights.plan import own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
@@ -30,6 +31,7 @@ __all__ = [
     "Entry",
     "GGMLTensor",
     "Layout",
+    "Misfits",
     "Part",
     "Piece",
     "RankError",
@@ -39,12 +41,15 @@ __all__ = [
     "Stored",
     "TensorInfo",
     "as_bytes",
+    "compare",
     "converted",
     "copied",
     "entries",
     "fsync",
+    "listing",
     "load_into",
     "map_parameters",
+    "match",
     "named_if_full",
     "new_directory",
     "own_rows",

@@ -17,7 +17,7 @@ from tigon.weights.reading import Reader
 class Decoded(ABC):
     """What `TensorInfo` is for a plain tensor: name, shape and dtype are those of the values.
 
-    The values are fp32 on the CPU; who reads them rounds them once, to the dtype that he needs.
+    The values are fp32 on the CPU; the reader rounds them once, to the dtype of the parameter.
     Any range of rows can be read, and `unit` rows that begin at a multiple of it cost the least.
     """
 

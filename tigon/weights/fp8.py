@@ -47,7 +47,8 @@ class Fp8Tensor(Decoded):
 
     @property
     def unit(self) -> int:
-        return self.block[0] if len(self.shape) == 2 else 1
+        alike = len(self.shape) == 3 or self.block[0] >= self.shape[0]  # one scale in a column
+        return 1 if alike else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)

@@ -1,28 +1,25 @@
 """Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only."""
 
 import os
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from huggingface_hub.utils import tqdm
 from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
-from tigon.weights.decoded import Decoded
-from tigon.weights.header import TensorInfo
-from tigon.weights.layout import Layout, Part, fills
+from tigon.weights.layout import Layout
+from tigon.weights.matching import match
 from tigon.weights.plan import Decoding, Lines, local_part, runs_of
 from tigon.weights.reading import SHARE, Reader
 from tigon.weights.replicas import Replicas
+from tigon.weights.threads import spread
 from tigon.weights.transfer import Run, Transfer, transfers
 
 STAGING_BYTES = 256 << 20  # of the host's memory, by default
 LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
 SLOW = 0.5  # seconds, after which a progress bar appears
-
-Matched = dict[str, list[tuple[Part, TensorInfo | Decoded]]]
 
 
 def load_into(
@@ -69,54 +66,6 @@ def load_into(
     replicas.send({name: part.memory for name, part in local.items()})
 
 
-def match(
-    parameters: Mapping[str, Tensor],
-    layout: Layout,
-    checkpoint: Checkpoint,
-    *,
-    source_of: Mapping[str, str] | None = None,
-    ignored: Collection[str] = (),
-    into: str = "the model",
-) -> Matched:
-    """The checkpoint's tensors that every parameter is made of; ValueError unless they all fit."""
-    source_of = source_of or {}
-    missing: list[str] = []
-    misfits: list[str] = []
-    matched: Matched = {}
-    for parameter_name, parameter in parameters.items():
-        parts = layout[parameter_name]
-        if not fills(parts, parameter):
-            misfits.append(f"{parameter_name} is {list(parameter.shape)}, not filled by {parts}")
-            continue
-        matched[parameter_name] = []
-        for part in parts:
-            source = source_of.get(part.name, part.name)
-            info = checkpoint.tensors.get(source)
-            if info is None:
-                missing.append(source)
-            elif info.shape != part.shape:
-                misfits.append(f"{source} is {list(info.shape)}, not {list(part.shape)}")
-            elif info.dtype.is_floating_point != parameter.dtype.is_floating_point:
-                misfits.append(f"{source} is {info.dtype}, not {parameter.dtype}")
-            else:
-                matched[parameter_name].append((part, info))
-    used = {source_of.get(part.name, part.name) for parts in layout.values() for part in parts}
-    unexpected = checkpoint.tensors.keys() - used - set(ignored)
-    if missing or unexpected or misfits:
-        raise ValueError(
-            f"the checkpoint {checkpoint.name} does not fit {into}:"
-            + _list("missing", missing)
-            + _list("unexpected", sorted(unexpected))
-            + _list("of another shape or kind", misfits)
-        )
-    return matched
-
-
-def _list(what: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > 10 else ""
-    return f"\n  {len(names)} {what}: {', '.join(names[:10])}{more}" if names else ""
-
-
 def _threads() -> int:
     """As many as read at once: the processors of this process, shared with its host's ranks."""
     usable = getattr(os, "sched_getaffinity", None)
@@ -128,8 +77,9 @@ def _read_all(
     runs: Sequence[Run], decodings: Sequence[Decoding], workers: int, staging: int
 ) -> None:
     # All threads take from one queue in file order, so that a disk sees few sequential streams
-    work: deque[Transfer | Decoding] = deque(transfers(runs, Reader(staging).most))
-    work += [piece for decoding in decodings for piece in decoding.pieces(staging)]
+    work: list[Transfer | Decoding] = [*transfers(runs, Reader(staging).most)]
+    # As fp32 values a piece is a quarter: what it is decoded from and with takes memory too
+    work += [piece for decoding in decodings for piece in decoding.pieces(staging // 4)]
     total = sum(item.nbytes for item in work)
     first_rank = os.environ.get("RANK", "0") == "0"
     bar = tqdm(
@@ -142,28 +92,22 @@ def _read_all(
         disable=None if first_rank else True,  # None: unless it writes to a terminal
     )
 
-    def take() -> None:
+    @contextmanager
+    def reader() -> Iterator[Reader]:
         torch.set_num_threads(1)  # these are the threads: more of torch's only get in their way
         with Reader(staging) as reader, torch.no_grad():
-            while True:
-                try:
-                    item = work.popleft()
-                except IndexError:
-                    return
-                if isinstance(item, Transfer):
-                    reader.fill(item)
-                else:
-                    item.out.copy_(item.read(reader))
-                bar.update(item.nbytes)
+            yield reader
+
+    def read(item: Transfer | Decoding, reader: Reader) -> None:
+        if isinstance(item, Transfer):
+            reader.fill(item)
+        else:
+            item.out.copy_(item.read(reader))
+        bar.update(item.nbytes)
 
     threads = torch.get_num_threads()
     try:
-        with bar, ThreadPoolExecutor(workers) as pool:
-            try:
-                for done in [pool.submit(take) for _ in range(workers)]:
-                    done.result()
-            except BaseException:
-                work.clear()
-                raise
+        with bar:
+            spread(work, read, reader, workers)
     finally:
         torch.set_num_threads(threads)  # of threads that are started from now on

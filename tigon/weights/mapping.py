@@ -13,7 +13,7 @@ from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, Part
-from tigon.weights.loading import match
+from tigon.weights.matching import match
 
 
 def map_parameters(

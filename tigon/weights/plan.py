@@ -120,15 +120,17 @@ class Lines:
     def __init__(self, local: Local, *, single: bool) -> None:
         """`single`: the tensors of the file have one dimension, so that lines are elements."""
         memory, shape, first = local
+        self.starts: list[int] = []  # of the stretches, in lines of the whole
+        if not memory.numel():  # of a rank outside the mesh it has not even the dimensions
+            return
         dims = shape if single else shape[:-1]
         sizes = tuple(memory.shape)[: len(dims)]
         self.width = 1 if single else shape[-1]
         self.column = 0 if single else first[-1]
-        self.memory = memory.view(-1, 1 if single else memory.shape[-1]) if memory.numel() else None
+        self.memory = memory.view(-1, 1 if single else memory.shape[-1])
         cut = max((i for i, n in enumerate(dims) if sizes[i] != n), default=0)
         below = math.prod(dims[cut + 1 :])
         self.count = (sizes[cut] if dims else 1) * below  # lines of a stretch
-        self.starts = []  # of the stretches, in lines of the whole
         for index in itertools.product(*map(range, sizes[:cut])):
             start = 0
             for i, n in enumerate(dims[: cut + 1]):
@@ -137,8 +139,6 @@ class Lines:
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """The lines of [begin, end) that this rank has: the first of each stretch, its memory."""
-        if self.memory is None:
-            return
         for i in range(max(0, bisect_right(self.starts, begin) - 1), len(self.starts)):
             start = self.starts[i]
             if start >= end:

@@ -32,10 +32,12 @@ class Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for staging in self._cuda.values():
-            staging.stream.synchronize()
-        for file in self._files.values():
-            os.close(file)
+        try:
+            for staging in self._cuda.values():
+                staging.stream.synchronize()
+        finally:
+            for file in self._files.values():
+                os.close(file)
 
     def read(self, path: Path, offset: int, dtype: torch.dtype, out: Tensor) -> None:
         """Fills `out` with as many `dtype` elements from the file's byte `offset` on."""
@@ -125,7 +127,8 @@ class _PinnedStaging:
         return buffer
 
     def send(self, source: Tensor, runs: Sequence[Run]) -> None:
-        with torch.cuda.stream(self.stream):
+        # The device too, or leaving the stream would make a context on this thread's, the first GPU
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             if len(runs) == 1 and runs[0].direct:
                 target = runs[0].out.view(-1).view(torch.uint8)
                 target.copy_(source, non_blocking=True)

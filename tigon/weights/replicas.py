@@ -46,7 +46,7 @@ class Replicas:
             failure = error
         groups = {(mesh, dim) for mesh, reader in self._readers.values() for dim in reader}
         failed = failure is not None
-        for mesh, dim in sorted(groups, key=lambda group: (group[0].mesh.tolist(), group[1])):
+        for mesh, dim in sorted(groups, key=lambda group: (str(group[0].mesh.tolist()), group[1])):
             flag = torch.tensor(float(failed), device=mesh.device_type)
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dim))
             failed = bool(flag.item())

@@ -26,7 +26,8 @@ class Stage:
             torch.cuda.synchronize(rows.device)  # what was queued may still change the rows
             self._streams[rows.device] = torch.cuda.Stream(rows.device)
         stream = self._streams[rows.device]
-        with torch.cuda.stream(stream):
+        # The device too, or leaving the stream would make a context on this thread's, the first GPU
+        with torch.cuda.device(rows.device), torch.cuda.stream(stream):
             # Converted there: copy_ to the host would do it here, unpinned
             converted = rows.to(dtype).contiguous().view(-1).view(torch.uint8)
             staged = self._room(converted.numel(), pinned=True)

@@ -8,16 +8,13 @@ import json
 import math
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -29,10 +26,10 @@ from tigon.weights.layout import tiles
 from tigon.weights.pieces import Entry, Piece, cut, height
 from tigon.weights.ranks import Ranks
 from tigon.weights.staging import Stage
+from tigon.weights.threads import spread
 
 WORKERS = min(8, os.cpu_count() or 1)
 PT = MappingProxyType({"format": "pt"})
-T = TypeVar("T")
 
 
 def write_checkpoint(
@@ -252,36 +249,10 @@ def _write(root: Path, files: list[_File], workers: int) -> None:
         job.file.done()
 
     try:
-        _spread(jobs, write, workers)
+        spread(jobs, write, _stage, workers)
     finally:
         for file in files:
             file.close()
-
-
-def _spread(jobs: Iterable[T], work: Callable[[T, Stage], None], workers: int) -> None:
-    """`work` on each job, in this order, by several threads; after an error no more are begun."""
-    queue = deque(jobs)
-
-    def run() -> None:
-        stage = Stage()
-        while True:
-            try:
-                job = queue.popleft()
-            except IndexError:
-                return
-            try:
-                work(job, stage)
-            except BaseException:
-                queue.clear()
-                raise
-
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for done in [pool.submit(run) for _ in range(workers)]:
-                done.result()
-        except BaseException:  # an interrupt: the threads end after what they have in hand
-            queue.clear()
-            raise
 
 
 def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
@@ -301,8 +272,12 @@ def copied(tensors: Iterable[Entry], workers: int | None = None) -> list[Entry]:
         content = stage(piece.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
-    _spread(jobs, fill, workers or WORKERS)
+    spread(jobs, fill, _stage, workers or WORKERS)
     return entries
+
+
+def _stage() -> AbstractContextManager[Stage]:
+    return nullcontext(Stage())
 
 
 def _rows(job: _Job) -> Tensor:

@@ -212,7 +212,8 @@ def _model_arguments(
     parser: argparse.ArgumentParser, *, dtype: bool = True, device: bool = True
 ) -> None:
     parser.add_argument(
-        "model", help="a directory, a run or one of its checkpoints, or a hub repository"
+        "model",
+        help="a directory, a run or one of its checkpoints, a .gguf file, or a hub repository",
     )
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, ImportError) as error:
         # An unreachable hub raises with advice for callers from Python
-        hint = f"; for this command: {OFFLINE}" * isinstance(error, ConnectionError)
+        reading = isinstance(error, ConnectionError) and args.command != "push"
+        hint = f"; for this command: {OFFLINE}" * reading
         print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
 

@@ -168,6 +168,11 @@ def exported_files(folder: Path) -> dict[str, Path]:
     links that leave it."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}")
+    if (folder / "run.json").exists():  # has paths and the optimizer's states
+        raise FileNotFoundError(
+            f"{folder} is a checkpoint of a run: `tigon export {folder} DIRECTORY` makes a model "
+            "of it, which `tigon push DIRECTORY` takes"
+        )
     names = [name.name for name in folder.iterdir()]
     if (folder / TEMPLATES).is_dir():
         names += [f"{TEMPLATES}/{name.name}" for name in (folder / TEMPLATES).iterdir()]
@@ -176,9 +181,10 @@ def exported_files(folder: Path) -> dict[str, Path]:
         for name in sorted(names)
         if name.endswith(ENDINGS) and not name.startswith(".") and is_own_file(folder, name)
     }
-    if "config.json" not in found or not any(name.endswith(".safetensors") for name in found):
+    weights = {"model.safetensors", "model.safetensors.index.json"}
+    if "config.json" not in found or not weights & found.keys():
         raise FileNotFoundError(
-            f"{folder} holds no exported model (config.json and *.safetensors); "
+            f"{folder} holds no exported model (config.json and model.safetensors, or its index); "
             "`tigon export` makes one"
         )
     return found

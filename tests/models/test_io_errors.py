@@ -250,6 +250,23 @@ def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:
         model.save_pretrained(target, replace=True)
 
 
+def test_keywords_of_transformers(sound: Path) -> None:
+    for theirs, ours in (("torch_dtype", "dtype"), ("attn_implementation", "attention")):
+        with pytest.raises(
+            TypeError, match=f"unexpected keyword argument '{theirs}'; here: '{ours}"
+        ):
+            tigon.from_pretrained(sound / "single", **{theirs: "x"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="staging_bytes must be a whole number of bytes, not '1GB'"):
+        tigon.from_pretrained(sound / "single", staging_bytes="1GB")  # type: ignore[arg-type]
+
+
+def test_a_run_in_place_of_a_model(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").symlink_to(sound / "single")
+    with pytest.raises(FileNotFoundError, match=r"if it is a run, its export is .*/run/hf"):
+        tigon.from_pretrained(tmp_path / "run")
+
+
 class Unwritable:
     """A tokenizer whose files cannot be copied."""
 

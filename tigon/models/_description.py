@@ -60,11 +60,17 @@ def _config_file(repository: Repository) -> Path:
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
+        directory = repository.directory
+        if directory is not None and (directory / "hf" / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{error}; if it is a run, its export is {directory}/hf"
+            ) from error
         ggufs = [name for name in repository.listing() if name.endswith(".gguf")]
         if not ggufs:
             raise
         raise FileNotFoundError(
-            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}"
+            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}, or in the "
+            "shell the path of a file that was downloaded"
         ) from error
 
 

@@ -64,6 +64,8 @@ def from_pretrained(
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
         path_or_repo, gguf_file = split_gguf(path_or_repo)
+    if not isinstance(staging_bytes, int):
+        raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     repository = Repository(path_or_repo, **source)

@@ -15,7 +15,7 @@ import torch
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, read_json, shown
-from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
+from tigon.models import MODELS, CausalLM, build, config_file, misfits, split_gguf
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.weights import Checkpoint, TensorInfo, read_header
 
@@ -44,7 +44,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
     if gguf_file is not None:
         return _of_gguf(Repository(directory, revision=revision), gguf_file)
     with _headers(path, revision) as repository:
-        source = read_json(repository.file("config.json"))
+        source = read_json(config_file(repository), nan=True)
         kind = source.get("model_type")
         problems: list[str] = []
         model: CausalLM | None = None

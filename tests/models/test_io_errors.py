@@ -220,6 +220,8 @@ def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
     model = tigon.from_pretrained(sound / "single")
     with pytest.raises(TypeError, match=f"dtype must be a floating.*not .*{dtype}"):
         model.save_pretrained(tmp_path / "new", dtype=dtype)
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer, or None, not 'name'"):
+        model.save_pretrained(tmp_path / "new", tokenizer="name")  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
 
 

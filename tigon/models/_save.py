@@ -78,6 +78,8 @@ def prepare_save(
         )
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
     with ranks.together():
         tensors = entries(

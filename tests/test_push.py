@@ -265,6 +265,14 @@ def test_a_checkpoint_is_not_taken_for_an_export(
     assert files(online) == before
 
 
+def test_a_missing_shard(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tigon.from_pretrained(folder).save_pretrained(tmp_path / "a", max_shard_size="100KB")
+    next((tmp_path / "a").glob("model-00002*")).unlink()
+    assert main(["push", str(tmp_path / "a"), NAME]) == 1
+    error = capsys.readouterr().err
+    assert "has no file 'model-00002-of-" in error and "but its index names it" in error
+
+
 def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["push", str(folder), NAME]) == 1
     error = capsys.readouterr().err

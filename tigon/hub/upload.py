@@ -15,11 +15,13 @@ from tigon.hub.card import CARD, is_hub_name, is_untouched
 from tigon.hub.folders import is_own_file
 from tigon.hub.reach import why_unreachable
 from tigon.hub.repository import Repository
+from tigon.json_file import read_json, shown
 
 ENDINGS = (".json", ".safetensors", ".jinja", ".txt", ".model")  # of what an export consists of
 TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 LARGEST_CARD = 1 << 20  # bytes of one that is compared
+LARGEST_INDEX = 100 << 20
 
 
 class Destination:
@@ -187,4 +189,11 @@ def exported_files(folder: Path) -> dict[str, Path]:
             f"{folder} holds no exported model (config.json and model.safetensors, or its index); "
             "`tigon export` makes one"
         )
+    if index := found.get("model.safetensors.index.json"):
+        shards = read_json(index, most_bytes=LARGEST_INDEX).get("weight_map")
+        named = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if absent := sorted(named - found.keys()):
+            raise FileNotFoundError(
+                f"{folder} has no file {shown(absent[0])}, but its index names it"
+            )
     return found

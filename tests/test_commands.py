@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub_server import HubServer, hub
+from tests.models.gguf_files import write_gguf
 from tests.small import write_chats, write_model
 from tigon.cli import main
 from tigon.eval import perplexity
@@ -245,3 +247,28 @@ def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Pat
     expected = tigon("generate", directory, QUESTION, *SAMPLE, *SEED)
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
     assert hub.gets["org/words/model.safetensors"] == 3  # its header, by way of the CDN, and all
+
+
+def test_a_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
+    """Its own tokenizer is not read: the one beside it is."""
+    file, new = tmp_path / "a.gguf", tmp_path / "new"
+    write_gguf(directory, file)
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    assert tigon("export", file, new) == f"{file} -> {new}, float32\n"
+    ours, theirs = load_file(new / "model.safetensors"), load_file(directory / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    few = ("words", "--raw", "--max-new-tokens", "4")
+    assert tigon("generate", file, *few) == tigon("generate", directory, *few)
+
+
+def test_a_gguf_file_without_a_tokenizer(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(directory, tmp_path / "a.gguf")
+    for name, message in (
+        ("a.gguf", "has no tokenizer.json: put that of the original model there"),
+        ("b.gguf", "has no file b.gguf"),
+    ):
+        assert main(["chat", str(tmp_path / name)]) == 1
+        assert message in capsys.readouterr().err

@@ -122,6 +122,7 @@ def test_a_model_type_that_we_do_not_have(hub: HubServer, tmp_path: Path) -> Non
     folder = tmp_path / "other"
     folder.mkdir()
     source = {"model_type": "new\x1b[31m", "architectures": ["NewModel"], "hidden_size": 8}
+    source["time_step_limit"] = [0.0, float("inf")]  # as Mamba 2's config.json has
     (folder / "config.json").write_text(json.dumps(source))
     save_file({"a": torch.zeros(3, 5), "b": torch.zeros(2).half()}, folder / "model.safetensors")
     hub.push(NAME, folder)
@@ -172,6 +173,9 @@ def test_experts_and_a_head_that_is_stored_too(tmp_path: Path, stacked: bool) ->
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no file config.json"):
+        describe(str(tmp_path))
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(FileNotFoundError, match=r"gguf_file='m.gguf', or in the shell the path"):
         describe(str(tmp_path))
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config.json is no file but a pipe"):

@@ -253,6 +253,32 @@ def test_nothing_but_the_export_is_uploaded(
     assert "holds no exported model" in capsys.readouterr().err
 
 
+def test_a_checkpoint_is_not_taken_for_an_export(
+    online: HubServer, run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights have other names: those of the model on the hub would go, and its paths come."""
+    tigon.from_pretrained(folder).push_to_hub(NAME)
+    before = files(online)
+    checkpoint = max((run / "checkpoints").glob("step-*"))
+    assert main(["push", str(checkpoint), NAME]) == 1
+    assert "is a checkpoint of a run: `tigon export" in capsys.readouterr().err
+    assert files(online) == before
+
+
+def test_a_missing_shard(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tigon.from_pretrained(folder).save_pretrained(tmp_path / "a", max_shard_size="100KB")
+    next((tmp_path / "a").glob("model-00002*")).unlink()
+    assert main(["push", str(tmp_path / "a"), NAME]) == 1
+    error = capsys.readouterr().err
+    assert "has no file 'model-00002-of-" in error and "but its index names it" in error
+
+
+def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", str(folder), NAME]) == 1
+    error = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE is set" in error and "set HF_HUB_OFFLINE" not in error
+
+
 def test_a_run_pushes_its_export(
     online: HubServer, folder: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, ImportError) as error:
         # An unreachable hub raises with advice for callers from Python
-        hint = f"; for this command: {OFFLINE}" * isinstance(error, ConnectionError)
+        reading = isinstance(error, ConnectionError) and args.command != "push"
+        hint = f"; for this command: {OFFLINE}" * reading
         print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
 
@@ -212,7 +213,8 @@ def _model_arguments(
     parser: argparse.ArgumentParser, *, dtype: bool = True, device: bool = True
 ) -> None:
     parser.add_argument(
-        "model", help="a directory, a run or one of its checkpoints, or a hub repository"
+        "model",
+        help="a directory, a run or one of its checkpoints, a .gguf file, or a hub repository",
     )
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"

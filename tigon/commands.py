@@ -16,7 +16,7 @@ from tigon.eval import parity, perplexity, report
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, convert, from_pretrained
+from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
@@ -161,8 +161,8 @@ def export(args: Namespace) -> int:
         own = None if dtype == "auto" else dtype
         dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
     else:
-        repository = Repository(args.model, revision=args.revision)
-        tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
+        place, options["gguf_file"] = split_gguf(args.model)
+        repository, tokenizer = Repository(place, revision=args.revision), _tokenizer(args)
         dtype = convert(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
@@ -208,9 +208,24 @@ def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
     if checkpoint := find_checkpoint(args.model):
         dtype = _dtype(args)
         return load_checkpoint(checkpoint, dtype=None if dtype == "auto" else dtype, device=device)
-    tokenizer = Tokenizer.from_pretrained(args.model, revision=args.revision)
+    tokenizer = _tokenizer(args)
     model = from_pretrained(args.model, revision=args.revision, dtype=_dtype(args), device=device)
     return model, tokenizer
+
+
+def _tokenizer(args: Namespace) -> Tokenizer:
+    """The model's; of a GGUF file, what its directory has."""
+    place, gguf_file = split_gguf(args.model)
+    if gguf_file is not None:
+        directory = Repository(place, revision=args.revision)
+        directory.file(gguf_file)  # raises if there is none
+        if directory.optional_file("tokenizer.json") is None:
+            raise FileNotFoundError(
+                f"{args.model}: the tokenizer in a GGUF file is not read, and {place} has no "
+                "tokenizer.json: put that of the original model there, as `hf download OWNER/NAME "
+                f"tokenizer.json tokenizer_config.json --local-dir {place}` does"
+            )
+    return Tokenizer.from_pretrained(place, revision=args.revision)
 
 
 def _dtype(args: Namespace) -> torch.dtype | Literal["auto"]:

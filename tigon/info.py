@@ -15,7 +15,7 @@ import torch
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, read_json, shown
-from tigon.models import MODELS, CausalLM, build, misfits
+from tigon.models import MODELS, CausalLM, build, config_file, misfits, split_gguf
 from tigon.train.export import described_checkpoint, find_checkpoint
 from tigon.weights import Checkpoint, TensorInfo, listing, read_header
 
@@ -40,11 +40,11 @@ def describe(path: str, revision: str | None = None) -> Facts:
     """
     if checkpoint := find_checkpoint(path):
         return _of_run(checkpoint)
-    file = Path(path).expanduser()
-    if file.suffix == ".gguf" and file.is_file():
-        return _of_gguf(file)
+    directory, gguf_file = split_gguf(path)
+    if gguf_file is not None:
+        return _of_gguf(Repository(directory, revision=revision), gguf_file)
     with _headers(path, revision) as repository:
-        source = read_json(repository.file("config.json"))
+        source = read_json(config_file(repository), nan=True)
         kind = source.get("model_type")
         problems: list[str] = []
         model: CausalLM | None = None
@@ -160,11 +160,11 @@ def _of_files(tensors: Sequence[TensorInfo]) -> Facts:
     }
 
 
-def _of_gguf(file: Path) -> Facts:
+def _of_gguf(repository: Repository, name: str) -> Facts:
     """Raises ValueError for one that would not load."""
-    model, stored = build(Repository(file.parent), MODELS, gguf_file=file.name, fit=False)
+    model, stored = build(repository, MODELS, gguf_file=name, fit=False)
     problems = _unfit(model, stored)
-    size = f"1 of weights, {file.stat().st_size:,} bytes"
+    size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
     return _of_model(model) | {"files": size, "loads": _loading(model, stored, problems)}
 
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
+from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
+from tests.models.gguf_files import write_gguf
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 from tigon.models import MODELS, convert
@@ -16,6 +19,8 @@ from tigon.weights import Repository, pieces
 
 EXPERTS = ("mixtral", "qwen2_moe")
 SIZE = "60KB"
+EVEN = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+EVEN |= {"num_attention_heads": 4, "num_hidden_layers": 1}
 
 
 def files(directory: Path) -> Mapping[str, bytes]:
@@ -75,3 +80,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
     ):
         convert(Repository(tmp_path / "a"), tmp_path / "b", MODELS)
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "CHUNK", 3_000)  # parts of blocks too
+    sizes = EVEN | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    reference("qwen3_moe", sizes, tmp_path / "a", dtype=torch.bfloat16)
+    to_fp8(tmp_path / "a", (32, 16), DYNAMIC)
+    assert_same(tmp_path / "a", tmp_path, stacked_experts=True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma"])
+def test_gguf(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "CHUNK", 3_000)  # parts of heads too, whose rows are turned
+    reference(model_type, EVEN, tmp_path / "a")
+    write_gguf(tmp_path / "a", tmp_path / "a.gguf", Kind.Q8_0)
+    from_pretrained(tmp_path / "a.gguf").save_pretrained(tmp_path / "loaded")
+    convert(Repository(tmp_path), tmp_path / "converted", MODELS, gguf_file="a.gguf")
+    assert files(tmp_path / "converted") == files(tmp_path / "loaded")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,60 @@ def test_a_class_reads_its_own_family(sound: Path, tmp_path: Path) -> None:
 def test_dtype_argument(dtype: Any, sound: Path) -> None:
     with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
         tigon.from_pretrained(sound / "single", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
+def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    with pytest.raises(TypeError, match=f"dtype must be a floating.*not .*{dtype}"):
+        model.save_pretrained(tmp_path / "new", dtype=dtype)
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer, or None, not 'name'"):
+        model.save_pretrained(tmp_path / "new", tokenizer="name")  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["2", "2 gigs", "2GiB", "-1GB", "0GB", 0, -5, 2.5, True])
+def test_shard_sizes(size: Any, sound: Path, tmp_path: Path) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    with pytest.raises(ValueError, match=f"max_shard_size={size!r} is no size"):
+        model.save_pretrained(tmp_path / "new", max_shard_size=size)
+    assert not any(tmp_path.iterdir())
+
+
+def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    target = tmp_path / "mine"
+    for name, message in (
+        ("chats.jsonl", "mine holds 'chats.jsonl', which no export has"),
+        ("other/config.json", "mine holds 'other', which no export has"),
+        ("notes.txt", "mine holds files and no config.json"),
+    ):
+        shutil.rmtree(target, ignore_errors=True)
+        (target / name).parent.mkdir(parents=True)
+        (target / name).write_text("mine")
+        with pytest.raises(FileExistsError, match=message):
+            model.save_pretrained(target, replace=True)
+        assert (target / name).read_text() == "mine"
+    shutil.rmtree(target)
+    for _ in "ab":
+        model.save_pretrained(target, replace=True)
+
+
+def test_keywords_of_transformers(sound: Path) -> None:
+    for theirs, ours in (("torch_dtype", "dtype"), ("attn_implementation", "attention")):
+        with pytest.raises(
+            TypeError, match=f"unexpected keyword argument '{theirs}'; here: '{ours}"
+        ):
+            tigon.from_pretrained(sound / "single", **{theirs: "x"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="staging_bytes must be a whole number of bytes, not '1GB'"):
+        tigon.from_pretrained(sound / "single", staging_bytes="1GB")  # type: ignore[arg-type]
+
+
+def test_a_run_in_place_of_a_model(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hf").symlink_to(sound / "single")
+    with pytest.raises(FileNotFoundError, match=r"if it is a run, its export is .*/run/hf"):
+        tigon.from_pretrained(tmp_path / "run")
 
 
 class Unwritable:

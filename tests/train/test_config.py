@@ -126,6 +126,9 @@ def test_no_value_is_another_trainers_and_ours():
 def test_bad_pairs_of_settings():
     with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one"):
         load(None, [*NEEDED, "epochs=2", "steps=3"])
+    for value in ("true", "False"):
+        with pytest.raises(ValueError, match=f"push_to_hub={value} is no repository: give its"):
+            load(None, [*NEEDED, f"push_to_hub={value}"])
     with pytest.raises(ValueError, match="param_dtype=bfloat16 needs dtype=bfloat16"):
         load(None, [*NEEDED, "param_dtype=bfloat16", "dtype=float32"])
     with pytest.raises(ValueError, match="tokenizer is required with init"):

@@ -37,6 +37,9 @@ def test_local_directory(tmp_path: Path) -> None:
         Repository(tmp_path, revision="v2")
     with pytest.raises(NotADirectoryError, match=r"config.json is a file; give the directory"):
         Repository(tmp_path / "sub" / "config.json")
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(NotADirectoryError, match=r"a.gguf is a file; `tigon export FILE DIREC"):
+        Repository(tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("path", ["./model", "../a/b", "~/no-such-model", "/no/such", Path("a/b")])

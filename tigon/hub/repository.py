@@ -64,7 +64,10 @@ class Repository:
         path = Path(path_or_repo).expanduser()
         if path.exists():
             if not path.is_dir():
-                raise NotADirectoryError(f"{self.name} is a file; give the directory it is in")
+                how = "give the directory it is in"
+                if path.suffix == ".gguf":
+                    how = "`tigon export FILE DIRECTORY` makes a directory of a GGUF file"
+                raise NotADirectoryError(f"{self.name} is a file; {how}")
             if revision is not None:
                 raise ValueError(
                     f"{self.name} is a local directory and has no revision {revision!r}: "

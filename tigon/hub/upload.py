@@ -15,11 +15,13 @@ from tigon.hub.card import CARD, is_hub_name, is_untouched
 from tigon.hub.folders import is_own_file
 from tigon.hub.reach import why_unreachable
 from tigon.hub.repository import Repository
+from tigon.json_file import read_json, shown
 
 ENDINGS = (".json", ".safetensors", ".jinja", ".txt", ".model")  # of what an export consists of
 TEMPLATES = "additional_chat_templates"
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 LARGEST_CARD = 1 << 20  # bytes of one that is compared
+LARGEST_INDEX = 100 << 20
 
 
 class Destination:
@@ -168,6 +170,11 @@ def exported_files(folder: Path) -> dict[str, Path]:
     links that leave it."""
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}")
+    if (folder / "run.json").exists():  # has paths and the optimizer's states
+        raise FileNotFoundError(
+            f"{folder} is a checkpoint of a run: `tigon export {folder} DIRECTORY` makes a model "
+            "of it, which `tigon push DIRECTORY` takes"
+        )
     names = [name.name for name in folder.iterdir()]
     if (folder / TEMPLATES).is_dir():
         names += [f"{TEMPLATES}/{name.name}" for name in (folder / TEMPLATES).iterdir()]
@@ -176,9 +183,17 @@ def exported_files(folder: Path) -> dict[str, Path]:
         for name in sorted(names)
         if name.endswith(ENDINGS) and not name.startswith(".") and is_own_file(folder, name)
     }
-    if "config.json" not in found or not any(name.endswith(".safetensors") for name in found):
+    weights = {"model.safetensors", "model.safetensors.index.json"}
+    if "config.json" not in found or not weights & found.keys():
         raise FileNotFoundError(
-            f"{folder} holds no exported model (config.json and *.safetensors); "
+            f"{folder} holds no exported model (config.json and model.safetensors, or its index); "
             "`tigon export` makes one"
         )
+    if index := found.get("model.safetensors.index.json"):
+        shards = read_json(index, most_bytes=LARGEST_INDEX).get("weight_map")
+        named = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if absent := sorted(named - found.keys()):
+            raise FileNotFoundError(
+                f"{folder} has no file {shown(absent[0])}, but its index names it"
+            )
     return found

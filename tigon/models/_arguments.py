@@ -88,13 +88,18 @@ BATCH, TARGETS, PASS = (
 )
 
 
+TRANSFORMERS = {"attn_implementation": "attention", "device_map": "device", "torch_dtype": "dtype"}
+
+
 def check_keywords(function: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
     """TypeError, as Python's own, for a keyword that is not known."""
     if known.issuperset(given):
         return
     name = next(name for name in given if name not in known)
     message = f"{function}() got an unexpected keyword argument {name!r}"
-    raise TypeError("; ".join(filter(None, (message, suggest(name, known, 0.8)))))
+    here = TRANSFORMERS.get(name)
+    hint = f"here: {here!r}" if here in known else suggest(name, known, 0.8)
+    raise TypeError("; ".join(filter(None, (message, hint))))
 
 
 def among(names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:

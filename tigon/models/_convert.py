@@ -23,6 +23,7 @@ def convert(
     directory: str | os.PathLike[str],
     models: Mapping[str, type[M]],
     *,
+    gguf_file: str | None = None,
     tokenizer: SavesItself | None = None,
     dtype: torch.dtype | Literal["auto"] = "auto",
     max_shard_size: int | str = "5GB",
@@ -32,7 +33,7 @@ def convert(
 
     Returns the model that was written, on the meta device.
     """
-    model, checkpoint = build(source, models, dtype=dtype)
+    model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
     found = sources(model, checkpoint)
     stored_layout, source_of = found["layout"], found["source_of"]
     names = {part.name for parts in stored_layout.values() for part in parts}

@@ -39,7 +39,7 @@ def describe(
             return file, cls, config, lambda: model.checkpoint(file)
     file = f"{repository.name}/config.json"
     # Models of other families have infinities; what is read here is checked key by key
-    whole = read_json(_config_file(repository), nan=True)
+    whole = read_json(config_file(repository), nan=True)
     with named(file):
         source = _text_config(whole)
         cls = _class_of(source, models)
@@ -56,15 +56,22 @@ def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[
     return models[kind]
 
 
-def _config_file(repository: Repository) -> Path:
+def config_file(repository: Repository) -> Path:
+    """config.json; the FileNotFoundError where there is none says what else may be meant."""
     try:
         return repository.file("config.json")
     except FileNotFoundError as error:
+        directory = repository.directory
+        if directory is not None and (directory / "hf" / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{error}; if it is a run, its export is {directory}/hf"
+            ) from error
         ggufs = [name for name in repository.listing() if name.endswith(".gguf")]
         if not ggufs:
             raise
         raise FileNotFoundError(
-            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}"
+            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}, or in the "
+            "shell the path of a file that was downloaded"
         ) from error
 
 

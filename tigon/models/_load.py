@@ -62,9 +62,10 @@ def from_pretrained(
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
-    path = Path(path_or_repo).expanduser()
-    if gguf_file is None and path.suffix == ".gguf" and path.is_file():
-        path_or_repo, gguf_file = path.parent, path.name
+    if gguf_file is None:
+        path_or_repo, gguf_file = split_gguf(path_or_repo)
+    if not isinstance(staging_bytes, int):
+        raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     repository = Repository(path_or_repo, **source)
@@ -74,6 +75,14 @@ def from_pretrained(
     materialize(model, torch.device(device))
     load_weights(model, checkpoint, mapped=mapped, staging_bytes=staging_bytes)
     return model.eval()
+
+
+def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """The directory and the name of a GGUF file that is named by its path; else as it is given."""
+    path = Path(path_or_repo).expanduser()
+    if path.suffix == ".gguf" and path.parent.is_dir() and not path.is_dir():
+        return path.parent, path.name
+    return path_or_repo, None
 
 
 def build(

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tigon.models._config import Config
+from tigon.hub.upload import ENDINGS, TEMPLATES
+from tigon.models._config import DTYPES, Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
 from tigon.weights import Entry, Ranks, entries, new_directory, write_checkpoint
@@ -37,14 +38,17 @@ def save_pretrained(
     """Write a Hugging Face checkpoint that transformers loads at once.
 
     In the model's dtype, or in another without touching the model. The directory must be new or
-    empty, and appears whole or not at all; with `replace`, what was there stays until the new one
-    is whole. Under a process group every rank calls this and writes its own rows, so that all need
-    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
-    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
-    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
-    of a sharded parameter this rank's part.
+    empty, and appears whole or not at all; with `replace`, an earlier export may be there, which
+    stays until the new one is whole. Under a process group every rank calls this and writes its own
+    rows, so that all need one file system; what stops one rank stops all of them.
+    `stacked_experts`: one tensor for all experts of a layer, or each expert apart; None is what the
+    checkpoint had that the model is from, else apart. `values`: in place of parameters, by their
+    names, such as an average of them; of a sharded parameter this rank's part.
     """
     ranks = Ranks()
+    with ranks.together():
+        if replace and ranks.first:
+            _check_export(Path(directory).expanduser())
     tensors, describe = prepare_save(
         model,
         tokenizer=tokenizer,
@@ -67,9 +71,15 @@ def prepare_save(
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Entry], Callable[[Path], None]]:
     """What save_pretrained writes: tensors, and what adds the other files to a directory."""
-    dtype = dtype or model.dtype
+    dtype = model.dtype if dtype is None else dtype
+    if str(dtype) not in (f"torch.{name}" for name in DTYPES):
+        raise TypeError(
+            f"dtype must be a floating torch.dtype of {', '.join(DTYPES)}, not {dtype!r}"
+        )
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
     with ranks.together():
         tensors = entries(
@@ -78,6 +88,23 @@ def prepare_save(
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
+
+
+def _check_export(directory: Path) -> None:
+    """Raises FileExistsError if the directory has more in it than an export, as all of it goes."""
+    if not directory.is_dir() or not any(directory.iterdir()):
+        return
+    others = [
+        path.name
+        for path in sorted(directory.iterdir())
+        if not (path.name.endswith(ENDINGS) and path.is_file()) and path.name != TEMPLATES
+    ]
+    if others or not (directory / "config.json").is_file():
+        what = f"{others[0]!r}, which no export has" if others else "files and no config.json"
+        raise FileExistsError(
+            f"{directory} holds {what}: replace=True removes all that is in a directory, and so "
+            "takes earlier exports alone; move what you need, or choose another path"
+        )
 
 
 def write_model(

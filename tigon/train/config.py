@@ -80,6 +80,11 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
+        if self.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
+            raise ValueError(
+                f"push_to_hub={self.push_to_hub} is no repository: give its name (owner/name), or "
+                "leave it out to push nothing"
+            )
         if self.push_to_hub:
             check_repository(self.push_to_hub)
             if not self.export:

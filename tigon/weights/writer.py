@@ -7,6 +7,7 @@ order, through buffers of at most CHUNK bytes a thread.
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -30,6 +31,7 @@ from tigon.weights.threads import spread
 
 WORKERS = min(8, os.cpu_count() or 1)
 PT = MappingProxyType({"format": "pt"})
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])B", re.IGNORECASE)
 
 
 def write_checkpoint(
@@ -74,6 +76,17 @@ def write_checkpoint(
         raise
 
 
+def _most_bytes(size: int | str) -> int:
+    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    count = int(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2].upper()))) if found else size
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(
+            f"max_shard_size={size!r} is no size: give a text such as '5GB' or '500MB', or a whole "
+            "number of bytes"
+        )
+    return count
+
+
 def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, list[Entry]]:
     """File name -> its entries in the order the safetensors library gives them in a file."""
     entries: dict[str, Entry] = {}
@@ -89,7 +102,7 @@ def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, li
         entries,
         get_storage_size=lambda entry: entry.nbytes,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
+        max_shard_size=_most_bytes(max_shard_size),
     )
     return {
         file: sorted((entries[name] for name in names), key=_place)

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -37,15 +38,14 @@ def new_directory(
             _recover(target)
             _check_free(target, replace)
         require_space(target.parent, needed)
-        # Unlike the number of a process, never that of another container
-        temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
+        temporary = _hidden(target, "tmp")
         temporary.mkdir()
         try:
             yield temporary
             for item in [*temporary.rglob("*"), temporary]:
                 fsync(item)
             _check_free(target, replace)
-            _publish(temporary, target)
+            _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -110,23 +110,25 @@ def _recover(target: Path) -> None:
 
     The lock is held, so none of them is alive.
     """
-    old = _old(target)
-    if old.is_dir() and not target.exists():
-        old.rename(target)
-    for path in target.parent.iterdir():
-        if path == old or path.name.startswith(f".{target.name}.tmp-"):
+    ours = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    for path in sorted(target.parent.iterdir()):
+        if not (name := ours.fullmatch(path.name)) or path.is_symlink():
+            continue
+        if name[1] == "old" and not target.exists():
+            path.rename(target)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _publish(temporary: Path, target: Path) -> None:
-    """Give a whole directory its name; what had it before is removed."""
-    if not (target.is_dir() and any(target.iterdir())):
+def _publish(temporary: Path, target: Path, replace: bool) -> None:
+    """Give a whole directory its name; with `replace`, what had it before is removed."""
+    if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)
         return
     old = temporary
     if not _exchange(temporary, target):
-        old = _old(target)
+        old = _hidden(target, "old")
         os.rename(target, old)
         try:
             os.rename(temporary, target)
@@ -137,8 +139,9 @@ def _publish(temporary: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside the target that nobody else has, nor another container's process."""
+    return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 
 def _exchange(first: Path, second: Path) -> bool:

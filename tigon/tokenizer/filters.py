@@ -1,12 +1,12 @@
 """The filters and tests that chat templates may use, with what each costs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
 from typing import Any
 
-from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.filters import FILTERS, ignore_case, make_attrgetter
 from jinja2.tests import TESTS
 from markupsafe import soft_str
 
@@ -23,7 +23,7 @@ DIGITS = 1000  # of a text that becomes a number
 _FREE = "abs attr count d default first items last length random"
 _OF_TEXT = "capitalize e escape forceescape lower safe string title truncate upper wordcount"
 _OF_ITEMS = "map reject rejectattr select selectattr"
-_SORTING = "dictsort groupby max min sort unique"
+_SORTING = "dictsort groupby max min sort"
 _COMPARING = {
     **dict.fromkeys(("==", "eq", "equalto"), "eq"),
     **dict.fromkeys(("!=", "ne"), "ne"),
@@ -198,10 +198,12 @@ def _own_filters(sandbox: Sandbox) -> dict[str, Function]:
             text = encoder.encode(value)
             spend(len(text))
             return text
+        sandbox.weigh(value)
+        each = 4 * sandbox.depth(value)  # units: every level passes every piece on
         pieces: list[str] = []
         written = iter(encoder.iterencode(value))
         while some := list(islice(written, 1000)):  # as it grows with the depth too
-            spend(sum(map(len, some)))
+            spend(sum(map(len, some)) + each * len(some))
             pieces += some
         return "".join(pieces)
 
@@ -227,4 +229,12 @@ def _own_filters(sandbox: Sandbox) -> dict[str, Function]:
             texts.append(text)
         return separator.join(texts)
 
-    return {"tojson": tojson, "trim": trim, "replace": replace, "join": join}
+    def unique(value: Any, case_sensitive: bool = False, attribute: Any = None) -> Iterator[Any]:
+        fold = None if case_sensitive else ignore_case
+        key = make_attrgetter(sandbox, attribute, postprocess=fold)
+        found: dict[Any, Any] = {}
+        for item in sandbox.hold(list(_items(sandbox, value, attribute))):
+            found.setdefault(sandbox.key(key(item)), item)
+        return iter(found.values())
+
+    return {"tojson": tojson, "trim": trim, "replace": replace, "join": join, "unique": unique}

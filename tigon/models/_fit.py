@@ -1,5 +1,6 @@
 """What a checkpoint lacks for a model, told from its headers."""
 
+from tigon.json_file import escaped
 from tigon.models._layout import layout, locate
 from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint
@@ -27,4 +28,5 @@ def misfits(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, list[str]
         "unexpected": sorted(present.keys() - sources.keys() - ignored),
         "of another shape or kind": wrong,
     }
-    return {fault: names for fault, names in found.items() if names}
+    # Names of others are for people to read, on terminals
+    return {fault: [escaped(n, 300) for n in names] for fault, names in found.items() if names}

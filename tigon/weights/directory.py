@@ -93,6 +93,9 @@ def _locked(target: Path) -> Iterator[bool]:
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
         os.close(descriptor)  # of a file that its holder has just removed
+    if not os.path.isfile(descriptor) or not re.match(rb"process \d|$", os.pread(descriptor, 9, 0)):
+        os.close(descriptor)
+        raise FileExistsError(f"{path} is somebody's file, not a lock: rename it or the target")
     try:
         with suppress(OSError):  # on a full disk the other process stays unnamed
             os.truncate(descriptor, 0)

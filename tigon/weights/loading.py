@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.utils import tqdm
 from torch import Tensor
 
+from tigon.json_file import escaped
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import Decoded
 from tigon.weights.header import TensorInfo
@@ -114,7 +115,8 @@ def match(
 
 def _list(what: str, names: list[str]) -> str:
     more = ", ..." if len(names) > 10 else ""
-    return f"\n  {len(names)} {what}: {', '.join(names[:10])}{more}" if names else ""
+    some = ", ".join(escaped(name, 300) for name in names[:10])
+    return f"\n  {len(names)} {what}: {some}{more}" if names else ""
 
 
 def _threads() -> int:

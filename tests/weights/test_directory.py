@@ -213,6 +213,20 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert left.exists()
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk became full while .*out was written: 0.0 MiB needed"),
+        (errno.EFBIG, "File too large: '.*out'"),
+    ],
+)
+def test_a_write_that_fails_says_where(tmp_path: Path, number: int, message: str) -> None:
+    """Errors of a descriptor name no file."""
+    with pytest.raises(OSError, match=message), new_directory(tmp_path / "out"):
+        raise OSError(number, os.strerror(number))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = f"the disk of {tmp_path} is too full: .* GiB needed"
     with pytest.raises(DiskFull, match=message), new_directory(tmp_path / "out", needed=1 << 60):

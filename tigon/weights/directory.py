@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.weights.disk import require_space
+from tigon.weights.disk import named_if_full, require_space
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -41,9 +41,10 @@ def new_directory(
         temporary = _hidden(target, "tmp")
         temporary.mkdir()
         try:
-            yield temporary
-            for item in [*temporary.rglob("*"), temporary]:
-                fsync(item)
+            with named_if_full(target, needed):
+                yield temporary
+                for item in [*temporary.rglob("*"), temporary]:
+                    fsync(item)
             _check_free(target, replace)
             _publish(temporary, target, replace)
         except BaseException:

@@ -63,6 +63,13 @@ ENDLESS = {
     "a test without items": loop("'x' * 1000000", "{% for c in ns.x if false %}{% endfor %}"),
     "defaults of a macro": "{% macro f(a=[" + "1," * 5000 + "]) %}{% endmacro %}" + loop("", "{{ f() }}"),
     "deep JSON": loop("[range(100000)|list] * 10", "{% if i < 200 %}{% set ns.x = [ns.x] %}{% else %}{{ ns.x|tojson(indent=0) }}{% endif %}"),
+    "attributes behind each other": loop("'.' * 1000000", "{% set y = []|join(attribute=ns.x) %}"),
+    "indented lines": "{{ ('a\\r' * 500000)|indent(20000) }}",
+    "many beginnings": "{% macro m() %}{% for i in range(100000) %}{{ ''.startswith(varargs) }}{% endfor %}{% endmacro %}"
+    "{{ m(*(['b'] * 50000)) }}",
+    "many arguments": loop("['upper'] + [1] * 50000", "{% set y = []|map(*ns.x) %}"),
+    "equal Markup": "{% set x = 'a' * 3000000 %}{% set y = x|safe %}{% set z = 'a' * 3000000 %}"
+    "{% for i in range(100000) %}{% set k = y == z %}{% endfor %}",
     "padded time": loop("", "{% set x = strftime_now('" + "%9999d" * 160 + "') %}"),
     "a deep list in an error": "{% set ns = namespace(x=[]) %}{% for i in range(3000) %}{% set ns.x = [ns.x] %}"
     "{% endfor %}{{ raise_exception(ns.x) }}",

@@ -11,7 +11,7 @@ from jinja2.tests import TESTS
 from markupsafe import soft_str
 
 from tigon.tokenizer.budget import ITEM, TooMuch
-from tigon.tokenizer.methods import percent, replacing
+from tigon.tokenizer.methods import LINE_ENDS, percent, replacing
 
 Sandbox = Any  # that of sandbox.py, which imports this file
 
@@ -78,6 +78,7 @@ def _before(sandbox: Sandbox, function: Function, prepare: Function) -> Function
 
     @wraps(function)  # with what says that
     def bounded(*args: Any, **kwargs: Any) -> Any:
+        sandbox.spend(ITEM * (len(args) + len(kwargs)))
         value = prepare(sandbox, *args[at:], **kwargs)
         result = function(*args[:at], value, *args[at + 1 :], **kwargs)
         if isinstance(result, str):
@@ -112,8 +113,8 @@ def _text(sandbox: Sandbox, value: Any, *args: Any, **_: Any) -> Any:
 def _items(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     value = sandbox.items(value)
     paths = sum(len(a) for a in (*args, *kwargs.values()) if isinstance(a, str))
-    if paths > ITEM and hasattr(value, "__len__"):  # names of attributes, one behind another
-        sandbox.spend(len(value) * paths)
+    if paths > ITEM:  # names of attributes, one behind another
+        sandbox.spend(ITEM * paths + (len(value) * paths if hasattr(value, "__len__") else 0))
     return value
 
 
@@ -143,7 +144,8 @@ def _centring(sandbox: Sandbox, value: Any, width: int = 80) -> Any:
 def _indenting(sandbox: Sandbox, value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     if not isinstance(value, str):
         raise TypeError(f"indent takes a text, not {type(value).__name__}")
-    sandbox.spend((value.count("\n") + 2) * (len(width) if isinstance(width, str) else width))
+    lines = 2 + sum(map(value.count, LINE_ENDS))
+    sandbox.spend(lines * (len(width) if isinstance(width, str) else width))
     return _text(sandbox, value)
 
 

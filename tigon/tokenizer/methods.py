@@ -13,7 +13,7 @@ from tigon.tokenizer.budget import ITEM, SCANNED, TooMuch
 
 Sandbox = Any  # that of sandbox.py, which imports this file
 
-_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _DIGITS = re.compile(r"\d+")
 
 Cost = Callable[..., None]  # of (sandbox, owner, *arguments of the method)
@@ -84,6 +84,8 @@ def _searching(sandbox: Sandbox, text: str, part: Any = "", *_: Any, **__: Any) 
     # From the right, searching takes the product of both lengths at worst
     size = len(part) if isinstance(part, (str, tuple)) else 0
     sandbox.spend(len(text) * (1 + size // 8) // SCANNED)
+    if isinstance(part, tuple):  # of startswith
+        sandbox.spend(ITEM * size)
 
 
 def _cutting(sandbox: Sandbox, text: str, *args: Any, **kwargs: Any) -> None:
@@ -99,7 +101,7 @@ def _splitting(sandbox: Sandbox, text: str, sep: Any = None, maxsplit: Any = -1)
 
 
 def _lines(sandbox: Sandbox, text: str, *_: Any, **__: Any) -> None:
-    sandbox.spend(len(text) + ITEM * sum(map(text.count, _LINE_ENDS)))
+    sandbox.spend(len(text) + ITEM * sum(map(text.count, LINE_ENDS)))
 
 
 def _copying(sandbox: Sandbox, text: str, *args: Any, **_: Any) -> None:

@@ -134,7 +134,7 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         if name in ("in", "notin"):
             result: Any = self.contains(left, right) == (name == "in")
         else:
-            if type(left) is str and type(right) is str:
+            if isinstance(left, str) and isinstance(right, str):
                 self.spend(len(right) // SCANNED)
             elif type(left) not in _SCALARS and type(right) not in _SCALARS:
                 self.spend(min(self.weigh(left), self.weigh(right)))
@@ -216,7 +216,7 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         return None
 
     def call(self, context: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.spend(CALL)
+        self.spend(CALL + ITEM * (len(args) + len(kwargs)))
         owner = None
         if type(target) is BuiltinMethodType and type(target.__self__) is str:
             for name in _CONTEXT:

@@ -236,7 +236,8 @@ def test_export_of_a_run(
 def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Path) -> None:
     hub.push("org/words", directory)
     assert "context       512 tokens\n" in tigon("info", "org/words")
-    assert hub.gets.keys() == {"org/words/config.json", "org/words/model.safetensors"}
+    needed = ("config.json", "generation_config.json", "model.safetensors")
+    assert hub.gets.keys() == {f"org/words/{name}" for name in needed}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-m", "tigon.cli", "generate", "org/words", QUESTION, *SAMPLE, *SEED],

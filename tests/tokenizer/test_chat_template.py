@@ -1,5 +1,6 @@
 import enum
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
@@ -194,7 +195,7 @@ def test_a_function_that_makes_no_tool() -> None:
 def test_template_is_found_as_in_transformers(
     byte_level: Path, tmp_path: Path, files: dict[str, Any]
 ) -> None:
-    (tmp_path / "tokenizer.json").symlink_to(byte_level / "tokenizer.json")
+    shutil.copy(byte_level / "tokenizer.json", tmp_path)
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))

@@ -56,6 +56,27 @@ ENDLESS = {
     "map of itself": loop("[1]", "{% set ns.x = [none, none]|map('default', ns.x, true)|list %}"),
     "cyclers": loop("1", "{% set ns.x = cycler(ns.x, ns.x).items %}") + "{{ ns.x }}",
     "namespaces": loop("1", "{% set n = namespace(a=ns.x, b=ns.x) %}{% set ns.x = n %}") + "{{ [ns.x] }}",
+    "namespaces in each other": "".join(f"{{% set n{i} = namespace() %}}" for i in range(40))
+    + "".join(f"{{% set n{i}.a = n{i - 1} %}}{{% set n{i}.b = n{i - 1} %}}" for i in range(1, 40))
+    + "{% for i in range(1000000) %}{{ n39 }}{% endfor %}",
+    "items of a type": loop("1", "{% set ns.x = dict[ns.x, ns.x] %}") + "{{ ns.x }}",
+    "a test without items": loop("'x' * 1000000", "{% for c in ns.x if false %}{% endfor %}"),
+    "defaults of a macro": "{% macro f(a=[" + "1," * 5000 + "]) %}{% endmacro %}" + loop("", "{{ f() }}"),
+    "deep JSON": loop("[range(100000)|list] * 10", "{% if i < 200 %}{% set ns.x = [ns.x] %}{% else %}{{ ns.x|tojson(indent=0) }}{% endif %}"),
+    "attributes behind each other": loop("'.' * 1000000", "{% set y = []|join(attribute=ns.x) %}"),
+    "indented lines": "{{ ('a\\r' * 500000)|indent(20000) }}",
+    "many beginnings": "{% macro m() %}{% for i in range(100000) %}{{ ''.startswith(varargs) }}{% endfor %}{% endmacro %}"
+    "{{ m(*(['b'] * 50000)) }}",
+    "many arguments": loop("['upper'] + [1] * 50000", "{% set y = []|map(*ns.x) %}"),
+    "equal Markup": "{% set x = 'a' * 3000000 %}{% set y = x|safe %}{% set z = 'a' * 3000000 %}"
+    "{% for i in range(100000) %}{% set k = y == z %}{% endfor %}",
+    "padded time": loop("", "{% set x = strftime_now('" + "%9999d" * 160 + "') %}"),
+    "a deep list in an error": "{% set ns = namespace(x=[]) %}{% for i in range(3000) %}{% set ns.x = [ns.x] %}"
+    "{% endfor %}{{ raise_exception(ns.x) }}",
+    "scoped blocks": "{% for " + ",".join(f"a{i:x}" for i in range(6000)) + " in [] %}"
+    + "".join("{% block b" + str(i) + " scoped %}{% endblock %}" for i in range(900)) + "{% endfor %}",
+    "names times blocks": "{% set " + ",".join(f"a{i:x}" for i in range(6000)) + " = 1 %}" + "{% if x %}{% endif %}" * 1500,
+    "a chain of comparisons": "{{ 1" + " < messages" * 6000 + " }}",
     "a growing list": loop("[]", "{% set ns.x = ns.x + ['a' * 1000] %}"),
     "long output": "{% for i in range(100000) %}{{ 'x' * 100000 }}{% endfor %}",
     "output again": "{% set x = 'x' * 1000000 %}{% for i in range(100000) %}{{ x }}{% endfor %}",
@@ -177,6 +198,10 @@ def test_no_way_out(template: str) -> None:
         ("{% macro m() %}\n{{ nothing.at.all }}{% endmacro %}\n\n{{ m() }}", "in line 2: 'nothing' is"),
         ("\n{{ messages[5].role }}", "in line 2: list object has no element 5"),
         ("\n{{ {}[[]] }}{{ {[]: 1} }}", "in line 2: unhashable"),
+        ("\n{{ {(-1,): 1, (-2,): 2} }}", "in line 2: a tuple is no key"),
+        ("\n{{ dict([((-1,), 1)]) }}", "in line 2: a tuple is no key"),
+        ("\n{{ {}[(-1,)] }}", "in line 2: a tuple is no key"),
+        ("\n{{ [(-1,), (-2,)]|unique|list }}", "in line 2: a tuple is no key"),
         ("\n{% for a, b in [1] %}{% endfor %}", "in line 2: cannot unpack"),
         ("\n{% for a, b in [[1]] %}{% endfor %}", "in line 2: ValueError: not enough values"),
         ("\n{{ [] | max }}{{ range(1, 2, 0) }}", "in line 2: ValueError"),
@@ -186,7 +211,7 @@ def test_no_way_out(template: str) -> None:
         ("\n{{ " + "1" * 5000 + " }}", "failed: ValueError: Exceeds the limit"),
         ("{{ " + "(" * 5000, "failed: RecursionError"),
         ("{{ " + "not " * 5000 + "1 }}", "failed: RecursionError"),
-        ("{{ a" + ".a" * 5000 + " }}", "failed: RecursionError"),
+        ("{{ a" + ".a" * 5000 + " }}", "failed: its expressions are nested deeper than 256"),
         ("{{ " + "a == (" * 300 + "1" + ")" * 300 + " }}", "failed"),
         ("{% if a %}" * 150 + "{% endif %}" * 150, "failed: (Indentation|Syntax)Error"),
         ("{% for a in b %}" * 50 + "{% endfor %}" * 50, "failed: SyntaxError"),

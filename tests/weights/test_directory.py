@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,18 +133,53 @@ def test_a_rename_that_fails_leaves_the_old_one(
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    for name in (".out.tmp-1234", ".out.tmp-00ff", ".out.old"):
+    for name in (f".out.tmp-{'12' * 8}", f".out.tmp-{'0f' * 8}", f".out.old-{'34' * 8}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").touch()
-    (tmp_path / ".other.tmp-1").mkdir()
     (tmp_path / ".out.lock").write_text("process 1 on nowhere")
     (tmp_path / "out").mkdir()
     write(tmp_path / "out", "one")
-    assert sorted(os.listdir(tmp_path)) == [".other.tmp-1", "out"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_not_a_writers_stays(tmp_path: Path, there: bool) -> None:
+    names = [".out.old", ".out.tmp-1234", ".out.tmp-mine", f".other.tmp-{'12' * 8}"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    if there:
+        write(tmp_path / "out", "one")
+    write(tmp_path / "out", "two", replace=True)
+    assert content(tmp_path / "out") == ["two"] * 2
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "out"])
+    assert all(os.listdir(tmp_path / name) == ["mine"] for name in names)
+
+
+def test_a_file_of_the_locks_name_stays(tmp_path: Path) -> None:
+    (tmp_path / ".out.lock").write_text("my notes")
+    with pytest.raises(FileExistsError, match=r"\.out\.lock is somebody's file, not a lock"):
+        write(tmp_path / "out", "one")
+    assert (tmp_path / ".out.lock").read_text() == "my notes"
+
+
+def test_a_directory_that_was_filled_meanwhile_stays(tmp_path: Path) -> None:
+    target, publish = tmp_path / "out", module._publish
+
+    def late(*args: Any) -> None:
+        (target / "mine").touch()
+        publish(*args)
+
+    target.mkdir()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="not empty"):
+        patch.setattr(module, "_publish", late)
+        write(target, "one")
+    assert os.listdir(tmp_path) == ["out"]
+    assert os.listdir(target) == ["mine"]
 
 
 def test_a_writer_killed_between_two_renames_is_made_good(tmp_path: Path) -> None:
-    write(tmp_path / ".out.old", "one")
+    write(tmp_path / f".out.old-{'12' * 8}", "one")
     with pytest.raises(FileExistsError, match="out exists"):
         write(tmp_path / "out", "two")
     assert content(tmp_path / "out") == ["one"] * 2
@@ -169,11 +205,26 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    (tmp_path / ".out.tmp-1234").mkdir()
+    left = tmp_path / f".out.tmp-{'12' * 8}"
+    left.mkdir()
     with pytest.warns(UserWarning, match="has no locks"):
         write(tmp_path / "out", "one")
     assert content(tmp_path / "out") == ["one"] * 2
-    assert (tmp_path / ".out.tmp-1234").exists()
+    assert left.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk became full while .*out was written: 0.0 MiB needed"),
+        (errno.EFBIG, "File too large: '.*out'"),
+    ],
+)
+def test_a_write_that_fails_says_where(tmp_path: Path, number: int, message: str) -> None:
+    """Errors of a descriptor name no file."""
+    with pytest.raises(OSError, match=message), new_directory(tmp_path / "out"):
+        raise OSError(number, os.strerror(number))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

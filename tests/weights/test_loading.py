@@ -139,6 +139,16 @@ def test_other_names_in_the_file(tmp_path: Path) -> None:
         load_into(parameters, layout, checkpoint, source_of=source_of)
 
 
+def test_names_of_others_are_shown_escaped_and_cut(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(3), "\x1b[2J" + "x" * 10**4: torch.ones(3)}
+    with pytest.raises(ValueError, match=r"1 unexpected: \\x1b\[2Jx{200,300}\.\.\.$"):
+        load_into(
+            {"a": torch.ones(3)},
+            {"a": (Part("a", (3,), (Rows(0, 0, 3),)),)},
+            save(tmp_path, tensors),
+        )
+
+
 def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     tensors, layout = fused_qkv()
     tensors["k"] = torch.randn(2, 4)

@@ -4,7 +4,6 @@ from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Va
 from typing import Any, TypeVar
 
 from jinja2 import TemplateRuntimeError
-from jinja2.utils import Namespace
 
 T = TypeVar("T")
 
@@ -16,6 +15,7 @@ CALL = 64
 ITEM = 16  # of a list that is copied or gone through
 SCANNED = 16  # characters that are only looked at, for one unit
 HEAVIEST = 2**22  # weight of a value that the template builds, besides what it is given
+DEEPEST = 256  # lists inside lists: C code goes down without a check, and each level costs time
 BIGGEST = 2**63  # of whole numbers, since the cost of a larger one is not constant
 
 
@@ -38,8 +38,8 @@ class Budget:
         self.heaviest = HEAVIEST
         self.given: Any = given
         self.extended = False
-        # Of lists and dicts by id, with the value itself, so that no other gets its id
-        self.weights: dict[int, tuple[Any, int]] = {}
+        # Weight and depth of lists and dicts by id, with the value, so that no other gets its id
+        self.weights: dict[int, tuple[Any, int, int]] = {}
 
     def stop(self) -> None:
         self.given, self.weights = None, {}
@@ -55,24 +55,26 @@ class Budget:
         if isinstance(value, str):
             return len(value) + 1
         items: Callable[[], Iterator[Any]]
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, KeysView, ValuesView)):
             size, items = len(value), value.__iter__
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, ItemsView)):
             size, items = len(value), lambda: _both(value)
-        elif isinstance(value, ItemsView):
-            return 1 + sum(self.weigh(key) + self.weigh(item) for key, item in value)
-        elif isinstance(value, (KeysView, ValuesView)):
-            return 1 + sum(map(self.weigh, value))
-        elif isinstance(value, Namespace):  # changes, so that its weight is not kept
-            self.spend(8 * ITEM)
-            return 1 + self._weigh_all(_both(value._Namespace__attrs))
         else:
             return len(value) if isinstance(value, range) else 1
         known = self.weights.get(id(value))
         if known is None:
             self.spend(ITEM * (1 + size))
-            known = self.weights[id(value)] = value, 1 + self._weigh_all(items())
+            weight = 1 + sum(map(self.weigh, items()))
+            depth = 1 + max(map(self.depth, items()), default=0)
+            if depth > DEEPEST:
+                raise TooMuch(f"it nests lists deeper than {DEEPEST} levels")
+            known = self.weights[id(value)] = value, weight, depth
         return known[1]
+
+    def depth(self, value: Any) -> int:
+        """How many lists are inside each other in a value that has been weighed."""
+        known = self.weights.get(id(value))
+        return 0 if known is None else known[2]
 
     def hold(self, value: T) -> T:
         """A list, tuple or dict that the template has made: not too heavy, and what it has cost."""
@@ -82,8 +84,6 @@ class Budget:
             self.add_for_conversation()
             if weight > self.heaviest:
                 raise TooMuch("it makes a value of lists inside lists that is too large")
-        if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
-            self.spend(weight)  # what hashes its keys has cost
         return value
 
     def number(self, value: T) -> T:
@@ -91,9 +91,6 @@ class Budget:
         if isinstance(value, int) and not -BIGGEST < value < BIGGEST:
             raise TooMuch(f"it computes a whole number of {value.bit_length()} bits")
         return value
-
-    def _weigh_all(self, values: Iterator[Any]) -> int:
-        return sum(map(self.weigh, values))
 
     def more_text(self, length: int) -> int:
         """How much text may be written in all, where so much has been."""
@@ -120,6 +117,6 @@ class Budget:
             self.heaviest += 4 * self.given_weight
 
 
-def _both(value: Mapping[Any, Any]) -> Iterator[Any]:
-    yield from value
-    yield from value.values()
+def _both(value: Mapping[Any, Any] | ItemsView[Any, Any]) -> Iterator[Any]:
+    for pair in value.items() if isinstance(value, Mapping) else value:
+        yield from pair

@@ -51,11 +51,11 @@ class _Generation(Extension):
 
 
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise jinja2.TemplateError(str(message))  # here, where its own errors are the template's
 
 
 def _strftime_now(format: str) -> str:
-    if len(format) > 1000:
+    if len(format) > 100:  # the C library pads numbers as a format says
         raise ValueError(f"strftime_now takes a short format, not {len(format)} characters")
     return datetime.now().strftime(format)
 
@@ -218,7 +218,7 @@ def _mark_end(message: dict[str, Any], i: int) -> str:
         message["content"] = content + _CUT
         return content
     for part in reversed(content or []):
-        if "text" in part:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
             text: str = part["text"]
             part["text"] = text + _CUT
             return text

@@ -4,11 +4,29 @@ from collections.abc import Iterable
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, MacroRef
 
-from tigon.tokenizer.budget import NODE
+from tigon.tokenizer.budget import DEEPEST, NODE, TooMuch
 
+MOST_SYMBOLS = 2**20  # names times blocks: jinja copies the names for each block
+MOST_COMPARED = 32  # values, in one chain of comparisons
 _CHEAP = (nodes.Const, nodes.Compare, nodes.Test, nodes.Not)
+
+
+def check_tree(tree: nodes.Template) -> None:
+    """Raises TooMuch for what takes long to compile, though its text is short."""
+    names: set[str] = set()
+    blocks = depth = 0
+    level: list[nodes.Node] = [tree]
+    while level:
+        depth += 1
+        names.update(node.name for node in level if isinstance(node, nodes.Name))
+        blocks += sum(isinstance(node, nodes.Stmt) for node in level)
+        if depth > DEEPEST:
+            raise TooMuch(f"its expressions are nested deeper than {DEEPEST} levels")
+        level = [child for node in level for child in node.iter_child_nodes()]
+    if len(names) * blocks > MOST_SYMBOLS:
+        raise TooMuch(f"it has {len(names)} names in {blocks} blocks and statements")
 
 
 class Generator(CodeGenerator):
@@ -17,13 +35,32 @@ class Generator(CodeGenerator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sizes: dict[int, int] = {}  # of nodes, by id
+        self._defaults = 0  # size of those of the macro whose body comes next
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
         # Statements of an if are paid for with those around it
         if not frame.soft_frame:
-            self.writeline(f"environment.left -= {NODE * (1 + sum(map(self._size, nodes)))}")
+            size, self._defaults = 1 + self._defaults + sum(map(self._size, nodes)), 0
+            self.writeline(f"environment.left -= {NODE * size}")
             self.writeline("if environment.left < 0: environment.exhausted()")
         super().blockvisit(nodes, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        if node.test is not None:  # is computed for items that have no block
+            paid = nodes.EnvironmentAttribute(f"paid({NODE * self._size(node.test)})")
+            node.test = nodes.And(paid, node.test)
+        super().visit_For(node, frame)
+
+    def macro_body(
+        self, node: nodes.Macro | nodes.CallBlock, frame: Frame
+    ) -> tuple[Frame, MacroRef]:
+        self._defaults = sum(map(self._size, node.defaults))
+        return super().macro_body(node, frame)
+
+    def visit_Block(self, node: nodes.Block, frame: Frame) -> None:
+        if node.scoped:  # each would be given all names
+            self._refuse(node, frame)
+        super().visit_Block(node, frame)
 
     def _size(self, node: nodes.Node) -> int:
         size = self._sizes.get(id(node))
@@ -86,6 +123,8 @@ class Generator(CodeGenerator):
         self._call("join_texts", frame, *node.nodes)
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        if len(node.ops) > MOST_COMPARED:
+            self.fail(f"it compares more than {MOST_COMPARED} values at once", node.lineno)
         operands = [node.expr, *(part.expr for part in node.ops)]
         names = [part.op for part in node.ops]
         if all(map(_cheap, operands, operands[1:], names)):
@@ -115,7 +154,19 @@ class Generator(CodeGenerator):
         self._held(node, [] if node.ctx == "store" else node.items, frame)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._held(node, [part for pair in node.items for part in (pair.key, pair.value)], frame)
+        constant = all(
+            isinstance(n, nodes.Const) for pair in node.items for n in pair.iter_child_nodes()
+        )
+        self.write("{" if constant else "environment.hold({")
+        for pair in node.items:
+            if isinstance(pair.key, nodes.Const):
+                self.visit(pair.key, frame)
+            else:
+                self._call("key", frame, pair.key)
+            self.write(": ")
+            self.visit(pair.value, frame)
+            self.write(", ")
+        self.write("}" if constant else "})")
 
     def _held(self, node: nodes.Node, items: Iterable[nodes.Node], frame: Frame) -> None:
         write = getattr(CodeGenerator, f"visit_{type(node).__name__}")

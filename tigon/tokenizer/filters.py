@@ -1,17 +1,17 @@
 """The filters and tests that chat templates may use, with what each costs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
 from typing import Any
 
-from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.filters import FILTERS, ignore_case, make_attrgetter
 from jinja2.tests import TESTS
 from markupsafe import soft_str
 
 from tigon.tokenizer.budget import ITEM, TooMuch
-from tigon.tokenizer.methods import percent, replacing
+from tigon.tokenizer.methods import LINE_ENDS, percent, replacing
 
 Sandbox = Any  # that of sandbox.py, which imports this file
 
@@ -23,7 +23,7 @@ DIGITS = 1000  # of a text that becomes a number
 _FREE = "abs attr count d default first items last length random"
 _OF_TEXT = "capitalize e escape forceescape lower safe string title truncate upper wordcount"
 _OF_ITEMS = "map reject rejectattr select selectattr"
-_SORTING = "dictsort groupby max min sort unique"
+_SORTING = "dictsort groupby max min sort"
 _COMPARING = {
     **dict.fromkeys(("==", "eq", "equalto"), "eq"),
     **dict.fromkeys(("!=", "ne"), "ne"),
@@ -78,6 +78,7 @@ def _before(sandbox: Sandbox, function: Function, prepare: Function) -> Function
 
     @wraps(function)  # with what says that
     def bounded(*args: Any, **kwargs: Any) -> Any:
+        sandbox.spend(ITEM * (len(args) + len(kwargs)))
         value = prepare(sandbox, *args[at:], **kwargs)
         result = function(*args[:at], value, *args[at + 1 :], **kwargs)
         if isinstance(result, str):
@@ -112,8 +113,8 @@ def _text(sandbox: Sandbox, value: Any, *args: Any, **_: Any) -> Any:
 def _items(sandbox: Sandbox, value: Any, *args: Any, **kwargs: Any) -> Any:
     value = sandbox.items(value)
     paths = sum(len(a) for a in (*args, *kwargs.values()) if isinstance(a, str))
-    if paths > ITEM and hasattr(value, "__len__"):  # names of attributes, one behind another
-        sandbox.spend(len(value) * paths)
+    if paths > ITEM:  # names of attributes, one behind another
+        sandbox.spend(ITEM * paths + (len(value) * paths if hasattr(value, "__len__") else 0))
     return value
 
 
@@ -143,7 +144,8 @@ def _centring(sandbox: Sandbox, value: Any, width: int = 80) -> Any:
 def _indenting(sandbox: Sandbox, value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     if not isinstance(value, str):
         raise TypeError(f"indent takes a text, not {type(value).__name__}")
-    sandbox.spend((value.count("\n") + 2) * (len(width) if isinstance(width, str) else width))
+    lines = 2 + sum(map(value.count, LINE_ENDS))
+    sandbox.spend(lines * (len(width) if isinstance(width, str) else width))
     return _text(sandbox, value)
 
 
@@ -198,10 +200,12 @@ def _own_filters(sandbox: Sandbox) -> dict[str, Function]:
             text = encoder.encode(value)
             spend(len(text))
             return text
+        sandbox.weigh(value)
+        each = 4 * sandbox.depth(value)  # units: every level passes every piece on
         pieces: list[str] = []
         written = iter(encoder.iterencode(value))
         while some := list(islice(written, 1000)):  # as it grows with the depth too
-            spend(sum(map(len, some)))
+            spend(sum(map(len, some)) + each * len(some))
             pieces += some
         return "".join(pieces)
 
@@ -227,4 +231,12 @@ def _own_filters(sandbox: Sandbox) -> dict[str, Function]:
             texts.append(text)
         return separator.join(texts)
 
-    return {"tojson": tojson, "trim": trim, "replace": replace, "join": join}
+    def unique(value: Any, case_sensitive: bool = False, attribute: Any = None) -> Iterator[Any]:
+        fold = None if case_sensitive else ignore_case
+        key = make_attrgetter(sandbox, attribute, postprocess=fold)
+        found: dict[Any, Any] = {}
+        for item in sandbox.hold(list(_items(sandbox, value, attribute))):
+            found.setdefault(sandbox.key(key(item)), item)
+        return iter(found.values())
+
+    return {"tojson": tojson, "trim": trim, "replace": replace, "join": join, "unique": unique}

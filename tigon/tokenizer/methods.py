@@ -13,6 +13,7 @@ from tigon.tokenizer.budget import ITEM, SCANNED, TooMuch
 
 Sandbox = Any  # that of sandbox.py, which imports this file
 
+LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _DIGITS = re.compile(r"\d+")
 
 Cost = Callable[..., None]  # of (sandbox, owner, *arguments of the method)
@@ -83,11 +84,24 @@ def _searching(sandbox: Sandbox, text: str, part: Any = "", *_: Any, **__: Any) 
     # From the right, searching takes the product of both lengths at worst
     size = len(part) if isinstance(part, (str, tuple)) else 0
     sandbox.spend(len(text) * (1 + size // 8) // SCANNED)
+    if isinstance(part, tuple):  # of startswith
+        sandbox.spend(ITEM * size)
 
 
-def _splitting(sandbox: Sandbox, text: str, *args: Any, **kwargs: Any) -> None:
+def _cutting(sandbox: Sandbox, text: str, *args: Any, **kwargs: Any) -> None:
     _searching(sandbox, text, *args)
     sandbox.spend(len(text))
+
+
+def _splitting(sandbox: Sandbox, text: str, sep: Any = None, maxsplit: Any = -1) -> None:
+    _cutting(sandbox, text, sep)
+    # Before the list is made: each of its texts takes 50 bytes more than its characters
+    parts = text.count(sep) if isinstance(sep, str) and sep else len(text) // 2
+    sandbox.spend(ITEM * (min(parts, maxsplit) if maxsplit >= 0 else parts))
+
+
+def _lines(sandbox: Sandbox, text: str, *_: Any, **__: Any) -> None:
+    sandbox.spend(len(text) + ITEM * sum(map(text.count, LINE_ENDS)))
 
 
 def _copying(sandbox: Sandbox, text: str, *args: Any, **_: Any) -> None:
@@ -128,12 +142,14 @@ METHODS: dict[type, dict[str, Cost]] = {
     str: _costs(
         copying=(
             _copying,
-            "upper lower title capitalize casefold swapcase splitlines "
+            "upper lower title capitalize casefold swapcase "
             "removeprefix removesuffix isalnum isalpha isascii isdecimal isdigit isidentifier "
             "islower isnumeric isprintable isspace istitle isupper",
         ),
         searching=(_searching, "startswith endswith find rfind index rindex count"),
-        splitting=(_splitting, "strip lstrip rstrip split rsplit partition rpartition"),
+        cutting=(_cutting, "strip lstrip rstrip partition rpartition"),
+        splitting=(_splitting, "split rsplit"),
+        lines=(_lines, "splitlines"),
         replacing=(replacing, "replace"),
         padding=(_padding, "center ljust rjust zfill"),
         tabs=(_tabs, "expandtabs"),

@@ -6,7 +6,7 @@ filter or method.
 """
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import ItemsView, Iterable, Iterator, KeysView
 from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
 from jinja2.utils import Namespace
 
 from tigon.tokenizer.budget import CALL, ITEM, SCANNED, Budget, TooMuch
-from tigon.tokenizer.codegen import Generator
+from tigon.tokenizer.codegen import Generator, check_tree
 from tigon.tokenizer.filters import bounded_filters, bounded_tests
 from tigon.tokenizer.methods import METHODS, formatter, percent
 
-LONGEST = 2**17  # characters of a template; the longest that are known have a quarter of it
+LONGEST = 2**16  # characters of a template; the longest that are known have half of it
 MOST_TAGS = 4000
 _COMPARISONS = {
     "eq": operator.eq,
@@ -43,6 +43,13 @@ _OF_TEXT = METHODS[str].keys() - {"format", "format_map"}
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
+class _Namespace(Namespace):
+    """Its text is short: one that holds others twice could have an exponential one."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
 class Sandbox(Budget, ImmutableSandboxedEnvironment):
     """The environment of one thread, since one rendering at a time counts with it."""
 
@@ -52,8 +59,19 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         super().__init__(optimized=False, **options)
         self.start(None)
         del self.globals["lipsum"]
+        self.globals["namespace"] = _Namespace
         self.filters: dict[str, Any] = bounded_filters(self)
         self.tests: dict[str, Any] = bounded_tests(self)
+
+    def paid(self, units: int) -> bool:
+        self.spend(units)
+        return True
+
+    def key(self, value: Any) -> Any:
+        """Of a dict. Tuples whose hashes are all the same are easily made, and take forever."""
+        if isinstance(value, tuple):
+            raise TypeError("a tuple is no key of a dict: take a text or a number")
+        return value
 
     def concat(self, pieces: Iterable[str]) -> str:
         pieces = pieces if type(pieces) is list else list(pieces)
@@ -116,7 +134,7 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         if name in ("in", "notin"):
             result: Any = self.contains(left, right) == (name == "in")
         else:
-            if type(left) is str and type(right) is str:
+            if isinstance(left, str) and isinstance(right, str):
                 self.spend(len(right) // SCANNED)
             elif type(left) not in _SCALARS and type(right) not in _SCALARS:
                 self.spend(min(self.weigh(left), self.weigh(right)))
@@ -128,7 +146,12 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
             return value in values
         if isinstance(values, str):
             self.spend(len(values) // SCANNED)
-        elif isinstance(values, dict):
+        elif isinstance(values, (dict, KeysView)):
+            if isinstance(value, tuple):
+                return False
+        elif isinstance(values, ItemsView):
+            if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+                return False
             self.spend(self.weigh(value))
         elif not isinstance(values, Undefined):
             values = self.items(values)
@@ -166,7 +189,7 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         elif kind is str:
             if attribute in _OF_TEXT:
                 return getattr(obj, attribute)
-        elif kind is Namespace and not attribute.startswith("_"):
+        elif kind is _Namespace and not attribute.startswith("_"):
             try:
                 return getattr(obj, attribute)
             except AttributeError:
@@ -174,8 +197,9 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        if type(argument) is tuple:
-            self.spend(self.weigh(argument))
+        if isinstance(obj, type):
+            raise SecurityError("a type has no items")
+        self.key(argument)
         try:
             return obj[argument]
         except (TypeError, LookupError):
@@ -192,7 +216,7 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
         return None
 
     def call(self, context: Any, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.spend(CALL)
+        self.spend(CALL + ITEM * (len(args) + len(kwargs)))
         owner = None
         if type(target) is BuiltinMethodType and type(target.__self__) is str:
             for name in _CONTEXT:
@@ -220,7 +244,11 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
             self.hold(args)
             named = _without_context(kwargs)
             self.spend(self.weigh(args) + self.weigh(named))
-            if target is Namespace and any(name.startswith("_") for name in dict(*args, **named)):
+            if target in (dict, _Namespace):
+                args = tuple(map(self._mapping, args))
+            if target is _Namespace and any(
+                str(name).startswith("_") for part in (*args, named) for name in part
+            ):
                 raise SecurityError("a namespace has no private attributes")
         result = super().call(context, target, *args, **kwargs)
         if isinstance(result, str):
@@ -231,11 +259,18 @@ class Sandbox(Budget, ImmutableSandboxedEnvironment):
             self.spend(ITEM * len(result))
         return result
 
+    def _mapping(self, values: Any) -> dict[Any, Any]:
+        if isinstance(values, dict):
+            return values
+        return {self.key(key): value for key, value in self.items(values)}
+
     def compile_chat(self, template: str) -> jinja2.Template:
         """The template, if it is short enough to be compiled soon."""
         if len(template) > LONGEST or template.count("{%") + template.count("{{") > MOST_TAGS:
             raise TooMuch(f"it has more than {LONGEST} characters or {MOST_TAGS} tags")
-        return self.from_string(template)
+        tree = self.parse(template)
+        check_tree(tree)
+        return self.from_string(tree)
 
     def line(self, error: BaseException) -> int | None:
         """The template's line in which an error was raised."""

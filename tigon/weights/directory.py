@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tigon.weights.disk import require_space
+from tigon.weights.disk import named_if_full, require_space
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -37,15 +38,15 @@ def new_directory(
             _recover(target)
             _check_free(target, replace)
         require_space(target.parent, needed)
-        # Unlike the number of a process, never that of another container
-        temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
+        temporary = _hidden(target, "tmp")
         temporary.mkdir()
         try:
-            yield temporary
-            for item in [*temporary.rglob("*"), temporary]:
-                fsync(item)
+            with named_if_full(target, needed):
+                yield temporary
+                for item in [*temporary.rglob("*"), temporary]:
+                    fsync(item)
             _check_free(target, replace)
-            _publish(temporary, target)
+            _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -93,6 +94,9 @@ def _locked(target: Path) -> Iterator[bool]:
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
         os.close(descriptor)  # of a file that its holder has just removed
+    if not os.path.isfile(descriptor) or not re.match(rb"process \d|$", os.pread(descriptor, 9, 0)):
+        os.close(descriptor)
+        raise FileExistsError(f"{path} is somebody's file, not a lock: rename it or the target")
     try:
         with suppress(OSError):  # on a full disk the other process stays unnamed
             os.truncate(descriptor, 0)
@@ -110,23 +114,25 @@ def _recover(target: Path) -> None:
 
     The lock is held, so none of them is alive.
     """
-    old = _old(target)
-    if old.is_dir() and not target.exists():
-        old.rename(target)
-    for path in target.parent.iterdir():
-        if path == old or path.name.startswith(f".{target.name}.tmp-"):
+    ours = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
+    for path in sorted(target.parent.iterdir()):
+        if not (name := ours.fullmatch(path.name)) or path.is_symlink():
+            continue
+        if name[1] == "old" and not target.exists():
+            path.rename(target)
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _publish(temporary: Path, target: Path) -> None:
-    """Give a whole directory its name; what had it before is removed."""
-    if not (target.is_dir() and any(target.iterdir())):
+def _publish(temporary: Path, target: Path, replace: bool) -> None:
+    """Give a whole directory its name; with `replace`, what had it before is removed."""
+    if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)
         return
     old = temporary
     if not _exchange(temporary, target):
-        old = _old(target)
+        old = _hidden(target, "old")
         os.rename(target, old)
         try:
             os.rename(temporary, target)
@@ -137,8 +143,9 @@ def _publish(temporary: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+def _hidden(target: Path, kind: str) -> Path:
+    """A name beside the target that nobody else has, nor another container's process."""
+    return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 
 def _exchange(first: Path, second: Path) -> bool:

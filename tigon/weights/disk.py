@@ -24,12 +24,14 @@ def require_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def named_if_full(path: Path, needed: int) -> Iterator[None]:
-    """Let an error of a full disk, or of a quota, say what was to be written."""
+    """Let an error of a full disk, of a quota, or that names no file say what was to be written."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
-            raise
+            if error.errno is None or error.filename is not None:
+                raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
         free = shutil.disk_usage(path.parent).free
         quota = " (a quota)" if error.errno == errno.EDQUOT else ""
         raise DiskFull(

@@ -185,7 +185,7 @@ class _Cursor:
     def value(self, key: str) -> Any:
         kind = self.number("I")
         if kind == STRING:
-            return self.string(key, MOST_TEXT)
+            return self.string(escaped(key, 100), MOST_TEXT)
         if kind == ARRAY:
             return self._array(key)
         if kind not in SCALARS:

@@ -80,4 +80,4 @@ def compare(
 def listing(fault: str, names: list[str], most: int) -> str:
     """A line of a message about one kind of misfits."""
     more = ", ..." if len(names) > most else ""
-    return f"{len(names)} {fault}: {', '.join(escaped(name) for name in names[:most])}{more}"
+    return f"{len(names)} {fault}: {', '.join(escaped(name, 300) for name in names[:most])}{more}"

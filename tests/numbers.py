@@ -99,3 +99,11 @@ def float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bfloat16 values toward zero and away from it, in float64."""
+    _, exponent = torch.frexp(x.double())
+    spacing = torch.ldexp(torch.ones_like(x).double(), (exponent - 8).clamp(min=-133))
+    toward = (x.double() / spacing).trunc() * spacing
+    return toward, toward + x.double().sign() * spacing

@@ -78,10 +78,13 @@ def test_packed_sequences_are_as_if_alone(model_type: str, case: str, tmp_path: 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_kernels_compute_what_plain_torch_does(model_type: str, case: str, tmp_path: Path) -> None:
-    """On a GPU compiled, elsewhere under Triton's interpreter."""
-    reference(model_type, CASES[model_type][case], tmp_path)
+    """On a GPU compiled, elsewhere under Triton's interpreter: slowly, so the model is smaller."""
+    sizes = CASES[model_type][case]
+    if "layer_types" not in sizes:
+        sizes = sizes | {"num_hidden_layers": 2}
+    reference(model_type, sizes, tmp_path)
     model = from_pretrained(tmp_path, device="cuda" if torch.cuda.is_available() else "cpu")
-    ids = prompts().to(model.device)
+    ids = prompts()[:, :8].to(model.device)  # past the window
 
     def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = model(ids, labels=ids).loss

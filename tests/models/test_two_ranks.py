@@ -4,8 +4,6 @@ import json
 import os
 import re
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
+from tests.train.ranks import Ranks
 from tigon.models import MODELS, Batch, CausalLM, Targets, build, load_weights, materialize
+from tigon.train import start
 from tigon.weights import Repository
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     # Odd sizes: the ranks' shares differ, and one rank has nothing of the last norm's padding
     "tied": {"tie_word_embeddings": True, "attention_bias": True, "pad_token_id": 3},
@@ -43,6 +42,7 @@ CONFIG = {
     "vocab_size": 101,
     "initializer_range": 0.1,
 }
+Results = tuple[Path, str, list[dict[str, Any]]]
 IDS = torch.arange(48).view(2, 24) % 40
 
 
@@ -88,7 +88,12 @@ def mixed_losses(repository: Repository) -> list[float]:
     return [loss.item() for loss in (plain, *losses)]
 
 
-def rank_main(root: Path, kind: str) -> dict[str, Any]:
+def rank_main(root: Path, kind: str) -> None:
+    with start("cpu") as world:
+        (root / f"{world.rank}.json").write_text(json.dumps(results(root, kind)))
+
+
+def results(root: Path, kind: str) -> dict[str, Any]:
     preadv, counted = os.preadv, []
 
     def counting(*arguments: Any) -> int:
@@ -133,9 +138,7 @@ def rank_main(root: Path, kind: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str, list[dict[str, Any]]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     root, kind = tmp_path_factory.mktemp("ranks"), request.param
     torch.manual_seed(0)
     changes = {"model_type": "llama", **KINDS[kind]}
@@ -145,35 +148,15 @@ def ranks(
     model.save_pretrained(root / kind)
     # fully_shard would choose a GPU where there is one
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    threads = str(torch.get_num_threads())  # as this process has: the bits may depend on it
-    environment = os.environ | hidden | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(root), kind, str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return root, kind, [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
-
-
-Ranks = tuple[Path, str, list[dict[str, Any]]]
+    Ranks(2, rank_main, root, kind, environment=hidden).finish()
+    return root, kind, [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_each_rank_reads_its_rows_once(ranks: Ranks) -> None:
+def test_each_rank_reads_its_rows_once(ranks: Results) -> None:
     root, kind, (first, second) = ranks
     size = sum(p.nbytes for p in tigon.from_pretrained(root / kind).parameters())
     assert first["bytes"] + second["bytes"] == size
@@ -181,7 +164,7 @@ def test_each_rank_reads_its_rows_once(ranks: Ranks) -> None:
     assert first["tied"] == second["tied"] == (kind == "tied")
 
 
-def test_export_is_that_of_one_process(ranks: Ranks) -> None:
+def test_export_is_that_of_one_process(ranks: Results) -> None:
     root, kind, results = ranks
     assert [result["export"] for result in results] == ["written"] * 2
     tigon.from_pretrained(root / kind).save_pretrained(root / "alone", max_shard_size="10KB")
@@ -189,7 +172,7 @@ def test_export_is_that_of_one_process(ranks: Ranks) -> None:
     assert len(files(root / "alone")) > 6
 
 
-def test_a_step_is_that_of_one_process(ranks: Ranks) -> None:
+def test_a_step_is_that_of_one_process(ranks: Results) -> None:
     root, kind, results = ranks
     model = tigon.from_pretrained(root / kind)
     loss = model(IDS, labels=IDS).loss
@@ -201,7 +184,7 @@ def test_a_step_is_that_of_one_process(ranks: Ranks) -> None:
     assert [result["loss"] for result in results] == pytest.approx([loss.item()] * 2, rel=1e-6)
 
 
-def test_resolved_arguments_pass_unharmed(ranks: Ranks) -> None:
+def test_resolved_arguments_pass_unharmed(ranks: Results) -> None:
     """FSDP's mixed precision casts every float tensor that it finds in arguments."""
     for result in ranks[2]:
         resolved, keywords = result["resolved"]
@@ -221,7 +204,7 @@ def test_resolved_arguments_pass_unharmed(ranks: Ranks) -> None:
         ("disk", r"OSError: \[Errno 27\] File too large"),
     ],
 )
-def test_what_stops_rank_0_stops_all(ranks: Ranks, case: str, message: str) -> None:
+def test_what_stops_rank_0_stops_all(ranks: Results, case: str, message: str) -> None:
     root, kind, (first, second) = ranks
     assert re.match(message, first[case]), first[case]
     assert second[case] == f"RankError: rank 0 stopped with {first[case]}"
@@ -229,13 +212,3 @@ def test_what_stops_rank_0_stops_all(ranks: Ranks, case: str, message: str) -> N
     assert files(root / f"{kind}-again") == files(root / f"{kind}-trained")
     assert files(root / "full") == {"notes.txt": b"mine"}
     assert not [path for path in root.iterdir() if path.name.startswith((".", "never"))]
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    here, which, this_rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{here}/init", rank=this_rank, world_size=2)
-    print(json.dumps(rank_main(here, which)))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a gloo thread that still frees a tensor aborts an interpreter on its way out

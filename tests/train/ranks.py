@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tigon.train import main
 
@@ -106,6 +107,34 @@ class Ranks:
 def train_on(count: int, settings: list[str], **environment: str) -> str:
     """A run on `count` ranks; what it prints."""
     return Ranks(count, main, settings, environment=environment).finish()
+
+
+def torchrun(count: int, settings: list[str]) -> str:
+    """A run on `count` ranks that torchrun's agent starts, in this process; what it prints."""
+    with tempfile.TemporaryDirectory(prefix="tigon-ranks-") as directory:
+        for name in (OUT, ERR):
+            Path(directory, name).touch()
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=count,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="forkserver",
+        )
+        numbers = [signal.Signals[name] for name in config.signals_to_handle.split(",")]
+        handlers = [signal.getsignal(number) for number in numbers]  # the agent leaves its own
+        try:
+            elastic_launch(config, _agents_rank)(torch.get_num_threads(), directory, settings)
+        finally:
+            for number, handler in zip(numbers, handlers, strict=True):
+                signal.signal(number, handler)
+        return Path(directory, OUT).read_text()
+
+
+def _agents_rank(threads: int, directory: str, settings: list[str]) -> None:
+    _rank(dict(os.environ), threads, directory, main, (settings,))
 
 
 class Child:

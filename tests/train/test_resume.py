@@ -2,14 +2,12 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.small import write_chats
+from tests.train.ranks import Ranks, main_after
 from tigon.train import checkpoint, main
 from tigon.train.record import Record
 
@@ -59,13 +57,8 @@ def test_stopped_by_a_signal_and_resumed_is_the_same_curve(workspace, whole, mon
     assert saved(run) == ["step-00000006", "step-00000007"]  # keep_last=2
 
 
-def test_killed_during_a_save_resumes_from_the_one_before(workspace, whole):
-    settings = workspace.settings("killed", eval_data=workspace.held_out, eval_every=3, **STEPS)
-    script = f"""
+KILLED = """
 import os, signal
-import torch
-torch.set_num_threads({torch.get_num_threads()})
-from tigon.train import main
 from tigon.train.checkpoint import integrity
 write_sums = integrity.write_sums
 def killed(directory, known):
@@ -74,11 +67,14 @@ def killed(directory, known):
         os.truncate(directory / "weights-00000.safetensors", 1000)
         os.kill(os.getpid(), signal.SIGKILL)
 integrity.write_sums = killed
-main({settings!r})
 """
-    root = Path(__file__).parents[2]
-    killed = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+
+
+def test_killed_during_a_save_resumes_from_the_one_before(workspace, whole):
+    settings = workspace.settings("killed", eval_data=workspace.held_out, eval_every=3, **STEPS)
+    killed = Ranks(1, main_after, KILLED, settings)
+    with pytest.raises(AssertionError, match=rf"exit codes \[-{int(signal.SIGKILL)}\]"):
+        killed.finish()
     run = workspace.root / "killed"
     assert saved(run) == [".step-00000004.partial", "step-00000002"]
     newest = checkpoint.latest(run / "checkpoints")

@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import threading
 import time
@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.train.checkpoints import assert_equal
+from tests.train.checkpoints import State, assert_equal
+from tests.train.ranks import Ranks
 from tigon.train import checkpoint, main
-from tigon.train.checkpoint import files, memory, saver, storage
+from tigon.train.checkpoint import Keep, files, memory, newest_whole, saver, storage
+from tigon.train.parallel import start
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -123,61 +125,50 @@ def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, 
     assert to._stager.buffers == {}
 
 
-KILLED = """
-import gc, os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from tests.train.checkpoints import State
-from tigon.train.checkpoint import files, Keep, newest_whole, saver
-from tigon.train.parallel import start
-
-model, root = map(Path, sys.argv[1:])
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-gc.freeze()  # of imports nothing is garbage, which every child would look for
-moment = 0
-while True:
-    moment += 1
-    child = os.fork()
-    if child == 0:
-        count = 0
-        def hook(event, arguments):
-            global count
-            if event in EVENTS and str(arguments[0]).startswith(str(root / "checkpoints")):
-                count += 1
-                if count == moment * 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        with start("cpu") as world:
-            state = State(model, world)
-            with saver.Saver(root, world, keep=Keep(last=1), background=moment % 2 == 0) as to:
-                if newest_whole(root / "checkpoints") is None:
-                    state.save(to, 1)
-                    to.wait()
-                sys.addaudithook(hook)
-                state.save(to, 1 + moment)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said = []
-    whole = newest_whole(root / "checkpoints", said.append)
-    print(moment, status, whole.name, said)
-    assert whole is not None and not said, said
-    if status == 0:
-        break
-    assert status == -signal.SIGKILL
-"""
+
+
+def save_and_die(model: Path, root: Path, moment: int) -> None:
+    """A save whose process is killed at every third file operation, if there are so many."""
+    count = 0
+
+    def hook(event, arguments):
+        nonlocal count
+        if event in EVENTS and str(arguments[0]).startswith(str(root / "checkpoints")):
+            count += 1
+            if count == moment * 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with start("cpu") as world:
+        state = State(model, world)
+        with saver.Saver(root, world, keep=Keep(last=1), background=moment % 2 == 0) as to:
+            if newest_whole(root / "checkpoints") is None:
+                state.save(to, 1)
+                to.wait()
+            sys.addaudithook(hook)
+            state.save(to, 1 + moment)
+
+
+def kill_saves(model: Path, root: Path) -> None:
+    status, moment = -signal.SIGKILL, 0
+    while status == -signal.SIGKILL:
+        moment += 1
+        child = os.fork()
+        if child == 0:
+            save_and_die(model, root, moment)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said: list[str] = []
+        whole = newest_whole(root / "checkpoints", said.append)
+        assert whole is not None and not said, said
+        print(moment, status, whole.name)
+    assert status == 0
 
 
 def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stays(workspace, tmp_path):
     """At every third file operation, in turn; what has a checkpoint's name is whole."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(workspace.model), str(tmp_path)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) > 5, done.stdout
+    printed = Ranks(1, kill_saves, workspace.model, tmp_path).finish()
+    assert len(printed.splitlines()) > 5, printed
 
 
 def test_exports_while_training(workspace):

@@ -1,31 +1,14 @@
-"""torchrun with two ranks (gloo, FSDP2) against one process."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""torchrun's agent with two ranks (gloo, FSDP2) against one process."""
 
 import pytest
 import torch
 
 import tigon
 from tests.small import EXPERTS, write_model
-from tests.train.ranks import train_on
+from tests.train.ranks import torchrun, train_on
 from tigon.train import main
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {"steps": 11, "save_every": 4, "keep_last": 0, "eval_every": 4, "warmup_steps": 2}
-
-
-def torchrun(settings: list[str]) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "tigon.train", *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +37,7 @@ def assert_same_curve(workspace, run: str, start: int = 0) -> None:
 
 
 def test_two_ranks_and_one_have_the_same_curve_and_export(workspace, settings):
-    printed = torchrun(settings("two", activation_checkpointing="true"))
+    printed = torchrun(2, settings("two", activation_checkpointing="true"))
     assert printed.count("exported to") == 1  # the other rank is silent
     assert_same_curve(workspace, "two")
     one = tigon.from_pretrained(workspace.root / "one/hf").state_dict()

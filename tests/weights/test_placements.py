@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,10 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from tests.train.ranks import Ranks
+from tigon.train import start
 from tigon.weights import Checkpoint, Part, Repository, load_into
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = {
     "fused": (Part.whole("q", (9, 6)), Part.whole("k", (3, 6), 9), Part.whole("v", (5, 6), 12)),
     # Experts apart, and in one tensor
@@ -120,30 +118,24 @@ def failing(directory: Path) -> str:
     return "no error"
 
 
-def rank_main(directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=4
-    )
-    found: dict[str, Any] = {
-        f"{i} {dtype}": case(directory, *MESHES[i], getattr(torch, dtype))
-        for i in range(len(MESHES))
-        for dtype in ("float32", "bfloat16")
-    }
-    found["failing"] = failing(directory)
-    (directory / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
+def rank_main(directory: Path) -> None:
+    with start("cpu") as world:
+        found: dict[str, Any] = {
+            f"{i} {dtype}": case(directory, *MESHES[i], getattr(torch, dtype))
+            for i in range(len(MESHES))
+            for dtype in ("float32", "bfloat16")
+        }
+        found["failing"] = failing(directory)
+        (directory / f"{world.rank}.json").write_text(json.dumps(found))
+        world.barrier()
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        save_file(parts(), directory / "model.safetensors")
-        command = [sys.executable, __file__, name]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        subprocess.run(command, env=environment, check=True, timeout=240)
-        return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("placements")
+    save_file(parts(), directory / "model.safetensors")
+    Ranks(4, rank_main, directory).finish()
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -172,14 +164,3 @@ def test_a_failure_of_one_rank_is_one_of_all(ranks: list[dict[str, Any]]) -> Non
             rank["failing"]
             == "RuntimeError: another rank could not read the checkpoint: it says why"
         )
-
-
-if __name__ == "__main__":
-    children = []
-    for number in range(4):
-        child = os.fork()
-        if not child:
-            rank_main(Path(sys.argv[1]), number)
-            os._exit(0)
-        children.append(child)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from tests.train.ranks import Ranks
+from tigon.train import start
 from tigon.weights import Checkpoint, Part, Repository, Rows, entries, load_into, write_checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "wide": (1001, 64),
     "odd": (5, 3),
@@ -73,7 +72,12 @@ class Model(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
 
 
-def rank_main(directory: Path) -> dict[str, Any]:
+def rank_main(directory: Path) -> None:
+    with start("cpu") as world:
+        (directory / f"{world.rank}.json").write_text(json.dumps(results(directory)))
+
+
+def results(directory: Path) -> dict[str, Any]:
     preadv, counted = os.preadv, []
 
     def counting(*arguments: Any) -> int:
@@ -162,21 +166,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     for kind in KINDS:
         (directory / kind).mkdir()
     save_file(parts(), directory / "model.safetensors")
-    threads = str(torch.get_num_threads())  # as this process has: the bits may depend on it
-    environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(directory), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    return directory, [json.loads(stdout.splitlines()[-1]) for stdout, _ in outputs]
+    Ranks(2, rank_main, directory).finish()
+    return directory, [json.loads((directory / f"{i}.json").read_text()) for i in range(2)]
 
 
 def test_each_rank_reads_its_own_rows(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -250,13 +241,3 @@ def test_what_stops_one_rank_stops_all(
     for result, message in zip(results, messages, strict=True):
         assert result["written"][kind].startswith(message)
     assert files(directory / kind) == {}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    root, this_rank = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", init_method=f"file://{root}/init", rank=this_rank, world_size=2)
-    print(json.dumps(rank_main(root)))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a gloo thread that still frees a tensor aborts an interpreter on its way out

@@ -1,5 +1,6 @@
 """Rows in the forms that people have them, to conversations and texts."""
 
+import io
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tigon.data import Format
 from tigon.data.examples import Report, counted
 from tigon.data.formats import CHATS, TEXTS, Chat, Text, as_chat, as_text
+from tigon.data.lines import _Frames
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}
@@ -169,3 +171,24 @@ def test_numbers_of_things_in_words():
     assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
     lines = Report(1, skipped=1, errors=("a:1: bad",)).lines()
     assert lines == ["1 of 1 row skipped as bad:\n  a:1: bad"]
+
+
+def test_zeros_that_are_compressed_well_do_not_fill_the_memory():
+    zstandard = pytest.importorskip("zstandard")
+    bomb = zstandard.compress(bytes(2**29))  # 16 KiB
+    sizes = []
+
+    class Frame:
+        def __init__(self):
+            self.frame = zstandard.ZstdDecompressor().decompressobj()
+
+        def __getattr__(self, name):
+            return getattr(self.frame, name)
+
+        def decompress(self, data):
+            sizes.append(len(text := self.frame.decompress(data)))
+            return text
+
+    with io.BufferedReader(_Frames(io.BytesIO(bomb), Frame), 2**20) as file:
+        assert sum(map(len, iter(lambda: file.read(2**22), b""))) == 2**29
+    assert max(sizes) < 2**28

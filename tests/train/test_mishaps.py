@@ -1,7 +1,6 @@
 """What befalls runs: kills between two files, damaged leftovers, logs that nobody reads."""
 
 import gzip
-import io
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.ranks import Ranks, train_on
-from tigon.data.lines import _Frames
 from tigon.train import checkpoint, loop, main, predictions, processes, record
 from tigon.train.checkpoint import files, retention
 from tigon.train.checkpoint.retention import Keep, Saved
@@ -332,24 +330,3 @@ def test_a_line_without_an_end_does_not_fill_the_memory(workspace, tmp_path, mon
         file.write(b'{"messages": []}\n{"messages": "' + b"a" * 2**24)
     with pytest.raises(SystemExit, match=r"rows.jsonl.gz:2: a row of more than 1,048,576 bytes"):
         main(workspace.settings("x", run_dir=tmp_path / "run", data=data, steps=1))
-
-
-def test_zeros_that_are_compressed_well_do_not_fill_the_memory():
-    zstandard = pytest.importorskip("zstandard")
-    bomb = zstandard.compress(bytes(2**29))  # 16 KiB
-    sizes = []
-
-    class Frame:
-        def __init__(self):
-            self.frame = zstandard.ZstdDecompressor().decompressobj()
-
-        def __getattr__(self, name):
-            return getattr(self.frame, name)
-
-        def decompress(self, data):
-            sizes.append(len(text := self.frame.decompress(data)))
-            return text
-
-    with io.BufferedReader(_Frames(io.BytesIO(bomb), Frame), 2**20) as file:
-        assert sum(map(len, iter(lambda: file.read(2**22), b""))) == 2**29
-    assert max(sizes) < 2**28

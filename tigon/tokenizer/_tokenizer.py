@@ -98,8 +98,6 @@ class Tokenizer:
 
     def use_chat_template(self, path: str | os.PathLike[str]) -> None:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no chat template {path}")
         self.chat_template = source.read_template(Path(path))
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
         self._files = others | {"chat_template.jinja": Path(path)}
@@ -141,9 +139,8 @@ class Tokenizer:
         """`encode` of many texts, in parallel."""
         try:
             with PANICS:
-                encodings = self.backend.encode_batch_fast(
-                    list(texts), add_special_tokens=add_special_tokens
-                )
+                encode = self.backend.encode_batch_fast
+                encodings = encode(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
             for text in texts:
                 chat.check_unicode(text)

@@ -171,6 +171,8 @@ def read_template(path: Path) -> str:
     """The text of a Jinja file."""
     try:
         return read_bytes(path, MOST_TEMPLATE).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no chat template {escaped(path)}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
 

@@ -150,7 +150,9 @@ def test_chats_by_a_template_of_ones_own(workspace, tmp_path):
 def test_attention_by_a_backend_that_is_demanded(workspace):
     with pytest.raises(SystemExit, match="attention='flash' cannot do this: it runs on CUDA GPUs"):
         main(workspace.settings("demanded", attention="flash", steps=1))
-    with pytest.raises(ValueError, match="attention='eager' is not one of auto, fa4, cudnn"):
+    with pytest.raises(ValueError, match="attention='paged' is not one of auto, fa4, cudnn"):
+        load(None, workspace.settings("demanded", attention="paged"))
+    with pytest.raises(ValueError, match="attention='eager'.*reference"):
         load(None, workspace.settings("demanded", attention="eager"))
 
 

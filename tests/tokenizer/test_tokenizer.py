@@ -212,7 +212,7 @@ def test_errors_name_the_file(byte_level: Path, tmp_path: Path) -> None:
         Tokenizer.from_pretrained(tmp_path)
     edited(byte_level, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -68,9 +68,7 @@ class Report:
         if self.unlearned:
             lines.append(f"{counted(self.unlearned, 'row')} left out, whose weights are all 0")
         if self.ignored_keys:
-            lines.append(
-                f"keys of its rows that nothing reads: {escaped(', '.join(self.ignored_keys))}"
-            )
+            lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
         return lines
 
     def why_empty(self) -> str:
@@ -203,7 +201,7 @@ class Encoder:
                 groups.append((line, examples))
             else:
                 report += Report(unlearned=1)
-        report += Report(ignored_keys=tuple(ignored))
+        report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored))
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 

@@ -56,8 +56,10 @@ def test_every_command_takes_a_run_or_a_checkpoint(run, tigon, tmp_path, workspa
     assert all(torch.equal(exported[name], t.bfloat16()) for name, t in weights.items())
 
     described, checkpoint = (tigon("info", path) for path in (run / "hf", run))
-    same = [line for line in described.splitlines()[1:] if not line.startswith("  files")]
-    assert same == [l for l in checkpoint.splitlines()[1:] if not l.startswith("  files")]  # noqa: E741
+    own = ("  files", "  tensors")
+    same = [line for line in described.splitlines()[1:] if not line.startswith(own)]
+    assert same == [l for l in checkpoint.splitlines()[1:] if not l.startswith(own)]  # noqa: E741
+    assert "optimizer in float32 0.6 MiB, weights in float32 0.3 MiB\n" in checkpoint
     assert "files         checkpoint step-00000002, 8 files, " in checkpoint
     assert "parity" in tigon("eval", "parity", run, "--new-tokens", "4")
 

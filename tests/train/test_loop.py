@@ -152,7 +152,7 @@ def test_attention_by_a_backend_that_is_demanded(workspace):
         main(workspace.settings("demanded", attention="flash", steps=1))
     with pytest.raises(ValueError, match="attention='paged' is not one of auto, fa4, cudnn"):
         load(None, workspace.settings("demanded", attention="paged"))
-    with pytest.raises(ValueError, match="attention='eager'.*reference"):
+    with pytest.raises(ValueError, match=r"attention='eager'.*reference"):
         load(None, workspace.settings("demanded", attention="eager"))
 
 

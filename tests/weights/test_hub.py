@@ -303,8 +303,9 @@ def test_a_download_that_breaks_for_good_leaves_no_half_file(
 
 
 def test_a_hub_that_does_not_answer_is_given_up_soon(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # a folder "runs" here would be another error
     monkeypatch.setattr(reach, "REACH_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, says nothing
         where = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -39,8 +39,10 @@ class Workspace:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """Each file's own. pytest may build it again for a file's later tests, so it has a new folder
+    each time, where no run of its names exists."""
     return Workspace(tmp_path_factory.mktemp("train"))
 
 
@@ -55,7 +57,7 @@ def state(workspace: Workspace, world: World) -> State:
     return State(workspace.model, world)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(workspace: Workspace) -> Path:
     """A run of three steps, each of which is saved."""
     main(workspace.settings("finished", steps=3, save_every=1, keep_last=0))

@@ -46,7 +46,7 @@ def run_all(runs: list[list[str]]) -> None:
                 torch.save(weights, Path(run.config.run_dir, "weights.pt"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one(workspace):
     """One rank, four micro-batches a step."""
     rows, held_out = map(write_weighted, (workspace.data, workspace.held_out))

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 import tigon
 from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
-from tests.train.conftest import Workspace
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.tensors import everything
@@ -49,21 +48,27 @@ def step(run: Path, number: int) -> Path:
     return run / f"checkpoints/step-{number:08d}"
 
 
+@pytest.fixture(scope="module")
+def whole(workspace):
+    """A run of each case without interruption, under the case's name."""
+    for case, its in CASES.items():
+        main(workspace.settings(case, **STEPS, **its))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_has_the_bits_of_one_without_interruption(precision, case):
+def test_a_resumed_run_has_the_bits_of_one_without_interruption(workspace, whole, case):
     changes = STEPS | CASES[case]
-    main(precision.settings(case, **changes))
     again = f"{case}-again"
-    main(precision.settings(again, resume=step(precision.root / case, 2), **changes))
-    assert precision.metrics(again, "loss") == precision.metrics(case, "loss")[2:]
-    expected = tensors(step(precision.root / case, 4))
-    assert_equal(tensors(step(precision.root / again, 4)), expected)
+    main(workspace.settings(again, resume=step(workspace.root / case, 2), **changes))
+    assert workspace.metrics(again, "loss") == workspace.metrics(case, "loss")[2:]
+    expected = tensors(step(workspace.root / case, 4))
+    assert_equal(tensors(step(workspace.root / again, 4)), expected)
     dtypes = {name.split(".")[1] if name[0] == "o" else "": t.dtype for name, t in expected.items()}
     assert dtypes[""] == (torch.float32 if case == "8bit" else torch.bfloat16)
     if case == "8bit":
         frozen = {name for name in expected if name.startswith("model.layers.1.")}
         assert not any(name.endswith(tuple(frozen)) for name in expected.keys() - frozen)
-        average = load_file(precision.root / case / "hf-ema/model.safetensors")
+        average = load_file(workspace.root / case / "hf-ema/model.safetensors")
         assert average.keys() == {name for name in expected if name.startswith("model.")}
         for name, tensor in average.items():
             assert torch.equal(tensor, expected[name if name in frozen else f"ema.{name}"])
@@ -92,70 +97,64 @@ def on_ranks(moved: list[tuple[list[str], Path]], runs: list[list[str]], sums: l
                 world.say(f"{name} {line}")
 
 
-@pytest.fixture(scope="session")
-def precision(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    """Of this file alone, whose runs have names that others have too."""
-    return Workspace(tmp_path_factory.mktemp("precision"))
-
-
 @pytest.fixture(scope="module")
-def two_ranks(precision) -> str:
+def two_ranks(workspace, whole) -> str:
     """What they print."""
-    moved, changes = [], STEPS | CASES["bf16"]
-    for case, its in CASES.items():
-        if not (source := step(precision.root / case, 2)).exists():
-            main(precision.settings(case, **STEPS, **its))
-        moved.append((precision.settings(f"{case}-moved", **STEPS, **its), source))
-    model = write_model(precision.root / "experts-model", **EXPERTS)
-    its = {"model": model, "optimizer": "adamw_8bit", "steps": 2, "batch_size": 2}
-    main(precision.settings("experts", **its))
-    source = step(precision.root / "experts", 2)
-    moved.append((precision.settings("experts-moved", **its), source))
-    half = step(precision.root / "ranks", 2)
-    runs = [
-        precision.settings("ranks", **changes, export="true"),
-        precision.settings("ranks-again", resume=half, **changes),
+    changes = STEPS | CASES["bf16"]
+    moved = [
+        (workspace.settings(f"{case}-moved", **STEPS, **its), step(workspace.root / case, 2))
+        for case, its in CASES.items()
     ]
-    sums = [(name, precision.settings("sums", **of)) for name, of in SUMS.items()]
+    model = write_model(workspace.root / "experts-model", **EXPERTS)
+    its = {"model": model, "optimizer": "adamw_8bit", "steps": 2, "batch_size": 2}
+    main(workspace.settings("experts", **its))
+    source = step(workspace.root / "experts", 2)
+    moved.append((workspace.settings("experts-moved", **its), source))
+    half = step(workspace.root / "ranks", 2)
+    runs = [
+        workspace.settings("ranks", **changes, export="true"),
+        workspace.settings("ranks-again", resume=half, **changes),
+    ]
+    sums = [(name, workspace.settings("sums", **of)) for name, of in SUMS.items()]
     return Ranks(2, on_ranks, moved, runs, sums).finish()
 
 
 @pytest.mark.parametrize("case", [*CASES, "experts"])
-def test_states_have_the_same_bits_on_two_ranks(precision, two_ranks, case):
-    source = tensors(step(precision.root / case, 2))
-    assert_equal(tensors(step(precision.root / f"{case}-moved", 9)), source)
+def test_states_have_the_same_bits_on_two_ranks(workspace, two_ranks, case):
+    source = tensors(step(workspace.root / case, 2))
+    assert_equal(tensors(step(workspace.root / f"{case}-moved", 9)), source)
     if case == "experts":
         name = "optimizer.exp_avg_sq_{}.model.layers.1.mlp.experts.gate_up_proj"
         assert source[name.format("codes")].shape == (5, 80, 64)
         assert source[name.format("scale")].shape == (5, 80, 1)
 
 
-def test_two_ranks_go_on_with_the_same_bits(precision, two_ranks):
+def test_two_ranks_go_on_with_the_same_bits(workspace, two_ranks):
     """And draw for each element what one rank draws: their weights differ from one rank's by the
     gradients' last bits alone, which few roundings notice."""
-    two = tensors(step(precision.root / "ranks", 4))
-    assert_equal(tensors(step(precision.root / "ranks-again", 4)), two)
-    main(precision.settings("rank", **STEPS, **CASES["bf16"], accumulate_fp32="true"))
-    one = tensors(step(precision.root / "rank", 4))
+    two = tensors(step(workspace.root / "ranks", 4))
+    assert_equal(tensors(step(workspace.root / "ranks-again", 4)), two)
+    main(workspace.settings("rank", **STEPS, **CASES["bf16"], accumulate_fp32="true"))
+    one = tensors(step(workspace.root / "rank", 4))
     names = [name for name in one if name.startswith("model.")]
     differ = torch.cat([(one[name] != two[name]).flatten() for name in names]).float().mean()
     # Other draws make half of the weights differ
     assert differ < 0.1
 
 
-def test_two_ranks_export_their_average(precision, two_ranks):
-    run = precision.root / "ranks"
+def test_two_ranks_export_their_average(workspace, two_ranks):
+    run = workspace.root / "ranks"
     found = tensors(step(run, 4))
     saved = load_file(run / "hf-ema/model.safetensors")
     assert_equal(saved, {name: found[f"ema.{name}"] for name in saved})
     assert not torch.equal(saved["model.norm.weight"], found["model.norm.weight"].float())
 
 
-def test_the_average_is_that_of_its_definition(precision):
+def test_the_average_is_that_of_its_definition(workspace):
     decay, changes = 0.75, {"steps": 3, "save_every": 1, "keep_last": 0, "export": "true"}
-    main(precision.settings("average", ema_decay=decay, **changes))
-    run = precision.root / "average"
-    expected = {n: t.double() for n, t in load_file(precision.model / "model.safetensors").items()}
+    main(workspace.settings("average", ema_decay=decay, **changes))
+    run = workspace.root / "average"
+    expected = {n: t.double() for n, t in load_file(workspace.model / "model.safetensors").items()}
     for number in (1, 2, 3):
         found = tensors(step(run, number))
         for name, average in expected.items():
@@ -168,18 +167,18 @@ def test_the_average_is_that_of_its_definition(precision):
     assert_equal(saved, {name: found[f"ema.{name}"] for name in expected})
     assert (run / "hf-ema/tokenizer.json").is_file()
     # The average has no part in training or its evaluation
-    main(precision.settings("alone", **changes))
-    assert precision.metrics("alone", "loss") == precision.metrics("average", "loss")
-    assert not (precision.root / "alone/hf-ema").exists()
+    main(workspace.settings("alone", **changes))
+    assert workspace.metrics("alone", "loss") == workspace.metrics("average", "loss")
+    assert not (workspace.root / "alone/hf-ema").exists()
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_steps_that_are_left_out_do_not_enter_the_average(precision, poisoned, policy):
+def test_steps_that_are_left_out_do_not_enter_the_average(workspace, poisoned, policy):
     """Step 3 is skipped; or step 2's checkpoint comes back, with the rows of step 4."""
     poisoned(2)
     changes = STEPS | {"ema_decay": 0.5, "save_every": 1, "nonfinite": policy}
-    main(precision.settings(policy, **changes))
-    saved = [tensors(step(precision.root / policy, n)) for n in (1, 2, 3, 4)]
+    main(workspace.settings(policy, **changes))
+    saved = [tensors(step(workspace.root / policy, n)) for n in (1, 2, 3, 4)]
     averages = [{n: t for n, t in found.items() if n.startswith("ema.")} for found in saved]
     if policy == "skip":
         assert_equal(averages[2], averages[1])
@@ -191,11 +190,11 @@ def test_steps_that_are_left_out_do_not_enter_the_average(precision, poisoned, p
             torch.testing.assert_close(averages[i][name], expected, rtol=1e-6, atol=1e-8)
 
 
-def test_an_average_that_begins_later_begins_with_the_weights(precision, finished, capsys):
+def test_an_average_that_begins_later_begins_with_the_weights(workspace, finished, capsys):
     source = finished / "checkpoints/step-00000002"
     with start("cpu") as world:
         run = prepare(
-            load(None, precision.settings("later", steps=3, ema_decay=0.9, resume=source)), world
+            load(None, workspace.settings("later", steps=3, ema_decay=0.9, resume=source)), world
         )
         assert "ema_decay 0.0 -> 0.9" in capsys.readouterr().out
         assert isinstance(run.ema, Ema)
@@ -214,28 +213,28 @@ def test_an_average_that_begins_later_begins_with_the_weights(precision, finishe
         ({"optimizer": "sgd"}, "exp_avg, exp_avg_sq, step", "step"),
     ],
 )
-def test_states_of_another_optimizer_are_refused(precision, finished, changes, was, now):
+def test_states_of_another_optimizer_are_refused(workspace, finished, changes, was, now):
     source = finished / "checkpoints/step-00000002"
     with pytest.raises(SystemExit, match=f"states of another optimizer: {was}; this one has {now}"):
-        main(precision.settings("other", steps=3, resume=source, **changes))
+        main(workspace.settings("other", steps=3, resume=source, **changes))
 
 
-def test_adamws_states_become_bfloat16_and_that_is_said(precision, finished, capsys):
+def test_adamws_states_become_bfloat16_and_that_is_said(workspace, finished, capsys):
     source = finished / "checkpoints/step-00000002"
     changes = {"optimizer": "adamw_bf16", "steps": 3, "resume": source}
-    main(precision.settings("fewer", **changes))
+    main(workspace.settings("fewer", **changes))
     assert 'optimizer "adamw" -> "adamw_bf16"' in capsys.readouterr().out
     loss = [row["loss"] for row in read_metrics(finished / "metrics.jsonl") if "loss" in row][2:]
-    assert precision.metrics("fewer", "loss") == loss  # of weights that are the same
-    found = tensors(step(precision.root / "fewer", 3))
+    assert workspace.metrics("fewer", "loss") == loss  # of weights that are the same
+    found = tensors(step(workspace.root / "fewer", 3))
     assert found["optimizer.exp_avg.model.norm.weight"].dtype == torch.bfloat16
 
 
-def test_states_on_the_host_change_no_bit(precision):
+def test_states_on_the_host_change_no_bit(workspace):
     changes = {"steps": 3, "save_every": 3}
     for offload in ("false", "true"):
-        main(precision.settings(f"host-{offload}", optimizer_offload=offload, **changes))
-    found = [tensors(step(precision.root / f"host-{on}", 3)) for on in ("false", "true")]
+        main(workspace.settings(f"host-{offload}", optimizer_offload=offload, **changes))
+    found = [tensors(step(workspace.root / f"host-{on}", 3)) for on in ("false", "true")]
     assert_equal(found[1], found[0])
 
 
@@ -276,16 +275,16 @@ BOUNDS = {"bfloat16": 2**-9, "float32": 2**-20}
 
 
 @pytest.mark.parametrize("weights", SUMS)
-def test_gradients_of_micro_batches_add_up_in_float32(precision, world, two_ranks, weights):
+def test_gradients_of_micro_batches_add_up_in_float32(workspace, world, two_ranks, weights):
     """FSDP2 keeps what a rank adds up in its reduce_dtype, which is float32."""
-    settings = precision.settings("sums", **SUMS[weights])
+    settings = workspace.settings("sums", **SUMS[weights])
     one = errors(gradients(world, [*settings, "accumulate_fp32=true"]))
     two = errors([line for line in two_ranks.splitlines() if line.startswith(f"{weights} ")])
     assert max(one + two) < BOUNDS[weights]
 
 
-def test_without_accumulate_fp32_one_process_adds_up_in_bfloat16(precision, world):
-    found = errors(gradients(world, precision.settings("sums", **BF16)))
+def test_without_accumulate_fp32_one_process_adds_up_in_bfloat16(workspace, world):
+    found = errors(gradients(world, workspace.settings("sums", **BF16)))
     assert max(found) > 2**-8
 
 

@@ -6,6 +6,8 @@ TIGON_TEST_THREADS=4 runs the suite with four threads: no result may depend on t
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -22,6 +24,7 @@ if not torch.cuda.is_available():
 import tigon
 from tests import interpreter
 from tests.assets_fixtures import gsm8k, smollm2
+from tests.leftovers import put_back
 from tests.models.contract import tiny_llama
 
 __all__ = ["gsm8k", "smollm2"]
@@ -44,16 +47,43 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def left_out(config: pytest.Config) -> dict[str, str]:
+    """Marks of tests that do not run here, and why."""
+    marks = {}
+    if not torch.cuda.is_available():
+        marks["gpu"] = "needs a CUDA device"
+    if "exhaustive" not in config.option.markexpr:
+        marks["exhaustive"] = "takes minutes: -m exhaustive"
+    return marks
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [f"without tests marked {mark}: {why}" for mark, why in left_out(config).items()]
+
+
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: Any
+) -> list[pytest.Item] | None:
+    """Their modules are imported, but their thousands of parametrisations are not made."""
+    marks = left_out(collector.config)
+    if not name.startswith("test"):
+        return None
+    own = {mark.name for mark in getattr(obj, "pytestmark", [])}
+    return [] if any(m in own or collector.get_closest_marker(m) for m in marks) else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    if item.get_closest_marker("exhaustive") and "exhaustive" not in item.config.option.markexpr:
-        pytest.skip("takes minutes: -m exhaustive")
+    for mark, why in left_out(item.config).items():
+        if item.get_closest_marker(mark):  # of one parametrisation
+            pytest.skip(why)
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
+def seed() -> Iterator[None]:
+    """Each test begins with the same random numbers, and changes nothing for the next one."""
+    with put_back():
+        torch.manual_seed(0)
+        yield
 
 
 @pytest.fixture

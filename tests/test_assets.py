@@ -1,3 +1,4 @@
+import hashlib
 import json
 import runpy
 import shutil
@@ -20,6 +21,9 @@ ENCODED = {
     "Größe 日本 😀": [27302, 7466, 34878, 85, 17097, 241, 115, 40993, 40303, 218],
     "<|im_start|>user\nHi<|im_end|>\n": [1, 4093, 198, 26843, 2, 198],
 }
+
+# Names, dtypes, shapes and bits
+TENSORS_SHA256 = "647f940d3f2b22502a2e8dc0a7693ed39aba8389df9d0cf0de15c228508ba557"
 
 
 def script(name: str) -> dict[str, Any]:
@@ -65,6 +69,17 @@ def test_smollm2_config_either_generation(smollm2: Path, tmp_path: Path, dropped
     assert part["rope_parameters"]["rope_theta"] == 100000.0
 
 
+def test_smollm2_tensors(smollm2: Path) -> None:
+    """The bits that the next test has compared."""
+    tensors = load_file(smollm2 / "model.safetensors")
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.view(torch.uint8).numpy())
+    assert digest.hexdigest() == TENSORS_SHA256
+
+
+@pytest.mark.exhaustive
 def test_smollm2_tensors_and_sizes(smollm2: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=NEEDS)
     pytest.importorskip("accelerate", reason=NEEDS)

@@ -80,9 +80,20 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    def visit(node: ast.AST, local: bool) -> Iterator[Import]:
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for line, target, local in parsed(name, package, path.read_text(), frozenset(known)):
+        yield Import(name, path, line, target, local)
+
+
+@cache  # the trees that tests make differ from this one in one file
+def parsed(
+    name: str, package: str, text: str, known: frozenset[str]
+) -> list[tuple[int, str, bool]]:
+    """Line, target and whether it is inside a function, of each import."""
+
+    def visit(node: ast.AST, local: bool) -> Iterator[tuple[int, str, bool]]:
         for target in targets(node):
-            yield Import(name, path, getattr(node, "lineno", 0), target, local)
+            yield getattr(node, "lineno", 0), target, local
         local = local or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             yield from visit(child, local)
@@ -91,7 +102,6 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
             base = ".".join(above) if node.level else ""
             base = ".".join(filter(None, (base, node.module)))
@@ -103,7 +113,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
             if called in ("import_module", "__import__"):
                 yield f"{called}()"
 
-    yield from visit(ast.parse(path.read_text()), False)
+    return list(visit(ast.parse(text), False))
 
 
 def package(module: str) -> str:

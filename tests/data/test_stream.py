@@ -107,7 +107,7 @@ def test_an_entry_without_a_place_in_some_windows(entries, monkeypatch):
         stream.close()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
 def test_a_stream_without_anything_to_learn_ends(entries, weights, monkeypatch):
     monkeypatch.setattr("tigon.data.loader.EMPTY", 100)
@@ -198,7 +198,7 @@ def test_a_source_that_was_edited_under_its_name_is_noticed(entries):
     assert first.identity() != identity
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(200)
 def test_a_source_that_gives_nothing_does_not_keep_the_run_from_ending(entries, monkeypatch):
     """As a pipe that nobody writes to, or a network."""
     go_on = threading.Event()

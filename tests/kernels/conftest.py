@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.utils._device
 from torch import Tensor
+from torch._dynamo import trace_rules
 
 import tigon.kernels
 
 CUDA = torch.cuda.is_available()
-# Remembered at its first call, which must come before allocations are poisoned
+# Remembered at their first call, which must come before allocations are poisoned: a test that
+# compiles something would let the compiler of all later ones know the poison as torch's own
 torch.utils._device._device_constructors()
+trace_rules.get_tensor_method()
+trace_rules.get_torch_obj_rule_map()
 
 
 @pytest.fixture(

@@ -128,10 +128,17 @@ def plain(
     return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
-@int8
 @pytest.mark.parametrize(
-    ("window", "slots", "softcap"),
-    [(None, 64, None), (None, 90, 3.0), (1, 16, 3.0), (5, 20, None), (20, 35, 3.0), (20, 64, None)],
+    ("window", "slots", "softcap", "int8"),
+    [
+        (None, 64, None, True),
+        (None, 90, 3.0, False),
+        (1, 16, 3.0, True),
+        (5, 20, None, False),
+        (20, 35, 3.0, False),
+        (20, 35, None, True),
+        (20, 64, None, False),
+    ],
 )
 def test_tokens_are_appended_and_seen(
     window: int | None, slots: int, softcap: float | None, int8: bool
@@ -151,8 +158,10 @@ def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
     rows.check(t, scale=0.1)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
-@pytest.mark.parametrize(("window", "slots"), [(None, 200), (70, 85), (5, 20)])
+@pytest.mark.parametrize(
+    ("splits", "window", "slots"),
+    [(1, None, 200), (2, None, 200), (7, None, 200), (2, 70, 85), (7, 70, 85), (7, 5, 20)],
+)
 def test_shares(
     splits: int, window: int | None, slots: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,8 +296,7 @@ def test_offsets_beyond_int32() -> None:
                 torch.testing.assert_close(out[row].double(), expected, rtol=1e-2, atol=1e-2)
 
 
-@int8
-@pytest.mark.parametrize(("window", "slots"), [(None, 70), (20, 51)])
+@pytest.mark.parametrize(("window", "slots", "int8"), [(None, 70, True), (20, 51, False)])
 def test_more_tokens_than_the_kernel_takes(
     window: int | None, slots: int, int8: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

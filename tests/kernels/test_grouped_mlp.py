@@ -284,14 +284,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
 
 @pytest.mark.traced
 @pytest.mark.parametrize(
-    ("dtype", "c", "tolerance"),
-    [
-        (torch.float32, C, 1e-6),
-        (torch.float32, 7, 1e-6),
-        (torch.bfloat16, C, 2e-2),
-        (torch.float64, 8, 1e-13),
-    ],
-    ids=str,
+    ("dtype", "c", "tolerance"), [(torch.float32, 7, 1e-6), (torch.bfloat16, C, 2e-2)], ids=str
 )
 def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
     torch._dynamo.reset()
@@ -309,20 +302,17 @@ def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
 
 @pytest.mark.traced
 def test_the_ops_are_what_they_claim_to_be() -> None:
-    for c, i, dtype in (
-        (8, 8, torch.float32),
-        (7, 8, torch.float32),
-        (8, 5, torch.bfloat16),  # grouped_mm pads its rows
+    for c, i, dtype, wanted in (
+        (8, 8, torch.float32, [True] * 4),
+        (7, 8, torch.float32, [False, True, False, True]),
+        (8, 5, torch.bfloat16, [True] * 4),  # grouped_mm pads its rows
     ):
         x, gate_up, down, experts, weights = inputs(n=3, c=c, i=i, e=3, k=2, dtype=dtype)
         arguments = (x, gate_up, down, experts, weights, "silu")
         torch.library.opcheck(_forward.op, arguments)
         y, *saved = _forward(*arguments)
         assert all(t.is_contiguous() for t in saved)
-        for wanted in ([True] * 4, [False, True, False, True]):
-            torch.library.opcheck(
-                _backward.op, (x, gate_up, down, weights, wanted, *saved, y, "silu")
-            )
+        torch.library.opcheck(_backward.op, (x, gate_up, down, weights, wanted, *saved, y, "silu"))
 
 
 @pytest.mark.gpu

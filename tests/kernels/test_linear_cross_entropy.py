@@ -156,7 +156,7 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("rows", [3, 200, 10_000])
+@pytest.mark.parametrize("rows", [3, 10_000])
 def test_bf16_is_at_most_twice_as_wrong_as_eager(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:

@@ -231,8 +231,8 @@ def test_resolved_ahead(model: CausalLM) -> None:
 
 
 @pytest.mark.parametrize("case", ["options", "logprobs", "mixed", "metrics"])
-def test_in_one_graph(model: CausalLM, case: str) -> None:
-    teacher = Teacher()
+def test_in_one_graph(case: str) -> None:
+    model, teacher = tiny_llama(num_hidden_layers=1), Teacher()
     head = Head(teacher.model.lm_head.weight.detach())
     kl = KL(teacher_hidden=teacher.hidden, teacher=head)
     given: dict[str, Any] = {

@@ -58,7 +58,7 @@ def watched(source: Path, target: Path, exchanges: bool, kill: int | None, count
 def run(*arguments: Any) -> int | None:
     process = CONTEXT.Process(target=watched, args=arguments)
     process.start()
-    process.join(60)
+    process.join(200)
     return process.exitcode
 
 

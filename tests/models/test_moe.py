@@ -251,12 +251,12 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_one_graph(recomputed: bool) -> None:
-    model, inputs = tiny(**BALANCED), batch(padded=not recomputed)
+def test_one_graph() -> None:
+    """With blocks that are recomputed; test_families.py has those that are not."""
+    model, inputs = tiny(**BALANCED, num_hidden_layers=2), batch(padded=True)
     out = model(**inputs, metrics=("expert_load",))
     expected = collect(model, out.loss)
-    model.activation_checkpointing = recomputed
+    model.activation_checkpointing = True
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     again = compiled(**inputs, metrics=("expert_load",))

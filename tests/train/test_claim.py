@@ -34,7 +34,7 @@ def test_a_second_run_on_a_directory_is_told_of_the_first(workspace, tmp_path):
     settings = workspace.settings("x", run_dir=run, steps=1)
     first = Ranks(1, hold, settings)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while first.printed != "held\n":
             assert time.monotonic() < until and first.codes == [None], first.errors
             time.sleep(0.01)

@@ -120,7 +120,7 @@ def test_ranks_have_the_same_curve_and_a_signal_reaches_all_once(workspace):
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    printed, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=200)
     assert process.returncode == 143, errors
     assert "on 2 x cpu" in printed and printed.count("steps: 0 to 5000") == 1
     found = workspace.metrics("signalled", "loss")

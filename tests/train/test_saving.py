@@ -129,14 +129,14 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
 def save_and_die(model: Path, root: Path, moment: int) -> None:
-    """A save whose process is killed at every third file operation, if there are so many."""
+    """A save whose process is killed at every fifth file operation, if there are so many."""
     count = 0
 
     def hook(event, arguments):
         nonlocal count
         if event in EVENTS and str(arguments[0]).startswith(str(root / "checkpoints")):
             count += 1
-            if count == moment * 3:
+            if count == moment * 5:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with start("cpu") as world:
@@ -166,7 +166,7 @@ def kill_saves(model: Path, root: Path) -> None:
 
 
 def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_stays(workspace, tmp_path):
-    """At every third file operation, in turn; what has a checkpoint's name is whole."""
+    """At every fifth file operation, in turn; what has a checkpoint's name is whole."""
     printed = Ranks(1, kill_saves, workspace.model, tmp_path).finish()
     assert len(printed.splitlines()) > 5, printed
 

@@ -126,9 +126,14 @@ def test_the_main_thread_may_be_busy_when_a_signal_is_announced(capfd):
     with Signals() as signals, signals.deferred():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and a launcher's
+        until, said = time.monotonic() + 60, ""
+        while "stopping" not in said and time.monotonic() < until:  # else it would end this process
+            time.sleep(0.1)
+            said += capfd.readouterr().err
         time.sleep(0.2)
         assert signals.received == signal.SIGTERM
-    assert capfd.readouterr().err.count("stopping after this step") == 1
+    said += capfd.readouterr().err
+    assert said.count("stopping after this step") == 1
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 

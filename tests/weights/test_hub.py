@@ -315,7 +315,7 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(
         message = r"cannot reach .* for config.json of runs/sftt .*neither a directory here nor"
         with pytest.raises(ConnectionError, match=message):
             Repository("runs/sftt").file("config.json")
-        assert time.monotonic() - began < 30  # the client would try for more than two minutes
+        assert time.monotonic() - began < 60  # the client would try for more than two minutes
 
 
 def test_an_address_that_is_looked_up_for_ever(

@@ -7,7 +7,7 @@ import importlib
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -171,15 +171,21 @@ class Batch:
 
 
 @torch.no_grad()
-def fill(parts: Iterator[tuple[str, Tensor]]) -> None:
+def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
     """Each matrix with numbers that its name decides, so that both sides have the same ones.
 
     Vectors stay as both libraries initialise them: norms that change nothing.
     """
     for name, tensor in parts:
         if tensor.dim() > 1:
-            draw = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
-            tensor.normal_(std=STD, generator=draw)
+            tensor.copy_(draw(name, tensor.shape, tensor.device))
+
+
+def draw(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of the matrix of this name."""
+    seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    empty = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+    return empty.normal_(std=STD, generator=seed)
 
 
 def parts_of(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -246,12 +252,20 @@ def options_of(case: Case, device: str) -> list[Options]:
 
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
     """transformers' model and torch's fused AdamW."""
+    model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model, adamw(model)
+
+
+def peer_model(shape: Record, kind: str, chosen: Options, device: str, liger: bool) -> Any:
+    """The model that config.json `shape` describes, with the weights that its names draw; `kind`
+    is what Liger calls the family."""
     register_varlen()
     auto: Any = imported("transformers:AutoConfig")
-    kind = MODELS[case.model][1]
     with tempfile.TemporaryDirectory() as directory:
-        said = shape_of(case, tiny) | {"use_cache": False}
-        Path(directory, "config.json").write_text(json.dumps(said))
+        Path(directory, "config.json").write_text(json.dumps(shape | {"use_cache": False}))
         read = auto.from_pretrained(directory)
     if chosen.experts and chosen.experts != LIGER:
         read._experts_implementation = chosen.experts
@@ -259,10 +273,7 @@ def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> t
     with patched(kind, chosen, liger), torch.device(device):
         model = make.from_config(read, dtype=torch.bfloat16, attn_implementation=chosen.attention)
         fill(model.named_parameters())
-    if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    return model, adamw(model)
+    return model
 
 
 @contextmanager

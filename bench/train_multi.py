@@ -1,10 +1,10 @@
 """Training steps of Llama-3.1-8B's shape on two GPUs and on one, beside transformers + Liger.
 
 A row of 8,192 tokens on each rank, bf16 weights, gradients and states, the same weights and rows on
-every side. Tigon's steps are the trainer's own, with the norm of all gradients and the trainer's one
-wait for the device; the peer's are forward, backward and update under FSDP2, with and without giving
-up gathered weights after forward. A round runs every side once, each in fresh processes; a ratio is
-the median over the rounds. What the record has at this commit is not measured again.
+every side. Tigon's steps are the trainer's own, with the norm of all gradients and one wait for the
+device; the peer's are forward, backward and update under FSDP2, with and without giving up gathered
+weights after forward. A round runs every side once, each in fresh processes; a ratio is the median
+over the rounds. What the record has at this commit is not measured again.
 
     python bench/train_multi.py                 # about 450 s; starts the processes itself
     python bench/train_multi.py --rounds 1 tigon

@@ -1,6 +1,7 @@
 """A rank of a side of bench/train_multi.py: OUT SIDE ATTENTION setting=value ...
 
-Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer's loader and have the same weights, drawn by name.
+Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer's loader, and have
+the same weights, drawn by name.
 """
 
 import json

@@ -19,6 +19,8 @@ from bench import (
     moe,
     padding,
     timing,
+    train_curves,
+    train_multi,
     train_step,
 )
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
@@ -27,7 +29,8 @@ from tests.test_bench import clock
 
 __all__ = ["clock"]
 
-BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step)
+BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
+BENCHES += (train_step, train_multi, train_curves)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

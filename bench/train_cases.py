@@ -60,7 +60,6 @@ class Case:
     ragged: bool = False
     settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
     own: bool = False  # the other side is Tigon without these settings
-    seconds: int = 100  # that a case takes on an H200, about, when all of it is measured
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -73,22 +72,21 @@ class Case:
 
 
 LONG = 8192
+TINY_TOKENS = 48
 VARLEN, LIGER = "torch_varlen", "Liger"
 CASES = {
-    "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96, seconds=110),
-    "Llama-3.2-1B 2 x 8192": Case("Llama-3.2-1B", 2, LONG, 1.18, 0.85, 0.95, seconds=70),
+    "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96),
+    "Llama-3.2-1B 2 x 8192": Case("Llama-3.2-1B", 2, LONG, 1.18, 0.85, 0.95),
     "Llama-3.1-8B 2 x 8192, checkpointing": Case(
-        *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True, seconds=150
+        *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True
     ),
-    "Qwen3-4B 2 x 8192": Case("Qwen3-4B", 2, LONG, 1.14, 0.85, 0.98, seconds=110),
-    "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98, seconds=75),
-    "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5, seconds=60),
-    "ragged chats, Llama-3.1-8B": Case(
-        *("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True, seconds=110
-    ),
-    "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9, seconds=200),
+    "Qwen3-4B 2 x 8192": Case("Qwen3-4B", 2, LONG, 1.14, 0.85, 0.98),
+    "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98),
+    "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5),
+    "ragged chats, Llama-3.1-8B": Case(*("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True),
+    "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
     "Llama-3.1-8B 1 x 8192, fp8": Case(
-        *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True, seconds=90
+        *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True
     ),
 }
 
@@ -120,7 +118,7 @@ class Batch:
 
     @classmethod
     def of(cls, case: Case, vocab: int, device: str, tiny: bool) -> "Batch":
-        rows, tokens = (case.rows, 48) if tiny else (case.rows, case.tokens)
+        rows, tokens = case.rows, TINY_TOKENS if tiny else case.tokens
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(vocab, (rows, tokens), generator=draw)
         if not case.ragged:
@@ -210,7 +208,7 @@ def settings(case: Case, side: str, optimizer: str) -> Config:
     }
     values |= {"data": "none", "activation_checkpointing": str(case.checkpointing).lower()}
     given = [f"{key}={value}" for key, value in values.items()]
-    return load(None, [*given, *(case.settings if case.own and side != OURS else ())])
+    return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
 
 
 def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tuple[Any, Any]:

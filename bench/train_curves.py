@@ -31,7 +31,7 @@ from bench.compare_side import TINY, config
 from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown, progress, verdict
 from bench.peers import imported
 from bench.train_cases import PEER, Options, fill, parts_of, peer_model
-from bench.train_step import LIBRARIES
+from bench.train_step import libraries
 from tigon.train import load
 from tigon.train.optim import build_optimizer
 
@@ -193,7 +193,7 @@ def show(record: Record) -> str:
 def run(job: Job) -> str:
     tiny = job.options.tiny
     job.record |= {"machine": job.record.get("gpu", "CPU"), "curves": {}}
-    job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
+    job.record["libraries"] = libraries(tiny)
     what = given(tiny)
     job.record["checkpoint"] = what.checkpoint is not None
     for side in job.only:

@@ -25,20 +25,10 @@ import torch
 
 from bench import harness
 from bench.estimates import run_ranks
-from bench.harness import (
-    Bench,
-    Job,
-    Record,
-    figure,
-    heading,
-    installed,
-    markdown,
-    progress,
-    verdict,
-)
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.train_cases import LLAMA_8B, PEER
 from bench.train_multi_side import FIRST
-from bench.train_step import LIBRARIES
+from bench.train_step import libraries
 from tests.small import LLAMA, WORDS, write_tokenizer
 from tigon.train.config import Config
 
@@ -210,7 +200,7 @@ def run(job: Job) -> str:
     keep = known.get("commit") == job.record["commit"] and not options.again
     job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "rounds": options.rounds}
     job.record |= {"tokens": 32 if options.tiny else TOKENS}
-    job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
+    job.record["libraries"] = libraries(options.tiny)
     job.record["sides"] = known["sides"] if keep else {}
     if keep and "attention" in known:
         job.record["attention"] = known["attention"]

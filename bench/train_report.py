@@ -15,6 +15,7 @@ PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
 # logits in bf16, whose rounding is of either sign. The norm of all gradients, of bf16 as well, is
 # no mean. Later losses also differ by how weights are rounded after a step.
 LOSS_WITHIN, NORM_WITHIN, LATER_WITHIN = 2e-3, 2e-2, 1e-2
+LEFT_MIB = 256.0  # at most that before a model is built: tables of libraries, and no other model
 MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "weights": "weights",
     "states": "optimizer states",
@@ -64,13 +65,9 @@ def share(case: Record) -> float | None:
     return case["limit"]["total"] / ms if ms and "limit" in case else None
 
 
-def tokens(case: Record) -> int:
-    return CASES[case["name"]].rows * CASES[case["name"]].tokens
-
-
 def rate(case: Record, side: str) -> float | None:
     ms = took(case, side)
-    return 1e3 * tokens(case) / ms if ms else None
+    return 1e3 * case["tokens"] / ms if ms else None
 
 
 def disagreement(case: Record) -> str:
@@ -99,6 +96,9 @@ def verdicts(case: Record) -> Iterator[str]:
         yield verdict(f"{name}: peak over {other}", memory_ratio(case), target.memory, most=True)
     if target.share is not None:
         yield verdict(f"{name}: share of the composed limit", share(case), target.share)
+    left = max((r["left_mib"] for side in sides_of(case) for r in good(case, side)), default=0.0)
+    if left > LEFT_MIB:
+        yield f"WRONG: {name}: {left:.0f} MiB were allocated before a model was built"
     if differ := disagreement(case):
         yield f"WRONG: {name}: the sides disagree: {differ}"
 

@@ -150,7 +150,8 @@ class Sides:
         if side != PEER:
             made = ours(given[0], side, *given[1:], self.request.optimizer)
             return Training(*made, self.batch.ours())
-        assert options is not None
+        if options is None:
+            raise ValueError(f"no settings of {PEER} work here")
         return Training(
             *peer(given[0], options, *given[1:], self.request.liger), self.batch.theirs()
         )
@@ -163,11 +164,12 @@ class Sides:
         left = allocated() / 2**20
         began = time.perf_counter()
         training = self.build(side, options)
+        free()
         return {"left_mib": left, **measure(training), "seconds": time.perf_counter() - began}
 
 
-def fastest(sides: Sides) -> Options:
-    """The peer's best settings; what each of them takes is said."""
+def fastest(sides: Sides) -> Options | None:
+    """The peer's best settings, if any work; what each of them takes is said."""
     found: dict[Options, float] = {}
     every = options_of(sides.case, sides.device)
     if len(every) == 1:
@@ -183,9 +185,7 @@ def fastest(sides: Sides) -> Options:
         say("tried", name=options.name, **row)
         if "ms" in row:
             found[options] = row["ms"]
-    if not found:
-        raise RuntimeError(f"no settings of {PEER} work here")
-    return min(found, key=found.__getitem__)
+    return min(found, key=found.__getitem__) if found else None
 
 
 def guarded(measure: Callable[[], Record]) -> Record:
@@ -208,7 +208,8 @@ def measured(sides: Sides) -> None:
     request, options = sides.request, None
     if PEER in sides.case.sides and (request.rounds or PEER in request.profile):
         options = Options(**request.options) if request.options else fastest(sides)
-        say("options", **asdict(options))
+        if options is not None:
+            say("options", **asdict(options))
     rounds = max(request.rounds, bool(request.profile))
     for number in range(rounds):
         for side in sides.case.sides:

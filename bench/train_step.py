@@ -30,7 +30,7 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import harness, train_report
 from bench.harness import ROOT, Bench, Job, Record, installed, progress
-from bench.train_cases import CASES, OURS, PEER, Case, offered
+from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
 from bench.train_side import Request
 
 SIDE = Path(__file__).with_name("train_side.py")
@@ -41,6 +41,14 @@ LIBRARIES = {
     "triton": "triton",
 }
 LEAST_SECONDS = 20.0  # below which no process is started
+
+
+def libraries(tiny: bool) -> dict[str, str | None]:
+    """Versions. Raises where the peer is to be measured on a GPU, and its kernels are missing."""
+    found = {name: installed(package) for name, package in LIBRARIES.items()}
+    if not tiny and found["Liger"] is None:
+        raise SystemExit(f"{PEER} needs both: pip install transformers liger-kernel")
+    return found
 
 
 def spawn(request: Request, seconds: float) -> Iterator[Record]:
@@ -75,11 +83,13 @@ def spawn(request: Request, seconds: float) -> Iterator[Record]:
 
 def begun(name: str, case: Case, job: Job) -> Record:
     """What the record has of a case at this commit, of as many rounds as both sides have."""
+    tokens = case.rows * (TINY_TOKENS if job.options.tiny else case.tokens)
     known = next((c for c in job.record["cases"] if c["name"] == name), None)
     same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
     if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
-        return {"name": name, **same, "date": job.record["date"], "tried": {}, "profile": {}} | {
-            "rounds": {side: [] for side in case.sides}
+        return {"name": name, **same, "tokens": tokens, "tried": {}, "profile": {}} | {
+            "date": job.record["date"],
+            "rounds": {side: [] for side in case.sides},
         }
     rounds = {
         side: [row for row in rows if "error" not in row] for side, rows in known["rounds"].items()
@@ -162,7 +172,7 @@ def run(job: Job) -> str:
         if known["machine"] != machine:
             raise SystemExit(f"{job.out} is of {known['machine']}, and this is {machine}")
     job.record |= {"machine": machine, "cases": known.get("cases", [])}
-    job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
+    job.record["libraries"] = libraries(options.tiny)
     began = time.monotonic()
     measure(job)
     seconds = time.monotonic() - began
@@ -190,7 +200,6 @@ BENCH = Bench(
     draw=train_report.plot,
     options=OPTIONS,
 )
-__all__ = ["BENCH", "OURS", "PEER"]
 
 if __name__ == "__main__":
     harness.main(BENCH)

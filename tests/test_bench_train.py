@@ -189,6 +189,7 @@ def round_of(ms: float, gib: float, loss: float = 11.8, norm: float = 2.0) -> Re
         "gib": dict.fromkeys(train_report.MEMORY, 1.0),
     }
     row = {"ms": ms, "losses": [loss, loss - 0.1], "gradient_norm": norm, "attention": ["fa4"]}
+    row |= {"left_mib": 8.0}
     return row | sizes
 
 
@@ -198,6 +199,7 @@ def a_case() -> Record:
         "name": FIRST,
         "commit": "abc1234",
         "date": "2026-11-23T00:00:00Z",
+        "tokens": 8192,
         "tried": {"flash_attention_4": {"ms": 800.0}, "sdpa": {"error": "RuntimeError: no"}},
         "rounds": {
             PEER: [round_of(800.0, 80.0), round_of(820.0, 80.0), round_of(780.0, 81.0)],
@@ -228,6 +230,9 @@ def test_verdicts_are_of_the_rounds_medians(record: Record) -> None:
         f"met: {FIRST}: peak over {PEER}: 0.750 for 0.87",
         f"MISSED: {FIRST}: share of the composed limit: 0.937 for 0.96",
     ]
+    case["rounds"][PEER][1]["left_mib"] = 900.0
+    said = f"WRONG: {FIRST}: 900 MiB were allocated before a model was built"
+    assert list(train_report.verdicts(case))[-1] == said
     case["rounds"][OURS][0] |= {"losses": [11.85, 11.7], "gradient_norm": 2.1}
     *_, wrong = train_report.verdicts(case)
     assert wrong == (
@@ -253,6 +258,13 @@ def test_where_time_and_memory_go_is_shown(record: Record, tmp_path: Path) -> No
     assert set(blocks) == {"README.md", "docs/performance.md"}
     train_report.plot(record, tmp_path / "a.svg")
     assert ">1.14<" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_gpu_needs_the_peer_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_step, "installed", lambda _: None)
+    with pytest.raises(SystemExit, match="pip install transformers liger-kernel"):
+        train_step.libraries(tiny=False)
+    assert train_step.libraries(tiny=True)["Liger"] is None
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_sides_run_once_a_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         return {"error": "ImportError: flash_attn"} if fails else a_row(500.0 + gpus)
 
     monkeypatch.setattr(train_multi, "run_ranks", run_ranks)
+    monkeypatch.setattr(train_multi, "libraries", lambda tiny: {})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "G")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,14 @@ def settings(root: Path, case: str, tiny: bool) -> dict[str, Any]:
 
 def measured(root: Path, case: str, tiny: bool) -> Record:
     """By as many processes as there are GPUs in the case; the first one writes what they found."""
-    gpus = CASES[case][2]
     arguments = [f"{k}={v}" for k, v in settings(root, case, tiny).items()]
+    side = ROOT / "bench/estimates_side.py"
+    return {"name": case, **run_ranks(side, CASES[case][2], root, arguments, 240)}
+
+
+def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: float) -> Record:
+    """What the first of `gpus` processes of this script writes to its first argument; or an error,
+    and the end of what one said that failed."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -154,21 +161,21 @@ def measured(root: Path, case: str, tiny: bool) -> Record:
     for rank in range(gpus):
         own = shared | {"RANK": rank, "LOCAL_RANK": rank}
         env = os.environ | {k: str(v) for k, v in own.items()} if gpus > 1 else None
-        side = [sys.executable, str(ROOT / "bench/estimates_side.py"), str(out), *arguments]
+        command = [sys.executable, str(side), str(out), *arguments]
         with (root / f"rank-{rank}.txt").open("w") as log:
-            ranks.append(subprocess.Popen(side, env=env, stdout=log, stderr=log))
-    codes = []
+            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    codes, until = [], time.monotonic() + seconds
     for process in ranks:
         try:
-            codes.append(process.wait(timeout=240))
+            codes.append(process.wait(timeout=max(0.0, until - time.monotonic())))
         except subprocess.TimeoutExpired:
             process.kill()
             codes.append(process.wait())
     if any(codes) or not out.exists():
         logs = [(root / f"rank-{rank}.txt").read_text() for rank in range(gpus)]
         lines = next((log for log, code in zip(logs, codes, strict=True) if code), "").splitlines()
-        return {"name": case, "error": (lines or ["nothing was said"])[-1], "log": lines[-25:]}
-    return {"name": case, **json.loads(out.read_text())}
+        return {"error": (lines or ["nothing was said"])[-1], "log": lines[-25:]}
+    return json.loads(out.read_text())
 
 
 def ratio(case: Record) -> float:

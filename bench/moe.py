@@ -70,11 +70,16 @@ def likely(num_warps: int, **block: int) -> bool:
     return block["BLOCK_N"] == 128 and block["BLOCK_K"] == step and num_warps == 8
 
 
-def liger(sizes: Any, args: Args) -> measure.Run:
+def tune_briefly() -> None:
+    """Leave Liger's kernels only the configurations that are likely to be the fastest."""
     kernels = importlib.import_module("liger_kernel.ops.fused_moe_kernels")
     for kernel in vars(kernels).values():
         if hasattr(kernel, "configs"):
             kernel.configs = [c for c in kernel.configs if likely(c.num_warps, **c.kwargs)]
+
+
+def liger(sizes: Any, args: Args) -> measure.Run:
+    tune_briefly()
     return experts("liger_kernel.transformers.swiglu:LigerExperts", None, sizes, args)
 
 

@@ -8,7 +8,21 @@ import pytest
 import torch
 
 import tigon
-from bench import attention, compare, cpu, generate, harness, kernels, measure, moe, padding, timing
+from bench import (
+    attention,
+    compare,
+    cpu,
+    generate,
+    harness,
+    kernels,
+    measure,
+    moe,
+    padding,
+    timing,
+    train_curves,
+    train_multi,
+    train_step,
+)
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.harness import RESULTS, ROOT
 from tests.test_bench import clock
@@ -16,6 +30,7 @@ from tests.test_bench import clock
 __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
+BENCHES += (train_step, train_multi, train_curves)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

@@ -1,0 +1,316 @@
+"""What bench/train_step.py measures: models, batches and targets, and how each side is built.
+
+# B rows of a step, T tokens of a row
+"""
+
+import importlib
+import json
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tigon
+from bench.attention_cases import lognormal
+from bench.compare_side import GEMMA3_1B, LLAMA_1B, QWEN3_MOE, TINY, config
+from bench.harness import Record
+from bench.moe import tune_briefly
+from bench.peers import imported
+from tigon.train import load
+from tigon.train.config import Config
+from tigon.train.model import finish
+from tigon.train.optim import build_optimizer
+
+LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
+LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+QWEN3_4B = config("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
+QWEN3_4B |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
+MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
+    "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
+    "Llama-3.1-8B": ("Llama", "llama", LLAMA_8B),
+    "Qwen3-4B": ("Qwen3", "qwen3", QWEN3_4B),
+    "Gemma3-1B": ("Gemma3", "gemma3_text", GEMMA3_1B),
+    "Qwen3-30B-A3B": ("Qwen3Moe", "qwen3_moe", QWEN3_MOE | {"num_hidden_layers": 8}),
+}
+OURS, PEER, FP8 = "tigon", "transformers + Liger", "fp8"
+RAGGED_MEAN, SUPERVISED = 700, 0.4  # tokens of a chat; the share of its tokens that is learned
+STD = 0.02  # of all matrices
+# Of both sides' AdamW. A step this small leaves the first losses comparable: what one side rounds
+# away of it and the other does not is far below a loss's third digit
+ADAM = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step, and what is to be reached beside the peer, or beside ours in bf16."""
+
+    model: str  # of MODELS
+    rows: int
+    tokens: int
+    speed: float  # at least so many times the other side's tokens per second
+    memory: float | None = None  # at most so many times its peak
+    share: float | None = None  # at least this much of the composed limit
+    checkpointing: bool = False
+    ragged: bool = False
+    settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
+    own: bool = False  # the other side is Tigon without these settings
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The other one, and the one that is judged."""
+        return (OURS, f"{OURS} {FP8}") if self.own else (PEER, OURS)
+
+    @property
+    def experts(self) -> bool:
+        return "num_experts" in MODELS[self.model][2]
+
+
+LONG = 8192
+TINY_TOKENS = 48
+VARLEN, LIGER = "torch_varlen", "Liger"
+CASES = {
+    "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96),
+    "Llama-3.2-1B 2 x 8192": Case("Llama-3.2-1B", 2, LONG, 1.18, 0.85, 0.95),
+    "Llama-3.1-8B 2 x 8192, checkpointing": Case(
+        *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True
+    ),
+    "Qwen3-4B 2 x 8192": Case("Qwen3-4B", 2, LONG, 1.14, 0.85, 0.98),
+    "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98),
+    "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5),
+    "ragged chats, Llama-3.1-8B": Case(*("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True),
+    "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
+    "Llama-3.1-8B 1 x 8192, fp8": Case(
+        *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True
+    ),
+}
+
+
+def offered() -> dict[str, Case]:
+    """Those whose settings this Tigon has."""
+    known = {field.name for field in fields(Config)}
+    return {
+        name: case
+        for name, case in CASES.items()
+        if all(setting.partition("=")[0] in known for setting in case.settings)
+    }
+
+
+def shape_of(case: Case, tiny: bool) -> Record:
+    """What config.json says."""
+    shape = MODELS[case.model][2]
+    return shape | {key: TINY[key] for key in TINY if tiny and key in shape}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of a step; `lengths` are those of the chats, of which only the ends are learned,
+    or None where each row is one text."""
+
+    ids: Tensor  # int64 [B, T]
+    labels: Tensor  # int64 [B, T], -100 where nothing is learned
+    lengths: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, case: Case, vocab: int, device: str, tiny: bool) -> "Batch":
+        rows, tokens = case.rows, TINY_TOKENS if tiny else case.tokens
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocab, (rows, tokens), generator=draw)
+        if not case.ragged:
+            return cls(ids.to(device), ids.to(device), None)
+        lengths = lognormal(tokens, 12 if tiny else RAGGED_MEAN)
+        learned = torch.cat([torch.arange(n) >= n - round(SUPERVISED * n) for n in lengths])
+        return cls(ids.to(device), ids.masked_fill(~learned, -100).to(device), lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B, T], which restart with each chat."""
+        assert self.lengths is not None
+        each = torch.cat([torch.arange(n) for n in self.lengths])
+        return each.view(self.ids.shape).to(self.ids.device)
+
+    @property
+    def bounds(self) -> Tensor:
+        """int32, where the chats begin and end."""
+        assert self.lengths is not None
+        ends = torch.tensor([0, *self.lengths]).cumsum(0, dtype=torch.int32)
+        return ends.to(self.ids.device)
+
+    def ours(self) -> dict[str, Any]:
+        """Keywords of Tigon's forward; of packed rows what a trainer's batch has."""
+        if self.lengths is None:
+            return {"input_ids": self.ids, "labels": self.labels}
+        more = {"cu_seq_lens": self.bounds, "max_length_q": max(self.lengths)}
+        return {
+            "input_ids": self.ids, "labels": self.labels, "position_ids": self.positions, **more
+        }  # fmt: skip
+
+    def theirs(self) -> dict[str, Any]:
+        """Keywords of transformers' forward; packed rows as its padding-free collator has them."""
+        given = {"input_ids": self.ids, "labels": self.labels}
+        if self.lengths is None:
+            return given
+        given |= {"position_ids": self.positions}
+        if self.ids.is_cuda:
+            longest, bounds = max(self.lengths), self.bounds
+            given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            given |= {"max_length_q": longest, "max_length_k": longest}
+        return given
+
+    @property
+    def supervised(self) -> int:
+        """Tokens whose logits are needed."""
+        return int((self.labels != -100).sum())
+
+
+@torch.no_grad()
+def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
+    """Each matrix with numbers that its name decides, so that both sides have the same ones.
+
+    Vectors stay as both libraries initialise them: norms that change nothing.
+    """
+    for name, tensor in parts:
+        if tensor.dim() > 1:
+            tensor.copy_(draw(name, tensor.shape, tensor.device))
+
+
+def draw(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
+    """The numbers of the matrix of this name."""
+    seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    empty = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+    return empty.normal_(std=STD, generator=seed)
+
+
+def parts_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tigon's parameters by the names that transformers has, in whose models products are apart
+    and experts are not."""
+    layout = model.layout(stacked_experts=True)
+    for name, parameter in model.named_parameters():
+        parts = layout[name]
+        rows = [part.shape[0] for part in parts]
+        for part, own in zip(parts, parameter.detach().split(rows), strict=True):
+            yield part.name, own
+
+
+def settings(case: Case, side: str, optimizer: str) -> Config:
+    """Of tigon.train: bf16 parameters and bf16 states, as the peer has."""
+    values = {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
+    values |= {
+        "optimizer": optimizer,
+        "param_dtype": "bfloat16",
+        "run_dir": "none",
+        "model": "none",
+    }
+    values |= {"data": "none", "activation_checkpointing": str(case.checkpointing).lower()}
+    given = [f"{key}={value}" for key, value in values.items()]
+    return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
+
+
+def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tuple[Any, Any]:
+    """Tigon's model and optimizer, as `tigon train` has them; `optimizer` is a setting of it, or
+    "torch" for the peer's."""
+    theirs = optimizer == "torch"
+    chosen = settings(case, side, "adamw_bf16" if theirs else optimizer)
+    made = getattr(tigon, MODELS[case.model][0]).from_config(
+        shape_of(case, tiny), dtype=torch.bfloat16, device=device
+    )
+    fill(parts_of(made))
+    model = finish(made, chosen)
+    return model, adamw(model) if theirs else build_optimizer(model, chosen)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How transformers is set up; the fastest that works is what Tigon is measured beside."""
+
+    attention: str
+    experts: str = ""  # LIGER for its experts, else the implementation of transformers
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.attention, self.experts and f"{self.experts} experts")))
+
+
+def options_of(case: Case, device: str) -> list[Options]:
+    if device == "cpu":
+        return [Options("sdpa")]
+    ways = ["flash_attention_4", VARLEN if case.ragged else "sdpa"]
+    experts = ["grouped_mm", LIGER] if case.experts else [""]
+    return [Options(way, kind) for kind in experts for way in ways]
+
+
+def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
+    """transformers' model and torch's fused AdamW."""
+    model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    return model, adamw(model)
+
+
+def peer_model(shape: Record, kind: str, chosen: Options, device: str, liger: bool) -> Any:
+    """The model that config.json `shape` describes, with the weights that its names draw; `kind`
+    is what Liger calls the family."""
+    register_varlen()
+    auto: Any = imported("transformers:AutoConfig")
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(shape | {"use_cache": False}))
+        read = auto.from_pretrained(directory)
+    if chosen.experts and chosen.experts != LIGER:
+        read._experts_implementation = chosen.experts
+    make: Any = imported("transformers:AutoModelForCausalLM")
+    with patched(kind, chosen, liger), torch.device(device):
+        model = make.from_config(read, dtype=torch.bfloat16, attn_implementation=chosen.attention)
+        fill(model.named_parameters())
+    return model
+
+
+@contextmanager
+def patched(kind: str, chosen: Options, liger: bool) -> Iterator[None]:
+    """Liger's kernels in transformers while a model is made, and after it; but not its experts,
+    which the next model need not have."""
+    if not liger:
+        yield
+        return
+    name = kind.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    apply = imported(f"liger_kernel.transformers:apply_liger_kernel_to_{kind}")
+    if not chosen.experts:
+        apply()
+        yield
+        return
+    kept = module.Qwen3MoeExperts
+    apply(swiglu=chosen.experts == LIGER)
+    tune_briefly()
+    try:
+        yield
+    finally:
+        module.Qwen3MoeExperts = kept
+
+
+def register_varlen() -> None:
+    """torch's varlen_attn, FlashAttention-2 for packed rows, as an attention of transformers, which
+    has no other way to that kernel without the package flash-attn."""
+    known: Any = imported("transformers:AttentionInterface")
+    known.register(VARLEN, varlen)
+
+
+def varlen(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    *, cu_seq_lens_q: Tensor, max_length_q: int, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]"""
+    attend: Callable[..., Any] = imported("torch.nn.attention.varlen:varlen_attn")
+    more = {"enable_gqa": True} if "enable_gqa" in attend.__annotations__ else {}
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    return attend(*flat, *bounds, window_size=(-1, 0), **more)[None], None

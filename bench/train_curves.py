@@ -1,0 +1,211 @@
+"""Losses of the same steps by Tigon, by transformers + Liger, and by transformers in float32.
+
+SmolLM2-135M from the quickstart's checkpoint on its questions and answers, where `make quickstart`
+has built them; else random weights of that shape on the bytes of this project's documents. All
+sides have the same weights and rows. In bf16 no two programs give the same losses. So the truth is
+transformers in float32, and the noise is how far transformers + Liger is from it with bf16 weights
+and activations: Tigon may be 1.5 times as far, in the mean over all steps. Both have AdamW on
+float32 masters there, whose updates bf16 does not round away. A fourth curve is Tigon without
+masters: its own optimizer, with bf16 states and stochastic rounding.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor, nn
+
+import tigon
+from bench import harness
+from bench.compare_side import TINY, config
+from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown, progress, verdict
+from bench.peers import imported
+from bench.train_cases import PEER, Options, fill, parts_of, peer_model
+from bench.train_step import libraries
+from tigon.train import load
+from tigon.train.optim import build_optimizer
+
+SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
+SMOLLM2 |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192}
+ASSETS = ROOT / ".assets"
+TRUTH, OURS, ROUNDED = "transformers, float32", "tigon", "tigon, adamw_bf16"
+STEPS, ROWS, TOKENS, LR = 100, 8, 1024, 1e-4
+MOST, NEAR = 1.5, 0.005  # times the noise; share of the last losses' mean
+LAST = 10  # steps whose mean loss is the end of a curve
+
+
+@dataclass(frozen=True)
+class Given:
+    """What all sides have: a shape or a checkpoint of it, and tokens [steps, B, T]."""
+
+    shape: Record
+    checkpoint: Path | None
+    tokens: Tensor
+    device: str
+
+
+def text_tokens() -> tuple[Path | None, Tensor]:
+    """The quickstart's checkpoint and its data as tokens, or None and the bytes of documents."""
+    checkpoint = next(ASSETS.glob("smollm2*"), None)
+    chats = ASSETS / "gsm8k/train.jsonl"
+    if checkpoint is None or not chats.exists():
+        files = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+        return None, torch.tensor(list(b"".join(path.read_bytes() for path in files)))
+    tokenizer = tigon.Tokenizer.from_pretrained(str(checkpoint))
+    texts = [said["content"] for row in chats.open() for said in json.loads(row)["messages"]]
+    return checkpoint, torch.tensor(tokenizer.encode("\n".join(texts)))
+
+
+def given(tiny: bool) -> Given:
+    steps, rows, length = (4, 2, 24) if tiny else (STEPS, ROWS, TOKENS)
+    checkpoint, tokens = (None, torch.arange(999) % 97) if tiny else text_tokens()
+    count = steps * rows * length
+    whole = tokens.repeat(-(-count // len(tokens)))[:count]  # short texts come again
+    shape = SMOLLM2 | ({key: TINY[key] for key in TINY if key in SMOLLM2} if tiny else {})
+    if checkpoint is not None:
+        shape = json.loads((checkpoint / "config.json").read_text())
+    device = "cpu" if tiny else "cuda"
+    return Given(shape, checkpoint, whole.view(steps, rows, length).to(device), device)
+
+
+class Masters:
+    """AdamW on float32 copies, from which the weights that compute are rounded after each step."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.masters = [nn.Parameter(p.detach().float()) for p in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, LR, (0.9, 0.95), weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        self.adamw.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+
+
+def theirs(what: Given, dtype: torch.dtype) -> Any:
+    liger = dtype == torch.bfloat16 and what.device == "cuda" and installed("liger-kernel")
+    model = peer_model(what.shape, "llama", Options("sdpa"), what.device, bool(liger))
+    if what.checkpoint is not None:
+        auto: Any = imported("transformers:AutoModelForCausalLM")
+        read = auto.from_pretrained(what.checkpoint, dtype=torch.bfloat16)
+        model.load_state_dict(read.state_dict())
+    return model.to(dtype)  # bf16 weights in either
+
+
+def mine(what: Given) -> Any:
+    if what.checkpoint is not None:
+        return tigon.from_pretrained(str(what.checkpoint), dtype=torch.bfloat16, device=what.device)
+    model = tigon.Llama.from_config(what.shape, dtype=torch.bfloat16, device=what.device)
+    fill(parts_of(model))
+    return model
+
+
+def rounded(model: Any) -> Any:
+    values = {"lr": LR, "optimizer": "adamw_bf16", "param_dtype": "bfloat16", "run_dir": "none"}
+    values |= {"model": "none", "data": "none"}
+    return build_optimizer(model, load(None, [f"{k}={v}" for k, v in values.items()]))
+
+
+def masters(model: Any) -> Masters:
+    return Masters(model.parameters())
+
+
+Maker = Callable[[Given], Any]
+SIDES: dict[str, tuple[Maker, Callable[[Any], Any]]] = {
+    TRUTH: (partial(theirs, dtype=torch.float32), masters),
+    PEER: (partial(theirs, dtype=torch.bfloat16), masters),
+    OURS: (mine, masters),
+    ROUNDED: (mine, rounded),
+}
+
+
+def curve(side: str, what: Given) -> list[float]:
+    """The loss of each step."""
+    make, optimize = SIDES[side]
+    model = make(what).train()
+    optimizer, losses = optimize(model), []
+    for ids in what.tokens:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).float().tolist()
+
+
+def distance(record: Record, side: str) -> float | None:
+    """Of a curve from the truth, in the mean over the steps."""
+    curves = record["curves"]
+    if not {side, TRUTH} <= curves.keys():
+        return None
+    return fmean(abs(a - b) for a, b in zip(curves[side], curves[TRUTH], strict=True))
+
+
+def end(record: Record, side: str) -> float:
+    return fmean(record["curves"][side][-LAST:])
+
+
+def verdicts(record: Record) -> list[str]:
+    noise, own = distance(record, PEER), distance(record, OURS)
+    ratio = own / noise if own is not None and noise else None
+    off = None
+    if {ROUNDED, TRUTH} <= record["curves"].keys():
+        off = 100 * abs(end(record, ROUNDED) / end(record, TRUTH) - 1)
+    return [
+        verdict(f"{OURS}, distance from {TRUTH} over that of {PEER}", ratio, MOST, most=True),
+        verdict(f"{ROUNDED}, % off the last losses of {TRUTH}", off, 100 * NEAR, most=True),
+    ]
+
+
+def show(record: Record) -> str:
+    steps = next(iter(record["curves"].values()), [])
+    at = sorted({0, 9, 24, 49, 74, 99} & set(range(len(steps))))
+    rows = []
+    for side, losses in record["curves"].items():
+        away = distance(record, side)
+        cells = [f"{losses[n]:.4f}" for n in at]
+        far = f"{away:.2e}" if away is not None and side != TRUTH else ""
+        rows.append([side, *cells, f"{end(record, side):.4f}", far])
+    head = ["loss of step", *(str(n + 1) for n in at), f"mean of the last {LAST}"]
+    weights = "the quickstart's checkpoint" if record["checkpoint"] else "random weights"
+    title = f"{heading(record, record['libraries'])}. SmolLM2-135M's shape, {weights}."
+    table = markdown([*head, "mean distance"], rows)
+    return "\n\n".join([title, table, "\n".join(verdicts(record))])
+
+
+def run(job: Job) -> str:
+    tiny = job.options.tiny
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "curves": {}}
+    job.record["libraries"] = libraries(tiny)
+    what = given(tiny)
+    job.record["checkpoint"] = what.checkpoint is not None
+    for side in job.only:
+        progress(side)
+        job.add(curves=job.record["curves"] | {side: curve(side, what)})
+        gc.collect()
+    return show(job.record)
+
+
+OPTIONS = (("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),)
+DOCUMENT = "docs/performance.md"
+BENCH = Bench("train_curves", __doc__, run, show, tuple(SIDES), DOCUMENT, options=OPTIONS)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -1,0 +1,187 @@
+"""What a training step would take if nothing but its necessary work took time: the composed limit.
+
+Its matrix products at the rate of each shape alone; attention at the time of the backend that Tigon
+takes, alone; what streams through memory, and the optimizer, at the bandwidth of a copy. All is
+measured in the process that times the step, on the same GPU.
+
+# M tokens, N and K of a product x [M, K] @ w [N, K].T, S rows that experts compute, V vocab
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import tigon
+from bench import timing
+from bench.harness import Record
+from bench.kernels import BF16, STREAMED
+from bench.train_cases import MODELS, Batch, Case, shape_of
+from tigon.kernels import AttentionMask, attention
+from tigon.layers import Attention, LMHead, RMSNorm, SparseMoE
+from tigon.layers.linear import GatedLinear
+
+COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
+# Of a parameter and its step, all in bf16: reads weight, gradient and two states, writes all but
+# the gradient
+ADAMW = 7 * BF16
+PRODUCTS, ATTENTION, PASSES, OPTIMIZER = (
+    "matrix products",
+    "attention",
+    "fused kernels",
+    "optimizer",
+)
+
+
+def took(run: Callable[[], Any], total: float = 60.0) -> float:
+    """Milliseconds of one run, the median of several."""
+    if torch.cuda.is_available():
+        return median(timing.milliseconds(run, total=total, least=3, most=20))
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def composed(case: Case, batch: Batch, tiny: bool) -> Record:
+    """Milliseconds of each kind of work, and what they are made of."""
+    name = MODELS[case.model][0]
+    model = getattr(tigon, name).from_config(
+        shape_of(case, tiny), dtype=torch.bfloat16, device="meta"
+    )
+    again = 1 if case.checkpointing else 0  # forwards of the blocks that are made once more
+    device = str(batch.ids.device)
+    bandwidth = copy_bandwidth(device, tiny)
+    products = [
+        {"m": m, "n": n, "k": k, "count": count, **product(m, n, k, device)}
+        for (m, n, k), count in products_of(model, batch).items()
+    ]
+    vocab = model.lm_head.weight.shape[0]
+    for row in products:
+        passes = 1 + again * (row["n"] != vocab)
+        row["ms"] = row["count"] * (passes * row["forward"] + row["dx"] + row["dw"])
+    layers = [
+        {"window": window, "count": count, **attended(model, window, batch)}
+        for window, count in Counter(m.window for m in model.modules() if is_attention(m)).items()
+    ]
+    for row in layers:
+        row["ms"] = row["count"] * (row["both"] + again * row["forward"])
+    moved = bytes_of(model, batch, again)
+    parameters = sum(p.numel() for p in model.parameters())
+    milliseconds = {
+        PRODUCTS: sum(row["ms"] for row in products),
+        ATTENTION: sum(row["ms"] for row in layers),
+        PASSES: 1e3 * sum(moved.values()) / bandwidth,
+        OPTIMIZER: 1e3 * ADAMW * parameters / bandwidth,
+    }
+    return {
+        "milliseconds": milliseconds,
+        "total": sum(milliseconds.values()),
+        "bytes_per_second": bandwidth,
+        "products": products,
+        "attention": layers,
+        "bytes": moved,
+        "parameters": parameters,
+        "flops": sum(6 * r["m"] * r["n"] * r["k"] * r["count"] for r in products),
+    }
+
+
+def copy_bandwidth(device: str, tiny: bool) -> float:
+    """Bytes a second, read and written."""
+    size = 2**20 if tiny else COPY
+    source = torch.zeros(size // 4, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    return 1e3 * size / took(lambda: target.copy_(source))
+
+
+def products_of(model: nn.Module, batch: Batch) -> Counter[tuple[int, int, int]]:
+    """How often each M, N, K; experts as one dense product of as many rows, the head for the
+    tokens that are learned."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    tokens = batch.ids.numel()
+    for module in model.modules():
+        if isinstance(module, LMHead):
+            found[batch.supervised, *module.weight.shape] += 1
+        elif isinstance(module, nn.Linear):
+            found[tokens, *module.weight.shape] += 1
+        elif isinstance(module, SparseMoE):
+            for weight in module.experts.parameters():
+                found[tokens * module.per_token, *weight.shape[1:]] += 1
+    return found
+
+
+def product(m: int, n: int, k: int, device: str) -> dict[str, float]:
+    """Milliseconds of a product and of its two gradients."""
+    options: Any = {"dtype": torch.bfloat16, "device": device}
+    x, w, dy = (torch.randn(*shape, **options) for shape in ((m, k), (n, k), (m, n)))
+    runs = {"forward": lambda: x @ w.T, "dx": lambda: dy @ w, "dw": lambda: dy.T @ x}
+    return {name: took(run) for name, run in runs.items()}
+
+
+def is_attention(module: nn.Module) -> bool:
+    return isinstance(module, Attention)
+
+
+def attended(model: nn.Module, window: int | None, batch: Batch) -> Record:
+    """Milliseconds of one layer's attention, forward and both, by which backend."""
+    layer: Any = next(m for m in model.modules() if is_attention(m) and m.window == window)
+    (b, t), device = batch.ids.shape, batch.ids.device
+    heads = (layer.heads, layer.kv_heads, layer.kv_heads)
+    options: Any = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    leaves = [torch.randn(b, t, n, layer.head_dim, **options) for n in heads]
+    more: Record = {}
+    if batch.lengths is not None:
+        ids = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
+        more = {"segment_ids": ids.view(b, t).to(device)}
+        more |= {"cu_seq_lens": batch.bounds, "longest": max(batch.lengths)}
+    mask = AttentionMask(t, **more)
+    given = {"mask": mask, "window": window, "softcap": layer.softcap}
+    upstream = torch.randn_like(attention(*leaves, **given))
+
+    def both() -> Any:
+        return torch.autograd.grad(attention(*leaves, **given), leaves, upstream)
+
+    found = {"forward": took(lambda: attention(*leaves, **given)), "both": took(both)}
+    return found | {"backend": next(iter(mask.plans.values())).choice.name}
+
+
+def bytes_of(model: Any, batch: Batch, again: int) -> dict[str, int]:
+    """That each kind of pass between the products has to move, forward and backward.
+
+    Each operator reads its inputs once and writes its outputs once, as bench/kernels.py counts.
+    """
+    c, tokens = model.config.hidden_size, batch.ids.numel()
+    vocab, found = model.lm_head.weight.shape[0], Counter[str]()
+
+    def add(kind: str, operator: str, elements: int, extra: int = 0) -> None:
+        (forward, backward), _ = STREAMED[operator]
+        found[kind] += BF16 * elements * ((1 + again) * forward + backward) + BF16 * extra
+
+    for block in model.model.layers:
+        norms = sum(isinstance(m, RMSNorm) and m.weight.numel() == c for m in block.modules())
+        for _ in range(2):
+            add("norms", "sandwich_norm" if norms == 4 else "rms_norm_residual", tokens * c)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                heads, kv = module.heads + module.kv_heads, tokens * module.kv_heads
+                normed = module.q_norm is not None
+                operator, extra = (
+                    ("qk_norm_rope", 2 * kv * module.head_dim) if normed else ("rope", 0)
+                )
+                add("RoPE", operator, tokens * heads * module.head_dim, extra)
+            elif isinstance(module, GatedLinear):
+                add("activation", "gated_act", tokens * module.parts[0])
+            elif isinstance(module, SparseMoE):
+                rows = tokens * module.per_token
+                add("activation", "gated_act", rows * module.experts.down_proj.shape[-1])
+                # Outputs of the experts are added up for each token, and the gradient is spread
+                found["experts' rows"] += BF16 * (2 + again) * (rows + tokens) * c
+    tied = model.config.tie_word_embeddings
+    # Rows in and out, their gradients in; and a gradient of zeros to add them to
+    found["embedding"] += BF16 * (4 * tokens * c + (0 if tied else vocab * c))
+    # Each logit in once, its gradient out once
+    found["head"] += BF16 * 2 * batch.supervised * vocab
+    return dict(found)

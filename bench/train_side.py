@@ -1,0 +1,253 @@
+"""One case of bench/train_step.py in a process of its own: prints its figures as JSON lines.
+
+In every round each side's model is built, trained for some steps and freed, so that one model is
+alive at a time and the sides take turns on the same GPU. `left_mib`, what is still allocated before
+a model is built, is near zero.
+
+python bench/train_side.py '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
+"""
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor
+
+from bench import train_limit
+from bench.compare_side import laps
+from bench.harness import Record, progress
+from bench.peers import imported
+from bench.train_cases import PEER, Batch, Case, Options, offered, options_of, ours, peer, shape_of
+from tigon.kernels import _attention_backends as backends
+from tigon.train.profile import STEP, by_kind, intervals, windows
+
+GIB = 2**30
+FIRST = 3  # steps that are not timed, whose losses are compared
+PROFILED = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process is asked to measure."""
+
+    case: str
+    rounds: int  # more of them
+    liger: bool  # whether it is installed
+    optimizer: str = "adamw_bf16"  # ours: a setting of tigon.train, or "torch"
+    options: dict[str, str] | None = None  # of the peer, if they have been chosen
+    profile: tuple[str, ...] = ()  # sides whose kernels are to be told apart
+    limit: bool = True
+    seconds: float = 4.0  # of timed steps of a side in a round
+    tiny: bool = False
+
+
+def say(kind: str, **found: Any) -> None:
+    print(json.dumps({"kind": kind, **found}), flush=True)
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+class Training:
+    """A model, its optimizer and the step that is measured: forward, backward, update."""
+
+    def __init__(self, model: Any, optimizer: Any, inputs: dict[str, Any]) -> None:
+        self.model, self.optimizer, self.inputs = model, optimizer, inputs
+
+    def step(self) -> Tensor:
+        loss = self.model(**self.inputs).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def first(self) -> Record:
+        """The first steps: losses, the first gradients' norm, and what memory each part takes."""
+        parts = {"weights": allocated()}
+        losses, norm = [], 0.0
+        for number in range(FIRST):
+            if number == 1:  # the first step has made the states
+                parts["states"] = allocated() - parts["weights"]
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+            before = allocated()
+            loss = self.model(**self.inputs).loss
+            losses.append(loss.detach())
+            parts["kept"] = allocated() - before
+            loss.backward()
+            del loss
+            parts["gradients"] = allocated() - before
+            if number == 0:
+                gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+                norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+                norm = float(torch.stack(norms).norm())
+                del gradients
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        gib = {name: size / GIB for name, size in parts.items()}
+        return {"losses": [float(x) for x in losses], "gradient_norm": norm, "gib": gib}
+
+    def timed(self, seconds: float) -> Record:
+        """Milliseconds of a step, from one to the next on the device's clock."""
+        one = laps(self.step, 1)[0]
+        count = max(1, min(200, round(1e3 * seconds / one)))
+        times = laps(self.step, count)
+        found = {"ms": median(times), "steps": count, "ms_least": min(times), "ms_most": max(times)}
+        if torch.cuda.is_available():
+            found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+            found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        return found
+
+    def profiled(self) -> dict[str, float]:
+        """Milliseconds of a step's kernels by kind; what ran beside other work counts once."""
+        on_gpu = torch.cuda.is_available()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+        profile = torch.profiler.profile(activities=activities)
+        with profile as profiler, torch.profiler.record_function(STEP):
+            for _ in range(PROFILED):
+                self.step()
+            if on_gpu:
+                torch.cuda.synchronize()
+        events = list(profiler.events() or ())
+        found = by_kind(intervals(events, on_gpu), windows(events))
+        return {kind: row["alone"] / PROFILED for kind, row in found.items()}
+
+
+@dataclass
+class Sides:
+    """How the two sides of a case are built."""
+
+    request: Request
+    case: Case
+    device: str
+
+    @property
+    def batch(self) -> Batch:
+        vocab = shape_of(self.case, self.request.tiny)["vocab_size"]
+        return Batch.of(self.case, vocab, self.device, self.request.tiny)
+
+    def build(self, side: str, options: Options | None) -> Training:
+        given = self.case, self.device, self.request.tiny
+        if side != PEER:
+            made = ours(given[0], side, *given[1:], self.request.optimizer)
+            return Training(*made, self.batch.ours())
+        if options is None:
+            raise ValueError(f"no settings of {PEER} work here")
+        return Training(
+            *peer(given[0], options, *given[1:], self.request.liger), self.batch.theirs()
+        )
+
+    def turn(
+        self, side: str, options: Options | None, measure: Callable[[Training], Record]
+    ) -> Record:
+        """What `measure` finds of a model that is made for it, and freed after it."""
+        free()
+        left = allocated() / 2**20
+        began = time.perf_counter()
+        training = self.build(side, options)
+        free()
+        return {"left_mib": left, **measure(training), "seconds": time.perf_counter() - began}
+
+
+def fastest(sides: Sides) -> Options | None:
+    """The peer's best settings, if any work; what each of them takes is said."""
+    found: dict[Options, float] = {}
+    every = options_of(sides.case, sides.device)
+    if len(every) == 1:
+        return every[0]
+
+    def measure(training: Training) -> Record:
+        laps(training.step, 2)  # compiles and tunes
+        return {"ms": median(laps(training.step, 3))}
+
+    for options in every:
+        progress(f"{sides.request.case}: {PEER}, {options.name}")
+        row = guarded(lambda o=options: sides.turn(PEER, o, measure))
+        say("tried", name=options.name, **row)
+        if "ms" in row:
+            found[options] = row["ms"]
+    return min(found, key=found.__getitem__) if found else None
+
+
+def guarded(measure: Callable[[], Record]) -> Record:
+    """What it finds, or its error: the other side goes on."""
+    try:
+        return measure()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def attention_of(side: str, options: Options | None) -> list[str]:
+    """Which backends have been used."""
+    if side == PEER and options is not None:
+        return [options.attention]
+    return sorted({line[0] for line in backends._said})
+
+
+def measured(sides: Sides) -> None:
+    """Rounds, with the kernels of the first one told apart, and the composed limit."""
+    request, options = sides.request, None
+    if PEER in sides.case.sides and (request.rounds or PEER in request.profile):
+        options = Options(**request.options) if request.options else fastest(sides)
+        if options is not None:
+            say("options", **asdict(options))
+    rounds = max(request.rounds, bool(request.profile))
+    for number in range(rounds):
+        for side in sides.case.sides:
+            if number >= request.rounds and side not in request.profile:
+                continue
+            progress(f"{request.case}, round {number + 1} of {rounds}: {side}")
+            backends._said.clear()
+            backends._settle.cache_clear()
+            profiles = number == 0 and side in request.profile
+
+            def measure(training: Training, profiles: bool = profiles, side: str = side) -> Record:
+                row = training.first() | training.timed(request.seconds)
+                row["attention"] = attention_of(side, options)
+                if profiles:
+                    row["profile"] = training.profiled()
+                return row
+
+            row = guarded(lambda s=side, m=measure: sides.turn(s, options, m))
+            profile = row.pop("profile", None)
+            if number < request.rounds:
+                say("round", side=side, **row)
+            if profile is not None:
+                say("profile", side=side, milliseconds=profile)
+    if request.limit:
+        progress(f"{request.case}: what limits it")
+        free()
+        say("limit", **train_limit.composed(sides.case, sides.batch, request.tiny))
+
+
+def main(text: str) -> None:
+    values = json.loads(text)
+    request = Request(**values | {"profile": tuple(values.get("profile", ()))})
+    device = "cpu" if request.tiny else "cuda"
+    if not request.tiny:
+        logging: Any = imported("transformers:logging")
+        logging.set_verbosity_error()
+    measured(Sides(request, offered()[request.case], device))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,205 @@
+"""Whole training steps beside transformers + Liger, each side in turn on one GPU.
+
+A step is forward, backward and AdamW, with bf16 weights, gradients and states on both sides, the
+same weights, drawn by their names, and the same tokens. No blocks are recomputed unless the case
+says so. The peer has torch's fused AdamW and its best settings, which short trials choose: its
+attention (flash-attn-4 where it works there), and its experts. In each round both sides are built,
+trained and freed in turn in one process; a ratio is the median over the rounds.
+
+Cases are added to one record as they come: what it has of a case, at this commit, is not measured
+again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
+
+    python bench/train_step.py                          # all that is missing
+    python bench/train_step.py 1B Gemma3 --limit 500    # cases by parts of their names
+    python bench/train_step.py --write-docs             # needs no GPU
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from threading import Timer
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import harness, train_report
+from bench.harness import ROOT, Bench, Job, Record, installed, progress
+from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
+from bench.train_side import Request
+
+SIDE = Path(__file__).with_name("train_side.py")
+LIBRARIES = {
+    "transformers": "transformers",
+    "Liger": "liger-kernel",
+    "flash-attn-4": "flash-attn-4",
+    "triton": "triton",
+}
+LEAST_SECONDS = 20.0  # below which no process is started
+
+
+def libraries(tiny: bool) -> dict[str, str | None]:
+    """Versions. Raises where the peer is to be measured on a GPU, and its kernels are missing."""
+    found = {name: installed(package) for name, package in LIBRARIES.items()}
+    if not tiny and found["Liger"] is None:
+        raise SystemExit(f"{PEER} needs both: pip install transformers liger-kernel")
+    return found
+
+
+def spawn(request: Request, seconds: float) -> Iterator[Record]:
+    """What a process prints, as it comes; the last line has an error if it did not end well."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    if request.tiny:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SIDE), json.dumps(asdict(request))],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    timer = Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"kind"'):
+                yield json.loads(line)
+        if status := process.wait():
+            late = status == -signal.SIGKILL
+            why = f"not done after {seconds:.0f} s" if late else f"it ended with status {status}"
+            yield {"kind": "ended", "error": why}
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def begun(name: str, case: Case, job: Job) -> Record:
+    """What the record has of a case at this commit, of as many rounds as both sides have."""
+    tokens = case.rows * (TINY_TOKENS if job.options.tiny else case.tokens)
+    known = next((c for c in job.record["cases"] if c["name"] == name), None)
+    same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
+    if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
+        return {"name": name, **same, "tokens": tokens, "tried": {}, "profile": {}} | {
+            "date": job.record["date"],
+            "rounds": {side: [] for side in case.sides},
+        }
+    rounds = {
+        side: [row for row in rows if "error" not in row] for side, rows in known["rounds"].items()
+    }
+    whole = min(map(len, rounds.values()))
+    return known | {"rounds": {side: rows[:whole] for side, rows in rounds.items()}}
+
+
+def missing(found: Record, case: Case, job: Job) -> Request | None:
+    """What is left to measure of a case."""
+    options = job.options
+    rounds = max(0, options.rounds - min(map(len, found["rounds"].values())))
+    profile = tuple(side for side in case.sides if side not in found["profile"])
+    limit = "limit" not in found and not case.own
+    if not (rounds or profile or limit):
+        return None
+    return Request(
+        case=found["name"],
+        rounds=rounds,
+        liger=job.record["libraries"]["Liger"] is not None,
+        optimizer=options.optimizer,
+        options=found.get("options"),
+        profile=profile,
+        limit=limit,
+        seconds=0.01 if options.tiny else options.seconds,
+        tiny=options.tiny,
+    )
+
+
+def add(found: Record, line: Record) -> None:
+    """A line of a process to what is known of its case."""
+    kind = line.pop("kind")
+    if kind == "round":
+        found["rounds"][line.pop("side")].append(line)
+    elif kind == "tried":
+        found["tried"][line.pop("name")] = line
+    elif kind == "profile":
+        found["profile"][line["side"]] = line["milliseconds"]
+    elif kind == "ended":
+        found["ended"] = line["error"]
+    else:
+        found[kind] = line
+
+
+def measure(job: Job) -> None:
+    """Fill the record, saved whenever a line has come, until time is up."""
+    until = time.monotonic() + job.options.limit
+    for name in job.only:
+        case = CASES[name]
+        found = begun(name, case, job)
+        request = missing(found, case, job)
+        if request is None:
+            progress(f"{name}: is measured")
+            continue
+        left = until - time.monotonic()
+        if left < LEAST_SECONDS and not job.options.tiny:
+            progress(f"{name}: no time is left for it")
+            continue
+        found.pop("ended", None)
+        others = [c for c in job.record["cases"] if c["name"] != name]
+        job.add(cases=ordered([*others, found]))
+        for line in spawn(request, left):
+            add(found, line)
+            job.add()
+        print(train_report.case_lines(found), flush=True)
+
+
+def ordered(cases: list[Record]) -> list[Record]:
+    return sorted(cases, key=lambda case: list(CASES).index(case["name"]))
+
+
+def run(job: Job) -> str:
+    options = job.options
+    if options.out is None and not options.tiny:  # parts add up to a whole run
+        job.out = harness.RESULTS / job.out.name
+    machine = job.record.get("gpu", "CPU")
+    known: Record = {}
+    if job.out.exists():
+        known = json.loads(job.out.read_text(encoding="utf-8"))
+        if known["machine"] != machine:
+            raise SystemExit(f"{job.out} is of {known['machine']}, and this is {machine}")
+    job.record |= {"machine": machine, "cases": known.get("cases", [])}
+    job.record["libraries"] = libraries(options.tiny)
+    began = time.monotonic()
+    measure(job)
+    seconds = time.monotonic() - began
+    job.record["device_seconds"] = known.get("device_seconds", 0.0) + seconds
+    there = {case["name"] for case in job.record["cases"] if "ended" not in case}
+    job.whole = not options.tiny and set(offered()) <= there
+    return train_report.show(job.record)
+
+
+OPTIONS = (
+    ("cases", {"nargs": "*", "help": "as --only"}),
+    ("--rounds", {"type": int, "default": 3}),
+    ("--seconds", {"type": float, "default": 4.0, "help": "timed steps of a side in a round"}),
+    ("--limit", {"type": float, "default": 560.0, "help": "seconds that this call may take"}),
+    ("--again", {"action": "store_true", "help": "measure cases that the record has"}),
+    (
+        "--optimizer",
+        {"default": "adamw_bf16", "help": "ours, as a setting of tigon.train; torch: the peer's"},
+    ),
+    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
+)
+BENCH = Bench(
+    *("train_step", __doc__, run, train_report.show, tuple(offered())),
+    blocks=train_report.blocks,
+    draw=train_report.plot,
+    options=OPTIONS,
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

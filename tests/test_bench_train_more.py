@@ -1,0 +1,132 @@
+"""Two GPUs and curves beside transformers, at tiny size on the CPU."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import harness, train_curves, train_multi, train_multi_side
+from bench.harness import Record
+from bench.train_cases import PEER
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's run")
+KEEPS, RESHARDS = f"{PEER}, FSDP2 without resharding", f"{PEER}, FSDP2"
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", int)  # 0.2 s in a process this large
+
+
+@on_cpu
+def test_the_sides_of_several_ranks_compute_the_same(tmp_path: Path) -> None:
+    """On one rank, where FSDP2 shards nothing: the same rows and weights, so the same loss."""
+    pytest.importorskip("transformers")
+    train_multi.write_inputs(tmp_path, tiny=True)
+    found: dict[str, Any] = {}
+    for kind in ("tigon", "peer-keep"):
+        side = train_multi.Side(kind, gpus=1)
+        out = tmp_path / f"{kind}.json"
+        train_multi_side.main(str(out), kind, "sdpa", *train_multi.settings(tmp_path, side, True))
+        found[kind] = json.loads(out.read_text())
+    mine, theirs = found.values()
+    assert mine["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
+    assert len(mine["losses"]) == len(theirs["losses"]) == train_multi_side.FIRST
+    assert mine["ms"] > 0 < theirs["ms"]
+
+
+def a_row(ms: float, loss: float = 11.8) -> Record:
+    return {"ms": ms, "allocated_gib": 60.0, "losses": [loss], "attention": ["fa4"]}
+
+
+def test_several_gpus_are_judged_by_the_better_of_each_kind() -> None:
+    stamp = {"machine": "2 x G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
+    record = stamp | {"uncommitted_changes": False, "libraries": {}, "rounds": 1, "tokens": 8192}
+    record["sides"] = {
+        RESHARDS: [a_row(820.0)],
+        KEEPS: [a_row(800.0)],
+        "tigon, FSDP2": [a_row(790.0)],
+        "tigon, sharding=gradients": [a_row(720.0)],
+        train_multi.ONE: [a_row(700.0, 9.0)],
+    }
+    assert train_multi.verdicts(record) == [
+        f"met: tigon, sharding=gradients over {KEEPS}: 1.111 for 1.09",
+        "met: tigon, sharding=gradients over tigon, one GPU: 0.972 for 0.97",
+    ]
+    shown = train_multi.show(record)
+    assert f"| {KEEPS} | 10,240 | 800.0 | 60.0 | 1.00 | 0.875 | fa4 |" in shown
+    record["sides"]["tigon, FSDP2"] = [a_row(790.0, 11.0)]
+    assert train_multi.verdicts(record)[-1].startswith("WRONG: the sides' first losses differ")
+    record["sides"] = {RESHARDS: [{"error": "RuntimeError: no"}]}
+    assert train_multi.verdicts(record) == [
+        f"not measured: tigon over {PEER}",
+        f"not measured: tigon over {train_multi.ONE}",
+    ]
+    assert f"| {RESHARDS} | RuntimeError: no |" in train_multi.show(record)
+
+
+def test_sides_run_once_a_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the peer goes on with SDPA where flash-attn-4 fails."""
+    runs: list[tuple[str, str]] = []
+
+    def run_ranks(_: Any, gpus: int, root: Path, arguments: list[str], seconds: float) -> Record:
+        runs.append((arguments[0], arguments[1]))
+        fails = arguments[0] != "tigon" and arguments[1] != "sdpa"
+        return {"error": "ImportError: flash_attn"} if fails else a_row(500.0 + gpus)
+
+    monkeypatch.setattr(train_multi, "run_ranks", run_ranks)
+    monkeypatch.setattr(train_multi, "libraries", lambda tiny: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "G")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    out = tmp_path / "multi.json"
+    arguments = ["--out", str(out), "--commit", "abc1234", "--rounds"]
+    harness.main(train_multi.BENCH, [*arguments, "1", "--only", "FSDP2"])
+    assert runs == [
+        ("peer-reshard", "flash_attention_4"),
+        ("peer-reshard", "sdpa"),
+        ("peer-keep", "sdpa"),
+        ("tigon", "sdpa"),
+    ]
+    assert json.loads(out.read_text())["complete"] is False
+    harness.main(train_multi.BENCH, [*arguments, "1"])
+    assert runs[4:] == [("tigon", "sdpa")] * (len(train_multi.offered()) - 3)
+    record = json.loads(out.read_text())
+    assert record["complete"] is True and record["attention"] == "sdpa"
+    harness.main(train_multi.BENCH, [*arguments, "1"])
+    assert len(runs) == 1 + len(train_multi.offered())
+
+
+@on_cpu
+def test_curves_begin_alike_and_are_judged_by_the_noise(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "curves.json"
+    harness.main(train_curves.BENCH, ["--tiny", "--out", str(out)])
+    record = json.loads(out.read_text())
+    curves = record["curves"]
+    assert list(curves) == list(train_curves.SIDES)
+    for losses in curves.values():
+        assert len(losses) == 4 and losses[-1] < losses[0]
+        assert losses == pytest.approx(curves[train_curves.TRUTH], rel=3e-3)
+    assert 0 < train_curves.distance(record, train_curves.OURS) < 0.01
+    shown = train_curves.show(record)
+    assert f"| {PEER} | {curves[PEER][0]:.4f} |" in shown and "random weights" in shown
+
+
+def test_a_curve_far_from_the_truth_is_a_miss() -> None:
+    record = {
+        "curves": {
+            train_curves.TRUTH: [5.0, 4.0],
+            PEER: [5.01, 4.01],
+            train_curves.OURS: [5.02, 3.98],
+            train_curves.ROUNDED: [5.0, 4.018],
+        }
+    }
+    assert train_curves.verdicts(record) == [
+        f"MISSED: tigon, distance from transformers, float32 over that of {PEER}: 2.000 for 1.50",
+        "met: tigon, adamw_bf16, % off the last losses of transformers, float32: 0.200 for 0.50",
+    ]

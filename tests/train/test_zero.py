@@ -1,33 +1,38 @@
 """sharding=gradients on two ranks: the bits of FSDP2, and one process's numbers."""
 
-from pathlib import Path
+import os
+import signal
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import tigon
 from tests.small import EXPERTS, write_model
-from tests.train.ranks import Ranks, train_on
+from tests.train.ranks import Ranks
 from tests.train.test_equality import run_all
-from tigon.train import main, prepare
-from tigon.train.config import load
-from tigon.train.parallel import World, reshard, sync_gradients
+from tigon.parallel import shard_gradients
+from tigon.train import load, prepare, start, train
+from tigon.train.parallel import local, sync_gradients
 
 BF16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
 FROZEN = "[{match: '*.layers.0.*', freeze: true}, {match: '*norm*', lr: 1e-3}]"
-# Two micro-batches a rank; all sizes are odd for two ranks but the hidden one
+# Two micro-batches a rank; two ranks share the vocabulary of 321 unevenly, and the five experts
 KINDS: dict[str, dict[str, Any]] = {
-    "tied": {"ema_decay": 0.9},
+    "tied": {"ema_decay": 0.9, "sample_prompts": "[the model reads]", "sample_tokens": 4},
     "frozen": {"model": "untied", "parameter_groups": FROZEN, "optimizer": "sgd", "momentum": 0.9},
-    "8bit": {"optimizer": "adamw_8bit", "dtype": "bfloat16"},
+    "8bit": {"optimizer": "adamw_8bit", "dtype": "bfloat16"},  # of float32 weights
     "bf16": BF16 | {"optimizer": "adamw_bf16", "accumulate_fp32": "true"},
     "experts": {
         "model": "experts", "router_aux_loss_coef": 0.5, "optimizer": "muon",
         "activation_checkpointing": "true",
     },
 }  # fmt: skip
-STEPS = 3
+STEPS, SAVED = 3, "checkpoints/step-00000002"
+WAYS = ("full", "gradients")
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +42,19 @@ def settings(workspace):
         "experts": write_model(workspace.root / "experts", **EXPERTS),
     }
 
-    def make(kind: str, sharding: str, **changes: Any) -> list[str]:
-        values = {"steps": STEPS, **KINDS[kind]} | changes
+    def make(kind: str, way: str, **changes: Any) -> list[str]:
+        values = KINDS[kind] | {"steps": STEPS, "eval_data": workspace.held_out} | changes
+        if way in WAYS:
+            values["sharding"] = way
         values["model"] = models.get(str(values.get("model")), workspace.model)
-        return workspace.settings(f"{kind}-{sharding}", **{"sharding": sharding} | values)
+        return workspace.settings(f"{kind}-{way}", **values)
 
-    ways = [(kind, sharding) for kind in KINDS for sharding in ("full", "gradients")]
-    Ranks(2, run_all, [make(kind, sharding, export="true") for kind, sharding in ways]).finish(540)
+    same = {"eval_every": 2, "save_every": 2, "export": "true"}
+    runs = [make(kind, way, **same) for kind in KINDS for way in WAYS]
+    for kind in ("tied", "experts"):  # goes on from the other's checkpoint, whose bits are the same
+        source = workspace.root / f"{kind}-full" / SAVED
+        runs.append(make(kind, "resumed", **same, sharding="gradients", resume=source))
+    Ranks(2, run_all, runs).finish(540)
     return make
 
 
@@ -51,29 +62,97 @@ def weights(workspace, run: str) -> dict[str, torch.Tensor]:
     return torch.load(workspace.root / run / "weights.pt")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_of_fsdp2(workspace, settings, kind):
-    full, ours = f"{kind}-full", f"{kind}-gradients"
-    for key in ("loss", "grad_norm"):
-        assert workspace.metrics(ours, key) == workspace.metrics(full, key)
-        assert len(workspace.metrics(ours, key)) == STEPS
-    expected, found = weights(workspace, full), weights(workspace, ours)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [*((kind, "gradients") for kind in KINDS), ("tied", "resumed"), ("experts", "resumed")],
+)
+def test_the_bits_of_fsdp2(workspace, settings, kind, way):
+    """Losses, norms, samples, weights; checkpoints with states, averages, exports."""
+    full, ours = workspace.root / f"{kind}-full", workspace.root / f"{kind}-{way}"
+    for key in ("loss", "grad_norm", "eval_loss"):
+        expected, found = (workspace.metrics(run.name, key) for run in (full, ours))
+        assert found and found == expected[-len(found) :]
+    expected, found = (weights(workspace, run.name) for run in (full, ours))
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
-    for path in (workspace.root / full).glob("hf*/*.safetensors"):
-        other = workspace.root / ours / path.parent.name / path.name
-        assert other.read_bytes() == path.read_bytes(), path.name
+    files = [path.relative_to(full) for path in full.rglob("*.safetensors")]
+    assert len(files) >= 9
+    for path in files:
+        if way == "gradients" or SAVED not in str(path):
+            assert (ours / path).read_bytes() == (full / path).read_bytes(), path
 
 
-@pytest.mark.parametrize("kind", ["tied", "frozen"])
-def test_one_process_has_the_same_curve(workspace, settings, kind):
-    """On one rank weights are divided, too, where a sum in float32 was asked for; it is the same
-    as that of the whole ones."""
-    run_all([settings(kind, "one", sharding="gradients")])
-    for key in ("loss", "grad_norm"):
-        expected = workspace.metrics(f"{kind}-one", key)
-        assert workspace.metrics(f"{kind}-gradients", key) == pytest.approx(expected, rel=1e-6)
-    found = weights(workspace, f"{kind}-gradients")
-    for name, weight in weights(workspace, f"{kind}-one").items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+def test_samples(workspace, settings):
+    expected, found = (workspace.root / f"tied-{way}" / "samples.jsonl" for way in WAYS)
+    assert found.read_text() == expected.read_text() != ""
+
+
+def test_one_process(workspace, settings):
+    """The same curve; and from there, or to there, a run goes on on another number of ranks."""
+    fewer = settings("tied", "fewer", resume=workspace.root / "tied-gradients" / SAVED)
+    run_all([settings("tied", "one", save_every=2), fewer])
+    source = workspace.root / "tied-one" / SAVED
+    Ranks(2, run_all, [settings("tied", "more", sharding="gradients", resume=source)]).finish(240)
+    expected = weights(workspace, "tied-gradients")
+    for run in ("tied-one", "tied-fewer", "tied-more"):
+        for key in ("loss", "grad_norm"):
+            found, of_two = (workspace.metrics(name, key) for name in (run, "tied-gradients"))
+            assert found == pytest.approx(of_two[-len(found) :], rel=1e-6), key
+        for name, weight in weights(workspace, run).items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+def lose_rank_1(settings: list[str]) -> None:
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+        if world.rank == 1:
+            kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+            run.optimizer.register_step_post_hook(lambda *_: kill())
+        train(run)
+
+
+def test_a_rank_that_is_lost_ends_the_others(workspace, settings):
+    ranks = Ranks(2, lose_rank_1, settings("tied", "lost", sharding="gradients", steps=1000))
+    try:
+        for process in ranks.processes:
+            process.join(120)
+        assert ranks.codes == [1, -signal.SIGKILL], ranks.errors
+    finally:
+        ranks.kill()
+
+
+def of_one_rank(workspace, sums: torch.dtype) -> tigon.CausalLM:
+    model = tigon.from_pretrained(workspace.model, dtype=torch.bfloat16).train()
+    shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, sums)
+    return model
+
+
+@pytest.mark.parametrize("sums", [torch.bfloat16, torch.float32])
+def test_micro_batches_on_one_rank(workspace, world, sums):
+    """Gradients add up in `sums`, bit by bit, and weights are whole until they are reduced."""
+    plain = tigon.from_pretrained(workspace.model, dtype=torch.bfloat16).train()
+    model = of_one_rank(workspace, sums)
+    expected: dict[str, torch.Tensor] = {}
+    for i in range(3):
+        ids = torch.randint(0, 300, (1, 16), generator=torch.Generator().manual_seed(i))
+        plain(ids, labels=ids).loss.backward()
+        for name, p in plain.named_parameters():
+            own = p.grad.to(sums)
+            expected[name] = expected[name] + own if name in expected else own
+            p.grad = None
+        sync_gradients(model, i == 2)
+        model(ids, labels=ids).loss.backward()
+        assert all(isinstance(p, DTensor) == (i == 2) for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(local(p.grad), expected[name].bfloat16()), name
+
+
+def test_a_parameter_without_a_gradient_has_zeros(workspace, world):
+    """On other ranks it may have one, and all send the same messages."""
+    model = of_one_rank(workspace, torch.float32)
+    model.model.embed_tokens(torch.tensor([[1, 2, 2]])).sum().backward()
+    gradients = {name: local(p.grad) for name, p in model.named_parameters()}
+    embedding = gradients.pop("model.embed_tokens.weight")
+    assert embedding[:4, 0].tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert gradients and not any(gradient.any() for gradient in gradients.values())

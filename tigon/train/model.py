@@ -19,7 +19,7 @@ from tigon.models import (
     read_config,
     torch_dtype,
 )
-from tigon.parallel import shard_gradients
+from tigon.parallel import find_zero, shard_gradients
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
@@ -51,6 +51,8 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
         if source is None:
             load_weights(model, weights)
+    if (zero := find_zero(model)) is not None:
+        zero.allocate()
     return finish(model, config)
 
 

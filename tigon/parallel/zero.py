@@ -168,7 +168,8 @@ class Zero:
             other = [w for w in group.weights if w.source is not None]
             if other:
                 torch._foreach_copy_([w.target for w in other], [w.source for w in other])
-            group.gathering = self._gather(group.weights)
+            if self.mesh.size() > 1 and group.weights:
+                group.gathering = self._gather(group.weights)
             group.trained = [w for w in group.weights if w.rows.requires_grad]
             for weight in group.weights:
                 weight.whole.requires_grad_(weight.rows.requires_grad)
@@ -197,9 +198,7 @@ class Zero:
         with torch.inference_mode(False), torch.no_grad():
             for weight in (w for group in self.groups for w in group.weights):
                 module, name = weight.places[0]
-                weight.rows = cast(
-                    nn.Parameter, module._parameters[name]
-                )  # perhaps put there since
+                weight.rows = cast(nn.Parameter, module._parameters[name])  # a loader's, perhaps
                 weight.allocate(self.compute)
         self.allocated = True
 
@@ -231,10 +230,10 @@ class Zero:
     def _begin_reduction(self, group: Group) -> None:
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
-            parts = [
-                g.new_empty(w.part.shape) for w, g in zip(group.trained, gradients, strict=True)
-            ]
-            message = self._reduce(parts, gradients)
+            parts, message = gradients, None
+            if self.mesh.size() > 1:
+                parts = [torch.empty_like(w.part, dtype=self.sums) for w in group.trained]
+                message = self._reduce(parts, gradients)
         self.running.append(Reduction(group.trained, gradients, parts, message))
         if len(self.running) > IN_FLIGHT:
             self._end_reduction()
@@ -258,8 +257,6 @@ class Zero:
 
     def _gather(self, weights: Sequence[Weight]) -> Any:
         """All ranks' rows to all; what to wait for."""
-        if self.mesh.size() == 1:
-            return None
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as message:
             for weight in weights:
@@ -269,9 +266,6 @@ class Zero:
     def _reduce(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
         """The sum over all ranks of their gradients, to each its rows; what to wait for."""
         group = self.mesh.get_group()
-        if self.mesh.size() == 1:
-            torch._foreach_copy_(list(parts), list(gradients))
-            return None
         with dist._coalescing_manager(group, async_ops=True) as message:
             for part, gradient in zip(parts, gradients, strict=True):
                 REDUCE_SCATTER(part, gradient, group=group)

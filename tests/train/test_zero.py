@@ -18,20 +18,20 @@ from tigon.parallel import shard_gradients
 from tigon.train import load, prepare, start, train
 from tigon.train.parallel import local, sync_gradients
 
-BF16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
 FROZEN = "[{match: '*.layers.0.*', freeze: true}, {match: '*norm*', lr: 1e-3}]"
 # Two micro-batches a rank; two ranks share the vocabulary of 321 unevenly, and the five experts
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {"ema_decay": 0.9, "sample_prompts": "[the model reads]", "sample_tokens": 4},
-    "frozen": {"model": "untied", "parameter_groups": FROZEN, "optimizer": "sgd", "momentum": 0.9},
-    "8bit": {"optimizer": "adamw_8bit", "dtype": "bfloat16"},  # of float32 weights
-    "bf16": BF16 | {"optimizer": "adamw_bf16", "accumulate_fp32": "true"},
+    "frozen": {  # and float32 weights of a bfloat16 computation
+        "model": "untied", "parameter_groups": FROZEN, "optimizer": "adamw_8bit",
+        "dtype": "bfloat16",
+    },
     "experts": {
         "model": "experts", "router_aux_loss_coef": 0.5, "optimizer": "muon",
         "activation_checkpointing": "true",
     },
 }  # fmt: skip
-STEPS, SAVED = 3, "checkpoints/step-00000002"
+STEPS, SAVED = 2, "checkpoints/step-00000001"
 WAYS = ("full", "gradients")
 
 
@@ -43,17 +43,17 @@ def settings(workspace):
     }
 
     def make(kind: str, way: str, **changes: Any) -> list[str]:
-        values = KINDS[kind] | {"steps": STEPS, "eval_data": workspace.held_out} | changes
+        values = KINDS[kind] | {"steps": STEPS, "save_every": 1} | changes
+        if kind == "tied":
+            values |= {"eval_data": workspace.held_out, "export": "true"}
         if way in WAYS:
             values["sharding"] = way
         values["model"] = models.get(str(values.get("model")), workspace.model)
         return workspace.settings(f"{kind}-{way}", **values)
 
-    same = {"eval_every": 2, "save_every": 2, "export": "true"}
-    runs = [make(kind, way, **same) for kind in KINDS for way in WAYS]
-    for kind in ("tied", "experts"):  # goes on from the other's checkpoint, whose bits are the same
-        source = workspace.root / f"{kind}-full" / SAVED
-        runs.append(make(kind, "resumed", **same, sharding="gradients", resume=source))
+    runs = [make(kind, way) for kind in KINDS for way in WAYS]
+    source = workspace.root / "tied-full" / SAVED  # whose bits are the same as the other's
+    runs.append(make("tied", "resumed", sharding="gradients", resume=source))
     Ranks(2, run_all, runs).finish(540)
     return make
 
@@ -63,13 +63,12 @@ def weights(workspace, run: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [*((kind, "gradients") for kind in KINDS), ("tied", "resumed"), ("experts", "resumed")],
+    ("kind", "way"), [*((kind, "gradients") for kind in KINDS), ("tied", "resumed")]
 )
 def test_the_bits_of_fsdp2(workspace, settings, kind, way):
     """Losses, norms, samples, weights; checkpoints with states, averages, exports."""
     full, ours = workspace.root / f"{kind}-full", workspace.root / f"{kind}-{way}"
-    for key in ("loss", "grad_norm", "eval_loss"):
+    for key in ("loss", "grad_norm", *(["eval_loss"] if kind == "tied" else [])):
         expected, found = (workspace.metrics(run.name, key) for run in (full, ours))
         assert found and found == expected[-len(found) :]
     expected, found = (weights(workspace, run.name) for run in (full, ours))
@@ -77,7 +76,7 @@ def test_the_bits_of_fsdp2(workspace, settings, kind, way):
     for name, weight in expected.items():
         assert torch.equal(found[name], weight), name
     files = [path.relative_to(full) for path in full.rglob("*.safetensors")]
-    assert len(files) >= 9
+    assert len(files) >= 8
     for path in files:
         if way == "gradients" or SAVED not in str(path):
             assert (ours / path).read_bytes() == (full / path).read_bytes(), path
@@ -91,7 +90,7 @@ def test_samples(workspace, settings):
 def test_one_process(workspace, settings):
     """The same curve; and from there, or to there, a run goes on on another number of ranks."""
     fewer = settings("tied", "fewer", resume=workspace.root / "tied-gradients" / SAVED)
-    run_all([settings("tied", "one", save_every=2), fewer])
+    run_all([settings("tied", "one"), fewer])
     source = workspace.root / "tied-one" / SAVED
     Ranks(2, run_all, [settings("tied", "more", sharding="gradients", resume=source)]).finish(240)
     expected = weights(workspace, "tied-gradients")

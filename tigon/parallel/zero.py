@@ -19,12 +19,13 @@ reduction of the gradients, behind its last backward, and nothing is copied:
   and nothing needs to be zero. Once the rows are reduced the whole gradient is freed. To keep it
   (ZeRO-1) would cost memory and save nothing.
 
-What torch has does not do: DistributedDataParallel reduces all of a gradient to every rank, twice
-the bytes, and means instead of sums; ZeroRedundancyOptimizer deals whole parameters, and broadcasts
-them one by one after the step, behind nothing. fully_shard with reshard_after_forward=False saves
-the second gather, but none of the copies, and needs as much memory as this. Symmetric memory
-(torch.distributed._symmetric_memory) moves rows without taking SMs, on GPUs of one host only:
-`_gather` and `_reduce` are where it would go.
+What torch has does not do. DistributedDataParallel gives every rank all of a gradient, twice the
+bytes, and means instead of sums; ZeroRedundancyOptimizer deals out whole parameters, so that shares
+are uneven and no checkpoint of rows, and broadcasts them after the step, while nothing else runs.
+fully_shard with reshard_after_forward=False saves the second gather and none of the copies, for the
+memory that this takes; prefetching further ahead saves neither. Symmetric memory
+(torch.distributed._symmetric_memory) moves rows by copy engines instead of SMs, among the GPUs of
+one host: `_gather` and `_reduce` are where it would go.
 
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """

@@ -14,6 +14,7 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
+from tigon.parallel import IN_FLIGHT
 from tigon.train import main
 from tigon.train.config import Config
 from tigon.train.estimate import memory, report
@@ -201,6 +202,27 @@ def test_gradients_of_several_micro_batches_are_whole() -> None:
         for n, model in enumerate(models, start=1)
     )
     assert twice["gradients"] - once.get("gradients", 0) > 0.5 * 4 * size
+
+
+def test_whole_weights_and_what_is_reduced() -> None:
+    """With sharding=gradients, of a model of few bytes besides weights."""
+    wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    changes: dict[str, Any] = {"sharding": "gradients", "param_dtype": "bfloat16"}
+    found = planned(tiny("llama", "plain", **wide), 2, **changes).kinds
+    model = tiny("llama", "plain", **wide)
+    size = sum(p.numel() for p in model.parameters())
+    block = sum(p.numel() for p in model.model.layers[0].parameters())
+    assert found["parameters"] == pytest.approx(2 * size, rel=0.01)
+    assert found["optimizer"] == pytest.approx(8 * size / 2, rel=0.01)
+    assert "gathered weights" not in found
+    # Half of all at the end, and three blocks' whole ones on their way
+    assert found["gradients"] <= 2 * (size / 2 + (IN_FLIGHT + 1) * block) * 1.01
+    model = tiny("llama", "plain", **wide)
+    exact = planned(model, 2, **changes, accumulate_fp32=True, batch_size=4 * B).kinds
+    assert exact["gradients"] >= 4 * size  # of the first micro-batch
+    model = tiny("llama", "plain", **wide)
+    masters = planned(model, 2, sharding="gradients", param_dtype="float32").kinds
+    assert masters["parameters"] == pytest.approx((2 + 4 / 2) * size, rel=0.01)
 
 
 def test_batches_stand_in_for_full_rows() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
@@ -18,6 +19,7 @@ from tigon.models import (
     read_config,
     torch_dtype,
 )
+from tigon.parallel import find_zero, shard_gradients
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
@@ -33,32 +35,46 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     allocated, for `checkpoint.load`.
     """
     dtype = getattr(torch, config.param_dtype)
-    compute = compute_dtype(config, world.device)
-    sharded = is_sharded(config, world.size, compute)
     if source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
-        if sharded:
-            shard(model, world, compute)
+        divide(model, config, world)
         materialize(model, world.device)
     elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
         model = _from_config(_init(config), dtype, "cpu")
-        if sharded:
-            shard(model, world, compute)
+        divide(model, config, world)
         model.to(world.device)
     else:
         repository = Repository(config.model, revision=config.revision)
         model, weights = build(repository, MODELS, dtype=dtype)
-        if sharded:
-            shard(model, world, compute)
+        divide(model, config, world)
         materialize(model, world.device)
         if source is None:
             load_weights(model, weights)
+    if (zero := find_zero(model)) is not None:
+        zero.allocate()
     return finish(model, config)
 
 
+def divide(model: CausalLM, config: Config, world: World) -> None:
+    """Over the ranks, as `sharding` says; a model that needs none of it stays as it is."""
+    compute = compute_dtype(config, world.device)
+    if not is_sharded(config, world.size, compute):
+        return
+    if config.sharding == "full":
+        shard(model, world, compute)
+    else:
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        shard_gradients(model, mesh, compute, sum_dtype(config))
+
+
+def sum_dtype(config: Config) -> torch.dtype:
+    """In which gradients add up with sharding=gradients, over micro-batches and ranks."""
+    return torch.float32 if config.accumulate_fp32 else getattr(torch, config.param_dtype)
+
+
 def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
-    """Whether FSDP2 holds the weights: it casts them, too, and adds up gradients over
+    """Whether the model is divided: that casts weights, too, and adds up gradients over
     micro-batches in float32, on one rank as on many."""
     dtype = getattr(torch, config.param_dtype)
     return ranks > 1 or compute != dtype or (config.accumulate_fp32 and dtype != torch.float32)

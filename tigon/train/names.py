@@ -8,7 +8,10 @@ ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_bat
 ADAPTERS = "all weights are trained: there are no adapters"
 SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
 WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
-SHARDING = "nothing to set: weights, gradients and AdamW's state are sharded over all ranks"
+SHARDING = (
+    "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
+    "sharding=gradients leaves each rank all weights"
+)
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
 LEARNED = "train_on: assistant (the default), last or all"

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
+from tigon.parallel import find_zero
 from tigon.train.board import LATE, Board, told
 from tigon.train.signals import Signals
 
@@ -151,12 +152,16 @@ def local(tensor: Tensor) -> Tensor:
 
 def sync_gradients(model: CausalLM, on: bool) -> None:
     """Whether the next backward reduces gradients over ranks, or only adds them up here."""
+    if (zero := find_zero(model)) is not None:
+        zero.reduces = on
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
 
 def reshard(model: CausalLM) -> None:
     """After forwards without a backward: give up the gathered weights, so that all are shards."""
+    if (zero := find_zero(model)) is not None:
+        zero.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

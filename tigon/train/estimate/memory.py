@@ -2,7 +2,7 @@
 
 What is there all the time, weights and states of the optimizer, is multiplied out. The rest is that
 of a step of the real model on the meta device, which `meter` weighs, with what FSDP2 allocates
-around it, which `gathering` adds.
+around it, which `gathering` adds, or what sharding=gradients does, which `reducing` adds.
 
 # B rows of a micro-batch, T tokens of a row
 """
@@ -19,7 +19,8 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
-from tigon.train.model import is_sharded
+from tigon.train.estimate.reducing import Reducing
+from tigon.train.model import is_sharded, sum_dtype
 from tigon.train.objectives import Objective
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, state_bytes
 
@@ -76,6 +77,9 @@ def estimate(
     ledger = _weigh(
         model.to("meta", compute), objective, config, world, param_dtype if sharded else None
     )
+    if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
+        whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
+        parameters = whole + (parameters if compute != param_dtype else 0)
     there = {"parameters": parameters}
     if not config.optimizer_offload:
         there |= {"optimizer": int(states), "average of weights": int(average)}
@@ -100,8 +104,10 @@ def _weigh(
     ledger = Ledger()
     meter = Meter(ledger, tensors_of(model))
     watch_head(meter, model.lm_head)
-    gathering = None
-    if sharded is not None:
+    gathering: Gathering | Reducing | None = None
+    if sharded is not None and config.sharding == "gradients":
+        gathering = Reducing(model, meter, world, sum_dtype(config), sharded)
+    elif sharded is not None:
         gathering = Gathering(model, meter, world, model.dtype, sharded)
     else:
         for parameter in model.parameters():

@@ -13,8 +13,8 @@ from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.flops import Cost
 from tigon.train.loop import update
-from tigon.train.model import compute_dtype, is_sharded, outline
-from tigon.train.parallel import World, local, shard
+from tigon.train.model import divide, outline
+from tigon.train.parallel import World, local
 from tigon.train.step import backward
 
 STEPS = 4  # of which the first two prepare: kernels, the allocator, the optimizer's states
@@ -32,10 +32,8 @@ class Measured:
 
 def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """The model of a run as `build_model` makes it, with random weights: none are read."""
-    dtype, compute = getattr(torch, config.param_dtype), compute_dtype(config, world.device)
-    model = outline(config, dtype, source)
-    if is_sharded(config, world.size, compute):
-        shard(model, world, compute)
+    model = outline(config, getattr(torch, config.param_dtype), source)
+    divide(model, config, world)
     materialize(model, world.device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,157 @@
+"""sharding=gradients on two ranks: the bits of FSDP2, and one process's numbers."""
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import tigon
+from tests.small import EXPERTS, write_model
+from tests.train.ranks import Ranks
+from tests.train.test_equality import run_all
+from tigon.parallel import shard_gradients
+from tigon.train import load, prepare, start, train
+from tigon.train.parallel import local, sync_gradients
+
+FROZEN = "[{match: '*.layers.0.*', freeze: true}, {match: '*norm*', lr: 1e-3}]"
+# Two micro-batches a rank; two ranks share the vocabulary of 321 unevenly, and the five experts
+KINDS: dict[str, dict[str, Any]] = {
+    "tied": {"ema_decay": 0.9, "sample_prompts": "[the model reads]", "sample_tokens": 4},
+    "frozen": {  # and float32 weights of a bfloat16 computation
+        "model": "untied", "parameter_groups": FROZEN, "optimizer": "adamw_8bit",
+        "dtype": "bfloat16",
+    },
+    "experts": {
+        "model": "experts", "router_aux_loss_coef": 0.5, "optimizer": "muon",
+        "activation_checkpointing": "true",
+    },
+}  # fmt: skip
+STEPS, SAVED = 2, "checkpoints/step-00000001"
+WAYS = ("full", "gradients")
+
+
+@pytest.fixture(scope="module")
+def settings(workspace):
+    models = {
+        "untied": write_model(workspace.root / "untied", tie_word_embeddings=False),
+        "experts": write_model(workspace.root / "experts", **EXPERTS),
+    }
+
+    def make(kind: str, way: str, **changes: Any) -> list[str]:
+        values = KINDS[kind] | {"steps": STEPS, "save_every": 1} | changes
+        if kind == "tied":
+            values |= {"eval_data": workspace.held_out, "export": "true"}
+        if way in WAYS:
+            values["sharding"] = way
+        values["model"] = models.get(str(values.get("model")), workspace.model)
+        return workspace.settings(f"{kind}-{way}", **values)
+
+    runs = [make(kind, way) for kind in KINDS for way in WAYS]
+    source = workspace.root / "tied-full" / SAVED  # whose bits are the same as the other's
+    runs.append(make("tied", "resumed", sharding="gradients", resume=source))
+    Ranks(2, run_all, runs).finish(540)
+    return make
+
+
+def weights(workspace, run: str) -> dict[str, torch.Tensor]:
+    return torch.load(workspace.root / run / "weights.pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [*((kind, "gradients") for kind in KINDS), ("tied", "resumed")]
+)
+def test_the_bits_of_fsdp2(workspace, settings, kind, way):
+    """Losses, norms, samples, weights; checkpoints with states, averages, exports."""
+    full, ours = workspace.root / f"{kind}-full", workspace.root / f"{kind}-{way}"
+    for key in ("loss", "grad_norm", *(["eval_loss"] if kind == "tied" else [])):
+        expected, found = (workspace.metrics(run.name, key) for run in (full, ours))
+        assert found and found == expected[-len(found) :]
+    expected, found = (weights(workspace, run.name) for run in (full, ours))
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    files = [path.relative_to(full) for path in full.rglob("*.safetensors")]
+    assert len(files) >= 8
+    for path in files:
+        if way == "gradients" or SAVED not in str(path):
+            assert (ours / path).read_bytes() == (full / path).read_bytes(), path
+
+
+def test_samples(workspace, settings):
+    expected, found = (workspace.root / f"tied-{way}" / "samples.jsonl" for way in WAYS)
+    assert found.read_text() == expected.read_text() != ""
+
+
+def test_one_process(workspace, settings):
+    """The same curve; and from there, or to there, a run goes on on another number of ranks."""
+    fewer = settings("tied", "fewer", resume=workspace.root / "tied-gradients" / SAVED)
+    run_all([settings("tied", "one"), fewer])
+    source = workspace.root / "tied-one" / SAVED
+    Ranks(2, run_all, [settings("tied", "more", sharding="gradients", resume=source)]).finish(240)
+    expected = weights(workspace, "tied-gradients")
+    for run in ("tied-one", "tied-fewer", "tied-more"):
+        for key in ("loss", "grad_norm"):
+            found, of_two = (workspace.metrics(name, key) for name in (run, "tied-gradients"))
+            assert found == pytest.approx(of_two[-len(found) :], rel=1e-6), key
+        for name, weight in weights(workspace, run).items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+def lose_rank_1(settings: list[str]) -> None:
+    with start("cpu") as world:
+        run = prepare(load(None, settings), world)
+        if world.rank == 1:
+            kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+            run.optimizer.register_step_post_hook(lambda *_: kill())
+        train(run)
+
+
+def test_a_rank_that_is_lost_ends_the_others(workspace, settings):
+    ranks = Ranks(2, lose_rank_1, settings("tied", "lost", sharding="gradients", steps=1000))
+    try:
+        for process in ranks.processes:
+            process.join(120)
+        assert ranks.codes == [1, -signal.SIGKILL], ranks.errors
+    finally:
+        ranks.kill()
+
+
+def of_one_rank(workspace, sums: torch.dtype) -> tigon.CausalLM:
+    model = tigon.from_pretrained(workspace.model, dtype=torch.bfloat16).train()
+    shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, sums)
+    return model
+
+
+@pytest.mark.parametrize("sums", [torch.bfloat16, torch.float32])
+def test_micro_batches_on_one_rank(workspace, world, sums):
+    """Gradients add up in `sums`, bit by bit, and weights are whole until they are reduced."""
+    plain = tigon.from_pretrained(workspace.model, dtype=torch.bfloat16).train()
+    model = of_one_rank(workspace, sums)
+    expected: dict[str, torch.Tensor] = {}
+    for i in range(3):
+        ids = torch.randint(0, 300, (1, 16), generator=torch.Generator().manual_seed(i))
+        plain(ids, labels=ids).loss.backward()
+        for name, p in plain.named_parameters():
+            own = p.grad.to(sums)
+            expected[name] = expected[name] + own if name in expected else own
+            p.grad = None
+        sync_gradients(model, i == 2)
+        model(ids, labels=ids).loss.backward()
+        assert all(isinstance(p, DTensor) == (i == 2) for p in model.parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(local(p.grad), expected[name].bfloat16()), name
+
+
+def test_a_parameter_without_a_gradient_has_zeros(workspace, world):
+    """On other ranks it may have one, and all send the same messages."""
+    model = of_one_rank(workspace, torch.float32)
+    model.model.embed_tokens(torch.tensor([[1, 2, 2]])).sum().backward()
+    gradients = {name: local(p.grad) for name, p in model.named_parameters()}
+    embedding = gradients.pop("model.embed_tokens.weight")
+    assert embedding[:4, 0].tolist() == [0.0, 1.0, 2.0, 0.0]
+    assert gradients and not any(gradient.any() for gradient in gradients.values())

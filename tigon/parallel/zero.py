@@ -1,0 +1,297 @@
+"""ZeRO-2 (Rajbhandari et al., 2020): every rank has all weights and computes as one rank would;
+gradients and optimizer states are divided among the ranks.
+
+For models that fit. FSDP2 gathers weights in forward and again in backward, through buffers that it
+copies into and out of. Here a step has one gather of the weights, behind its forward, and one
+reduction of the gradients, behind its last backward, and nothing is copied:
+
+- Each rank has the rows of every parameter that FSDP2 would give it, Shard(0). They lie one after
+  the other in the parameter's own memory, so that an all-gather can write every row to its place,
+  and a reduce-scatter can read from the gradient as autograd left it. Parameters are parts of one
+  message nonetheless: those of a block are one group of NCCL calls, which is one kernel. Flat
+  buffers would need a copy for each gather (with rank r's rows of all parameters together) or
+  shares that begin and end within rows (without), and with these neither states of 8 bits, whose
+  blocks are within rows, nor Muon, nor checkpoints of rows would do.
+- Between steps the model's parameters are DTensors of these rows, as FSDP2's are: optimizers,
+  clipping, averages, checkpoints and exports do not know the difference. During passes they are the
+  whole ones. Where both have one dtype, the rows are a part of the whole parameter's memory.
+- Autograd gives a parameter without a gradient the tensor that backward made, so nothing is added
+  and nothing needs to be zero. Once the rows are reduced the whole gradient is freed. To keep it
+  (ZeRO-1) would cost memory and save nothing.
+
+What torch has does not do. DistributedDataParallel gives every rank all of a gradient, twice the
+bytes, and means instead of sums; ZeroRedundancyOptimizer deals out whole parameters, so that shares
+are uneven and no checkpoint of rows, and broadcasts them after the step, while nothing else runs.
+fully_shard with reshard_after_forward=False saves the second gather and none of the copies, for the
+memory that this takes; prefetching further ahead saves neither. Symmetric memory
+(torch.distributed._symmetric_memory) moves rows by copy engines instead of SMs, among the GPUs of
+one host: `_gather` and `_reduce` are where it would go.
+
+# R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tigon.models import CausalLM
+
+# torch 2.13 has new names, and warns of the old ones
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+IN_FLIGHT = 2  # reductions whose gradients are still held when the next one begins
+
+
+class Weight:
+    """A parameter: `rows`, those of this rank, between passes, and `whole` during them."""
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        self.places: list[tuple[nn.Module, str]] = []  # several where it is tied
+        self.mesh, self.shape = mesh, parameter.shape
+        self.each = -(-self.shape[0] // mesh.size())  # r
+        first = mesh.get_local_rank() * self.each
+        own = parameter.detach()[first : first + self.each].clone()
+        shard = DTensor.from_local(
+            own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
+        )
+        self.rows = nn.Parameter(shard, parameter.requires_grad)
+        self.sum: Tensor | None = None  # of gradients, where their own dtype is too narrow
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """The whole parameter."""
+        own, ranks = self.rows.detach().to_local(), self.mesh.size()
+        self.memory = own.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
+        self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
+        self.whole = nn.Parameter(self.memory[: self.shape[0]], requires_grad=False)
+        self.source = own if own.dtype != dtype else None
+        self.target = self.part[: len(own)]
+        if self.source is None:
+            self.target.copy_(own)
+            # As FSDP2 does it: optimizers know the parameter already
+            self.rows._local_tensor = self.target  # type: ignore[attr-defined]
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+    def add_up(self, dtype: torch.dtype) -> None:
+        """The gradient of this backward to those before it, in `dtype`."""
+        gradient = self.whole.grad
+        if gradient is None or gradient.dtype == dtype:
+            return
+        self.sum = gradient.to(dtype) if self.sum is None else self.sum.add_(gradient)
+        self.whole.grad = None
+
+    def take_gradient(self, dtype: torch.dtype) -> Tensor:
+        """[n r, ...]; zeros where the loss of this rank did not depend on the parameter."""
+        found = self.whole.grad if self.sum is None else self.sum
+        self.whole.grad = self.sum = None
+        if found is None:
+            return torch.zeros_like(self.memory, dtype=dtype)
+        missing = len(self.memory) - len(found)
+        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+
+    def give_gradient(self, part: Tensor) -> None:
+        """[r, ...], of this rank's rows."""
+        own = part[: len(self.target)].to(self.rows.dtype)
+        # As FSDP2 does it: from_local takes ten times as long
+        gradient = DTensor(own, self.rows._spec, requires_grad=False)
+        self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
+
+
+class Group:
+    """Weights that are gathered, and whose gradients are reduced, together."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = weights
+        self.trained: list[Weight] = []
+        self.missing = 0  # gradients of this backward that are to come
+        self.gathering: Any = None  # the message that is on its way
+
+
+class Reduction(NamedTuple):
+    weights: Sequence[Weight]
+    gradients: Sequence[Tensor]  # must live until the message has gone
+    parts: Sequence[Tensor]
+    message: Any
+
+
+class Zero:
+    """The hooks of one model. Every rank runs the same passes; a gather needs all of them."""
+
+    def __init__(
+        self, model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
+    ) -> None:
+        self.mesh, self.compute, self.sums = mesh, compute, sums
+        self.reduces = True  # the gradients of the next backward, else they only add up here
+        self.gathered = self.allocated = False
+        self.running: deque[Reduction] = deque()
+        self.waiting: list[Group] | None = None  # in a backward: groups still to be reduced
+        self.hooked: set[Weight] = set()
+        self.groups: list[Group] = []
+        seen: dict[nn.Parameter, Weight] = {}
+        model.register_forward_pre_hook(lambda *_: self.gather())
+        for modules in in_order(model):
+            new: list[Weight] = []
+            for module in (inner for outer in modules for inner in outer.modules()):
+                for name, parameter in module._parameters.items():
+                    if parameter is None:
+                        continue
+                    if parameter not in seen:
+                        seen[parameter] = Weight(parameter, mesh)
+                        new.append(seen[parameter])
+                    seen[parameter].places.append((module, name))
+            self.groups.append(group := Group(new))
+            for module in modules:
+                module.register_forward_pre_hook(lambda *_, group=group: self._enter(group))
+        if others := [n for n, p in model.named_parameters() if p not in seen]:
+            raise ValueError(f"{', '.join(others[:3])}: neither of a block nor of one end")
+        for weight in seen.values():
+            weight.register(weight.rows)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Begin to make all weights whole, for passes until `release` or the last backward's end.
+
+        Groups come in the order in which forward needs them, and it waits for each one apart.
+        """
+        if self.gathered:
+            return
+        self.allocate()
+        self.gathered = True
+        for group in self.groups:
+            other = [w for w in group.weights if w.source is not None]
+            if other:
+                torch._foreach_copy_([w.target for w in other], [w.source for w in other])
+            if self.mesh.size() > 1 and group.weights:
+                group.gathering = self._gather(group.weights)
+            group.trained = [w for w in group.weights if w.rows.requires_grad]
+            for weight in group.weights:
+                weight.whole.requires_grad_(weight.rows.requires_grad)
+                weight.register(weight.whole)
+            for weight in set(group.trained) - self.hooked:
+                self.hooked.add(weight)
+                weight.whole.register_post_accumulate_grad_hook(
+                    lambda _, group=group, weight=weight: self._accumulated(group, weight)
+                )
+
+    def release(self) -> None:
+        """Parameters are this rank's rows again, which optimizers may change."""
+        if not self.gathered:
+            return
+        self.gathered = False
+        for group in self.groups:
+            self._wait(group)
+            for weight in group.weights:
+                weight.register(weight.rows)
+
+    def allocate(self) -> None:
+        """Memory of whole weights, once: when the rows are allocated, and before an optimizer may
+        take note of where they are; at the latest the first pass does it."""
+        if self.allocated:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for weight in (w for group in self.groups for w in group.weights):
+                module, name = weight.places[0]
+                weight.rows = cast(nn.Parameter, module._parameters[name])  # a loader's, perhaps
+                weight.allocate(self.compute)
+        self.allocated = True
+
+    def _enter(self, group: Group) -> None:
+        self.gather()  # unless the model's forward has: a module may be called by itself
+        self._wait(group)
+
+    def _wait(self, group: Group) -> None:
+        if group.gathering is not None:
+            group.gathering.wait()  # the stream does; Python goes on
+            group.gathering = None
+
+    def _accumulated(self, group: Group, weight: Weight) -> None:
+        """After a parameter has its gradient of a backward."""
+        weight.add_up(self.sums)
+        if not self.reduces:
+            return
+        if self.waiting is None:  # the first one
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._finish)
+            self.waiting = [g for g in self.groups if g.trained]
+            for other in self.waiting:
+                other.missing = len(other.trained)
+        group.missing -= 1
+        # All ranks in one order, from the head to the embedding
+        while self.waiting and not self.waiting[-1].missing:
+            self._begin_reduction(self.waiting.pop())
+
+    def _begin_reduction(self, group: Group) -> None:
+        with torch.no_grad():
+            gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
+            parts, message = gradients, None
+            if self.mesh.size() > 1:
+                parts = [torch.empty_like(w.part, dtype=self.sums) for w in group.trained]
+                message = self._reduce(parts, gradients)
+        self.running.append(Reduction(group.trained, gradients, parts, message))
+        if len(self.running) > IN_FLIGHT:
+            self._end_reduction()
+
+    @torch.no_grad()
+    def _end_reduction(self) -> None:
+        reduction = self.running.popleft()
+        if reduction.message is not None:
+            reduction.message.wait()
+        for weight, part in zip(reduction.weights, reduction.parts, strict=True):
+            weight.give_gradient(part)
+
+    def _finish(self) -> None:
+        """After a backward that reduces."""
+        waiting, self.waiting = self.waiting or [], None
+        while waiting:
+            self._begin_reduction(waiting.pop())
+        while self.running:
+            self._end_reduction()
+        self.release()
+
+    def _gather(self, weights: Sequence[Weight]) -> Any:
+        """All ranks' rows to all; what to wait for."""
+        group = self.mesh.get_group()
+        with dist._coalescing_manager(group, async_ops=True) as message:
+            for weight in weights:
+                ALL_GATHER(weight.memory, weight.part, group)
+        return message
+
+    def _reduce(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+        """The sum over all ranks of their gradients, to each its rows; what to wait for."""
+        group = self.mesh.get_group()
+        with dist._coalescing_manager(group, async_ops=True) as message:
+            for part, gradient in zip(parts, gradients, strict=True):
+                REDUCE_SCATTER(part, gradient, group=group)
+        return message
+
+
+def shard_gradients(
+    model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
+) -> Zero:
+    """Divide the model's parameters, which may be on the meta device, between passes.
+
+    `compute` is the dtype of the whole weights, `sums` that in which gradients add up over
+    micro-batches and ranks. Gradients are summed, not averaged, in the dtype of the rows.
+    """
+    model._zero = Zero(model, mesh, compute, sums)  # type: ignore[assignment]
+    return find_zero(model)  # type: ignore[return-value]
+
+
+def find_zero(model: nn.Module) -> Zero | None:
+    return vars(model).get("_zero")
+
+
+def in_order(model: CausalLM) -> Iterator[list[nn.Module]]:
+    """What is gathered together, in the order in which forward needs it."""
+    yield [model.model.embed_tokens]
+    for block in model.model.layers:
+        yield [block]
+    yield [model.model.norm, model.lm_head]

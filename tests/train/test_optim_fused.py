@@ -11,7 +11,7 @@ import tigon.kernels
 from tests.numbers import neighbours
 from tests.train.test_precision import Model, settings
 from tigon.kernels import _tables, adamw, squared_norm
-from tigon.kernels._codes import quantize
+from tigon.kernels._codes import Codes, quantize
 from tigon.kernels._rounding import draw, sixteen
 from tigon.kernels._triton import tl, triton
 from tigon.train.optim import build_optimizer, clip, clip_gradients, eight_bit, fused, rounding
@@ -247,9 +247,11 @@ def test_a_scale_is_a_factor_of_gradients_and_nan_leaves_all_as_it_is():
 
 
 @triton.jit
-def _codes_kernel(x, codes, scale, bounds, K: tl.constexpr, B: tl.constexpr, SIGNED: tl.constexpr):
+def _codes_kernel(
+    x, codes, scale, bounds, cells, K: tl.constexpr, B: tl.constexpr, SIGNED: tl.constexpr
+):
     at = tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
-    found, largest = quantize(tl.load(x + at), bounds, SIGNED)
+    found, largest = quantize(tl.load(x + at), bounds, cells, SIGNED)
     tl.store(codes + at, found)
     tl.store(scale + tl.arange(0, K)[:, None], largest)
 
@@ -257,24 +259,40 @@ def _codes_kernel(x, codes, scale, bounds, K: tl.constexpr, B: tl.constexpr, SIG
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("block", [32, 256])
 def test_codes_are_those_of_the_definition(signed, block):
-    """Of numbers of all sizes, of bounds and the numbers next to them, zeros, NaN and infinity."""
-    _, bounds = eight_bit.tables(signed, DEVICE)
-    edges = torch.cat([bounds, bounds.nextafter(bounds + 1), bounds.nextafter(bounds - 1)])
-    edges = torch.cat([edges, torch.zeros(3, device=DEVICE)]).view(-1, 32)
+    """Of numbers of all sizes, of bounds and ends of cells and the numbers next to them, zeros, NaN
+    and infinity."""
+    tables = [eight_bit.tables(sign, DEVICE) for sign in (True, False)]
+    _, bounds = tables[not signed]
+    own = Codes.of(*tables)[1:3] if signed else Codes.of(*tables)[4:]
+    ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
+    edges = torch.cat([bounds, ends.view(torch.float32), -ends.view(torch.float32)])
+    edges = torch.cat([edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)]).clamp(-1, 1)
     x = torch.randn(64, block, device=DEVICE)
     x *= torch.logspace(-9, 9, 64, device=DEVICE).view(-1, 1) ** 2
-    x[:24, :32], x[:24, -1] = edges, 1.0  # shares of a block whose largest is 1
     x[24:26], x[26, 3], x[27, :5] = 0.0, math.nan, math.inf
     x[28] *= 1e-44
+    x = torch.cat([x, _beside_ones(edges, block)])
     x = x if signed else x.abs()
+    count = 1 << (len(x) - 1).bit_length()
+    x = torch.cat([x, torch.zeros(count - len(x), block, device=DEVICE)])
     codes = torch.zeros_like(x, dtype=torch.uint8)
-    scale = torch.zeros(64, 1, device=DEVICE)
-    _codes_kernel[(1,)](x, codes, scale, bounds, 64, block, signed)
+    scale = torch.zeros(count, 1, device=DEVICE)
+    for first in range(0, count, 64):  # a program's tile
+        rows = slice(first, first + 64)
+        _codes_kernel[(1,)](x[rows], codes[rows], scale[rows], *own, 64, block, signed)
     expected_codes, expected_scale = eight_bit.quantize(x, signed)
-    width = eight_bit.block_size(block)
-    assert width == block
+    assert eight_bit.block_size(block) == block
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(codes, expected_codes)
+
+
+def _beside_ones(values: Tensor, block: int) -> Tensor:
+    """In blocks that each have a 1, so that a value is its share of the largest."""
+    each = block - 1
+    rows = -(-len(values) // each)
+    padded = torch.zeros(rows * each, device=values.device)
+    padded[: len(values)] = values
+    return torch.cat([torch.ones(rows, 1, device=values.device), padded.view(rows, each)], 1)
 
 
 def test_stochastic_rounding_of_the_kernel_is_unbiased(monkeypatch):

@@ -15,7 +15,10 @@ ALIGNED = 16  # bytes of an access; a number of elements that is a multiple fits
 
 def is_aligned(count: int, addresses: Sequence[int]) -> bool:
     """Whether a kernel may read tensors of `count` elements 16 bytes at a time."""
-    return not any(number % ALIGNED for number in (count, *addresses))
+    bits = count
+    for address in addresses:
+        bits |= address
+    return bits % ALIGNED == 0
 
 
 class Table:

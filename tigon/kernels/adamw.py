@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.kernels._codes import dequantize, quantize
+from tigon.kernels._codes import Codes, dequantize, quantize
 from tigon.kernels._rounding import draw, round_stochastically, round_to_nearest, sixteen
 from tigon.kernels._tables import Table, is_aligned, number, own_row, pointer
 from tigon.kernels._triton import tl, triton
@@ -55,15 +55,6 @@ class Settings(NamedTuple):
     stream: int  # of random bits, int64
 
 
-class Codes(NamedTuple):
-    """Of 8-bit numbers, float32: the values of codes [256], and the bounds between two [255]."""
-
-    shares: Tensor
-    bounds: Tensor
-    positive_shares: Tensor  # of what is not negative
-    positive_bounds: Tensor
-
-
 @triton.jit
 def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
     """A state as float32; `blocks`: how many there are."""
@@ -76,9 +67,9 @@ def _read(values, scale, table, at, inside, blocks, B: tl.constexpr):
 
 
 @triton.jit
-def _write(x, values, scale, bounds, bits, at, inside, blocks, SIGNED: tl.constexpr, B):
+def _write(x, values, scale, bounds, cells, bits, at, inside, blocks, SIGNED: tl.constexpr, B):
     if B > 0:
-        codes, largest = quantize(x, bounds, SIGNED)
+        codes, largest = quantize(x, bounds, cells, SIGNED)
         tl.store(values + at, codes, mask=inside)
         each = tl.arange(0, at.shape[0])[:, None]
         tl.store(scale + each, largest, mask=each < blocks)
@@ -96,7 +87,7 @@ def _update(
     """BLOCK elements of one parameter, from those of its chunks before."""
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
-    shares, bounds, positive_shares, positive_bounds = codes
+    shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
     first = chunk.to(tl.int64) * BLOCK
     weight, gradient, exp_avg, exp_avg_sq = (
         weight + first, gradient + first, exp_avg + first, exp_avg_sq + first
@@ -134,8 +125,9 @@ def _update(
         tl.store(weight + at, round_to_nearest(w), mask=inside)
     else:
         tl.store(weight + at, w, mask=inside)
-    _write(m, exp_avg, exp_avg_scale, bounds, of_m, at, inside, blocks, True, B)
-    _write(v, exp_avg_sq, exp_avg_sq_scale, positive_bounds, of_v, at, inside, blocks, False, B)
+    _write(m, exp_avg, exp_avg_scale, bounds, cells, of_m, at, inside, blocks, True, B)
+    bounds, cells = positive_bounds, positive_cells
+    _write(v, exp_avg_sq, exp_avg_sq_scale, bounds, cells, of_v, at, inside, blocks, False, B)
 
 
 @triton.jit(do_not_specialize=["stream"])
@@ -259,7 +251,7 @@ class FusedAdamW:
 
     def _codes(self, kind: Kind, unused: Tensor) -> tuple[Tensor, ...]:
         if not kind.block:
-            return (unused,) * 4
+            return (unused,) * 6
         if self.codes is None:
             raise ValueError("states of 8 bits need the values of their codes: pass `codes`")
         return tuple(self.codes)

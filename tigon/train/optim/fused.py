@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels._codes import Codes
 from tigon.kernels._triton import runs_triton
-from tigon.kernels.adamw import Codes, FusedAdamW, Settings, Slot
+from tigon.kernels.adamw import FusedAdamW, Settings, Slot
 from tigon.kernels.squared_norm import SquaredNorm
 from tigon.train.optim import eight_bit
 from tigon.train.optim.rounding import stream
@@ -65,14 +66,14 @@ class Fused:
 
     def _kernel_on(self, device: torch.device) -> FusedAdamW:
         if self._kernel is None:
-            tables = [t for signed in (True, False) for t in eight_bit.tables(signed, device)]
-            self._kernel = FusedAdamW(self.stochastic, Codes(*tables))
+            codes = Codes.of(*(eight_bit.tables(signed, device) for signed in (True, False)))
+            self._kernel = FusedAdamW(self.stochastic, codes)
         return self._kernel
 
 
 def _slot(parameter: Tensor, state: Mapping[str, Tensor], position: int) -> Slot:
     assert parameter.grad is not None
-    weight, gradient = local(parameter).detach(), local(parameter.grad).contiguous()
+    weight, gradient = local(parameter), local(parameter.grad).contiguous()
     m, v = (state.get(kind, state.get(f"{kind}_codes")) for kind in ("exp_avg", "exp_avg_sq"))
     assert m is not None and v is not None
     scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")

@@ -169,8 +169,10 @@ class Stored(Optimizer):
             given = [p for p in group["params"] if p.grad is not None]
             self._count(given)
             if self.fused is not None:
-                one = [p for p in given if runs_fused(p)]
-                self.fused.update(i, group, one, self.state, self.positions, scale)
+                by_kernel = [p for p in given if runs_fused(p)]
+                self.fused.update(i, group, by_kernel, self.state, self.positions, scale)
+                if len(by_kernel) == len(given):
+                    continue
                 given = [p for p in given if not runs_fused(p)]
             if scale is not None and given:
                 torch._foreach_mul_([local(p.grad) for p in given], scale)

@@ -1,4 +1,7 @@
-"""The optimizer's step beside torch's, on Llama-3.2-1B's shape with float32 weights on one GPU.
+"""The optimizer's step beside torch's, on Llama-3.2-1B's shape on one GPU.
+
+Weights are float32, or bfloat16 where a name says so: those are rounded stochastically by ours, and
+to nearest by torch, whose states are bfloat16 too. "definition": without the kernel of AdamW.
 
 Ours is what a run has: parameters that FSDP2 shards, here over one rank. torch's has plain ones,
 for Muon with q, k, v, gate and up apart, so that both orthogonalise the same matrices, and with
@@ -12,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -25,11 +29,18 @@ from bench import harness
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from tests.small import LLAMA
+from tigon.kernels import use
 from tigon.train import load, start
 from tigon.train.optim import OPTIMIZERS, build_optimizer, hidden_matrices
 from tigon.train.parallel import shard
 
-MOST = {"adamw": 1.05, "sgd": 1.05, "muon": 1.0}  # of torch's time
+MOST = {"adamw": 1.05, "adamw_bf16 of bfloat16": 0.75, "sgd": 1.05, "muon": 1.0}  # of torch's time
+OF_BFLOAT16, DEFINITION = " of bfloat16", " definition"
+CASES = [
+    *OPTIMIZERS,
+    *(f"{name}{OF_BFLOAT16}" for name in ("adamw", "adamw_bf16", "adamw_8bit")),
+    f"adamw_bf16{OF_BFLOAT16}{DEFINITION}",
+]
 SETTINGS = {"sgd": ["momentum=0.9"]}
 Parameters = dict[str, nn.Parameter]
 
@@ -51,28 +62,34 @@ def muon(parameters: Parameters, hidden: set[str]) -> list[Optimizer]:
 
 TORCH: dict[str, Callable[[Parameters, set[str]], list[Optimizer]]] = {
     "adamw": adamw,
+    f"adamw_bf16{OF_BFLOAT16}": adamw,
     "sgd": sgd,
     "muon": muon,
 }
 
 
-def build(tiny: bool) -> tigon.Llama:
-    device = "cpu" if tiny else "cuda"
-    return tigon.Llama.from_config(LLAMA if tiny else LLAMA_1B, dtype=torch.float32, device=device)
+def build(name: str, tiny: bool) -> tigon.Llama:
+    device, dtype = "cpu" if tiny else "cuda", torch.float32
+    if OF_BFLOAT16 in name:
+        dtype = torch.bfloat16
+    return tigon.Llama.from_config(LLAMA if tiny else LLAMA_1B, dtype=dtype, device=device)
 
 
 def ours(name: str, job: Job) -> Record:
     tiny = job.options.tiny
-    settings = ["run_dir=a", "model=m", "data=d", f"optimizer={name}", "lr=1e-4"]
-    with start("cpu" if tiny else "cuda") as world:
-        model = build(tiny)
+    settings = ["run_dir=a", "model=m", "data=d", f"optimizer={name.split()[0]}", "lr=1e-4"]
+    if OF_BFLOAT16 in name:
+        settings.append("param_dtype=bfloat16")
+    path: Literal["reference", "auto"] = "reference" if DEFINITION in name else "auto"
+    with start("cpu" if tiny else "cuda") as world, use(path):
+        model = build(name, tiny)
         shard(model, world, torch.float32 if tiny else torch.bfloat16)
         optimizer = build_optimizer(model, load(None, [*settings, *SETTINGS.get(name, [])]))
         return timed(list(model.parameters()), [optimizer], job)
 
 
 def theirs(name: str, job: Job) -> Record:
-    model = build(job.options.tiny)
+    model = build(name, job.options.tiny)
     matrices, parts = hidden_matrices(model), model.layout()
     apart: Parameters = {}
     for parameter, p in model.named_parameters():
@@ -164,9 +181,7 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed in a round"}),
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench(
-    "optimizers", __doc__, run, show, list(OPTIMIZERS), "docs/training.md", options=OPTIONS
-)
+BENCH = Bench("optimizers", __doc__, run, show, CASES, "docs/training.md", options=OPTIONS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

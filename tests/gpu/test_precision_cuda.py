@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+import tigon.kernels
 from tests.train.conftest import workspace
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
@@ -16,6 +17,16 @@ __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def definition(monkeypatch):
+    """No kernel, here and in processes: states in host memory are updated without AdamW's."""
+    monkeypatch.setenv("TIGON_KERNELS", "reference")
+    with tigon.kernels.use("reference"):
+        yield
+
+
 STATES = {"adamw": "float32", "adamw_bf16": "bfloat16", "adamw_8bit": "8bit"}
 
 
@@ -56,7 +67,7 @@ def test_rounding_has_the_cpus_bits():
 
 @pytest.mark.parametrize("optimizer", [*STATES, "sgd"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-def test_states_in_host_memory_change_no_bit(optimizer, param_dtype, monkeypatch):
+def test_states_in_host_memory_change_no_bit(optimizer, param_dtype, definition, monkeypatch):
     """Copied in and out in many pieces, against torch's own or one that stays on the device."""
     changes = {"optimizer": optimizer, "param_dtype": param_dtype}
     here, its = on_gpu(20, **changes)
@@ -124,7 +135,7 @@ def test_memory_and_time_of_an_update(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", STATES)
-def test_runs_with_states_in_host_memory(workspace, optimizer):
+def test_runs_with_states_in_host_memory(workspace, optimizer, definition):
     """FSDP2 over bfloat16 computation, with an average, interrupted: the same checkpoint."""
     same = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.9, "device": "cuda"}
     same |= {"optimizer": optimizer, "deterministic": "true", "export": "true"}
@@ -164,7 +175,7 @@ def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
     assert means["nearest"] - means["exact"] > 0.3 * (start - means["exact"])
 
 
-def test_a_fused_update_equals_the_stored_one_on_two_gpus(workspace):
+def test_an_update_equals_that_of_states_in_host_memory_on_two_gpus(workspace, definition):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     same = {"steps": 3, "save_every": 3, "device": "cuda", "deterministic": "true", **BF16}

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from tigon.train.build import Run
 from tigon.train.objectives import Part
-from tigon.train.optim import clip_gradients
+from tigon.train.optim import clip
 from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 
 def backward(run: Run, step: int) -> dict[str, float]:
-    """Gradients of the step, clipped; its loss, this rank's part of it, the gradients' norm before
-    clipping, and what else the objective logs."""
+    """Gradients of the step, clipped at once or by the update; its loss, this rank's part of it,
+    the gradients' norm before clipping, and what else the objective logs."""
     world, model, objective = run.world, run.model, run.objective
     batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
@@ -27,7 +27,7 @@ def backward(run: Run, step: int) -> dict[str, float]:
         part = objective.loss(model, batch, sums)
         part.loss.backward()
         parts.append(watch.show(part, i, batch))
-    norm = clip_gradients(model, run.config.max_grad_norm)
+    norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
     return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts))
 

@@ -1,7 +1,7 @@
 """Optimizers, parameter groups, learning-rate schedules and clipping."""
 
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, state_bytes
-from tigon.train.optim.clip import clip_gradients
+from tigon.train.optim.clip import clip, clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.schedule import learning_rate
@@ -11,6 +11,7 @@ __all__ = [
     "Ema",
     "build_ema",
     "build_optimizer",
+    "clip",
     "clip_gradients",
     "ema_bytes",
     "freeze",

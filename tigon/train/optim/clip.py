@@ -4,8 +4,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from tigon.train.optim.fused import runs_fused
+from tigon.train.optim.low_precision import Stored
 from tigon.train.parallel import local
+
+
+@torch.no_grad()
+def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
+    """As `clip_gradients`; an optimizer that can takes the factor into its next step, and leaves
+    gradients as they are."""
+    if not isinstance(optimizer, Stored) or optimizer.fused is None:
+        return clip_gradients(model, max_norm)
+    given = [p for p in model.parameters() if p.grad is not None]
+    if not all(map(runs_fused, given)):
+        return clip_gradients(model, max_norm)
+    gradients = [local(p.grad).contiguous() for p in given if p.grad is not None]
+    gradients = [g for g in gradients if g.numel()]
+    parameter = next(model.parameters())
+    squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
+    if gradients:
+        squares = optimizer.fused.squares(gradients)
+    norm = _over_ranks(squares, parameter).sqrt().float()
+    optimizer.scale = _factor(norm, max_norm) if max_norm else None
+    return norm
 
 
 @torch.no_grad()
@@ -23,9 +46,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms))
     if isinstance(parameters[0], DTensor):
-        squares = norm.double().square()
-        dist.all_reduce(squares, group=parameters[0].device_mesh.get_group())
-        norm = squares.sqrt().float()
+        norm = _over_ranks(norm.double().square(), parameters[0]).sqrt().float()
     if max_norm and gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
+
+
+def _over_ranks(squares: Tensor, parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor):
+        dist.all_reduce(squares, group=parameter.device_mesh.get_group())
+    return squares
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

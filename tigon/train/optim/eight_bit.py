@@ -41,6 +41,11 @@ def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     return (share.view(*scale.shape, -1) * scale.unsqueeze(-1)).view(codes.shape)
 
 
+def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """float32: the value of each code [256], and the bounds between each two [255]."""
+    return _table(signed, device), _bounds(signed, device)
+
+
 @cache
 def _table(signed: bool, device: torch.device) -> Tensor:
     """The value of each code, of a block whose largest is 1; ascending.

@@ -17,6 +17,7 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.optim import eight_bit
 from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States
+from tigon.train.optim.fused import Fused, runs_fused
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
 from tigon.train.optim.rounding import draws, round_stochastically, sixteen
@@ -118,10 +119,12 @@ class SGD:
 class Stored(Optimizer):
     """torch's fused AdamW or SGD, equal to it in every bit where weights and states are float32.
 
-    What is float32 and on the device is updated in place, all of a group by one call. Of the rest
-    an update takes weights, gradients and states of SIZE elements, in float32, and gives back
-    weights and states as they are kept. All tensors are plain ones of a rank's own rows: of
-    DTensors, each operation would take Python longer than a GPU.
+    AdamW with states on a GPU is one kernel over all parameters (`fused.py`), whose values may
+    differ by the rounding of float32. What follows defines it, and runs elsewhere. What is float32
+    and on the device is updated in place, all of a group by one call. Of the rest an update takes
+    weights, gradients and states of SIZE elements, in float32, and gives back weights and states
+    as they are kept. All tensors are plain ones of a rank's own rows: of DTensors, each operation
+    would take Python longer than a GPU.
     """
 
     def __init__(
@@ -143,6 +146,10 @@ class Stored(Optimizer):
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
         self.formats: dict[Tensor, dict[str, Format]] = {}
         self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
+        # What the next step multiplies gradients by, on the device; used once
+        self.scale: Tensor | None = None
+        may = isinstance(rule, AdamW) and not memory.on_host
+        self.fused = Fused(seed, stochastic) if may else None
         super().__init__(groups, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,10 +163,19 @@ class Stored(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
+        scale, self.scale = self.scale, None
         buckets = []
-        for group in self.param_groups:
+        for i, group in enumerate(self.param_groups):
             given = [p for p in group["params"] if p.grad is not None]
             self._count(given)
+            if self.fused is not None:
+                by_kernel = [p for p in given if runs_fused(p)]
+                self.fused.update(i, group, by_kernel, self.state, self.positions, scale)
+                if len(by_kernel) == len(given):
+                    continue
+                given = [p for p in given if not runs_fused(p)]
+            if scale is not None and given:
+                torch._foreach_mul_([local(p.grad) for p in given], scale)
             self._update_whole(group, [p for p in given if p not in self.converted])
             pieces = self._pieces([p for p in given if p in self.converted])
             buckets += [(group, bucket) for bucket in _buckets(pieces)]

@@ -21,14 +21,18 @@ def draws(seed: int, step: int, first: int, count: int, device: torch.device) ->
     each step of each seed has its own stream, each element its place there. So the bits depend
     neither on the number of ranks nor on where a run was interrupted.
     """
-    start = _mixed(_mixed(seed & WORD) + step)
     bits = torch.arange(first + 1, first + 1 + count, device=device)
-    bits.mul_(_signed(GOLDEN)).add_(_signed(start))
+    bits.mul_(_signed(GOLDEN)).add_(stream(seed, step))
     for shift, factor in zip(SHIFTS, FACTORS, strict=False):
         bits ^= _shifted(bits, shift)
         bits *= _signed(factor)
     bits ^= _shifted(bits, SHIFTS[-1])
     return bits
+
+
+def stream(seed: int, step: int) -> int:
+    """What a step's positions are counted from, as an int64."""
+    return _signed(_mixed(_mixed(seed & WORD) + step))
 
 
 def sixteen(bits: Tensor, index: int) -> Tensor:

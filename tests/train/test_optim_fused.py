@@ -1,0 +1,381 @@
+"""AdamW by one kernel, beside its definition: under Triton's interpreter, or on a GPU."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon.kernels
+from tests.numbers import neighbours
+from tests.train.test_precision import Model, settings
+from tigon.kernels import _tables, adamw, squared_norm
+from tigon.kernels._codes import Codes, quantize
+from tigon.kernels._rounding import draw, sixteen
+from tigon.kernels._triton import tl, triton
+from tigon.train.optim import build_optimizer, clip, clip_gradients, eight_bit, fused, rounding
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Matrices with blocks of 64, 32 and none; vectors; more than a program's elements, and fewer
+SHAPES = {"a": (18, 64), "b": (137,), "c": (3, 5, 32), "d": (7, 33), "e": (1, 1)}
+CASES = [
+    (param, states, stochastic)
+    for param, states in itertools.product(
+        ("float32", "bfloat16"), ("adamw", "adamw_bf16", "adamw_8bit")
+    )
+    for stochastic in (("true", "false") if param == "bfloat16" else ("false",))
+]
+
+
+@pytest.fixture(autouse=True)
+def triton_path():
+    with tigon.kernels.use("triton"):
+        yield
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """How many parameters each call of the kernel has updated."""
+    calls = []
+    call = adamw.FusedAdamW.__call__
+
+    def counted(self, name, slots, *rest):
+        calls.append(len(slots))
+        call(self, name, slots, *rest)
+
+    monkeypatch.setattr(adamw.FusedAdamW, "__call__", counted)
+    return calls
+
+
+def learner(shapes=SHAPES, **changes):
+    config = settings(**changes)
+    model = Model(getattr(torch, config.param_dtype), shapes).to(DEVICE)
+    return model, build_optimizer(model, config)
+
+
+def stepped(mode: str, steps: int, shapes=SHAPES, **changes):
+    """The model and its optimizer after so many steps on a path."""
+    model, optimizer = learner(shapes, **changes)
+    with tigon.kernels.use(mode):
+        for step in range(steps):
+            model.learn(step)
+            optimizer.step()
+    return model, optimizer
+
+
+@triton.jit
+def _draw_kernel(out, first, stream, N: tl.constexpr):
+    at = tl.arange(0, N)
+    bits = draw(first, at, stream)
+    tl.store(out + at, bits.to(tl.int64, bitcast=True))
+    for i in tl.static_range(3):
+        tl.store(out + (i + 1) * N + at, sixteen(bits, i).to(tl.int64))
+
+
+@pytest.mark.parametrize("first", [0, 12345, (1 << 40) + 7])
+def test_draws_are_those_of_the_definition(first):
+    for seed, step in ((0, 1), (3, 7), (-1, 1 << 20)):
+        out = torch.zeros(4, 256, dtype=torch.int64, device=DEVICE)
+        _draw_kernel[(1,)](out, first, rounding.stream(seed, step), 256)
+        bits = rounding.draws(seed, step, first, 256, DEVICE)
+        assert torch.equal(out[0], bits)
+        assert all(torch.equal(out[i + 1], rounding.sixteen(bits, i)) for i in range(3))
+
+
+@pytest.mark.parametrize(("param", "states", "stochastic"), CASES)
+def test_an_update_is_that_of_the_definition(param, states, stochastic, kernel_calls):
+    """float32 within its rounding, and what has fewer bits nearly always equal in every bit: an
+    earlier rounding seldom changes what a draw decides, and then by one neighbour."""
+    changes = {"param_dtype": param, "optimizer": states, "stochastic_rounding": stochastic}
+    expected, its = stepped("reference", 1, **changes)
+    assert not kernel_calls
+    found, own = stepped("triton", 1, **changes)
+    assert sum(kernel_calls) == len(SHAPES)
+    start, _ = learner(**changes)
+    pairs = zip(found.named_parameters(), expected.parameters(), start.parameters(), strict=True)
+    for (name, p), q, before in pairs:
+        assert not torch.equal(p, before), name
+        assert_near(p.detach(), q.detach(), name)
+        assert own.state[p].keys() == its.state[q].keys()
+        for kind, state in its.state[q].items():
+            assert own.state[p][kind].dtype == state.dtype
+            assert_near(own.state[p][kind], state, f"{kind} of {name}")
+
+
+def assert_near(found: Tensor, expected: Tensor, what: str) -> None:
+    if found.dtype == torch.float32:
+        # Six operations that round differ by at most 2 units each; a weight's update is 1e-2
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8, msg=what)
+        return
+    differs = found != expected
+    assert differs.sum() <= 1 + found.numel() // 500, what
+    if found.dtype == torch.uint8:
+        assert (found.int() - expected.int()).abs().max() <= 1, what
+    else:
+        spacing = 2.0**-7 * expected.float().abs()
+        assert ((found.float() - expected.float()).abs() <= spacing).all(), what
+
+
+@pytest.mark.parametrize("states", ["adamw_bf16", "adamw_8bit"])
+def test_states_of_exact_values_have_every_bit(states):
+    """betas and gradients by which nothing is rounded before it is kept: all draws, all codes."""
+    changes = {"optimizer": states, "beta1": 0.5, "beta2": 0.75, "param_dtype": "bfloat16"}
+    kept = []
+    for mode in ("reference", "triton"):
+        model, optimizer = learner(**changes)
+        draw_from = torch.Generator().manual_seed(0)
+        with tigon.kernels.use(mode):
+            for _ in range(2):  # states of zeros have exact sums in the first step, not later
+                for p in model.parameters():
+                    given = torch.randint(-40, 40, p.shape, generator=draw_from) * 2.0**-8
+                    p.grad = given.to(p)
+                optimizer.state.clear()
+                optimizer.step()
+        kept.append([s for state in optimizer.state.values() for s in state.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_three_steps_and_what_is_kept_between_them():
+    """States that the kernel wrote are read by the definition, and the reverse."""
+    expected, its = stepped("reference", 3)
+    model, optimizer = learner()
+    for step, mode in enumerate(("triton", "reference", "triton")):
+        model.learn(step)
+        with tigon.kernels.use(mode):
+            optimizer.step()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert optimizer.state[p]["step"] == its.state[q]["step"] == 3
+        for kind in ("exp_avg", "exp_avg_sq"):
+            near = {"rtol": 2e-6, "atol": 1e-10}
+            torch.testing.assert_close(optimizer.state[p][kind], its.state[q][kind], **near)
+
+
+def test_groups_counters_and_missing_gradients(kernel_calls):
+    """Every parameter has its own settings and its own count; one without a gradient stays."""
+    ends = []
+    for mode in ("reference", "triton"):
+        model, optimizer = learner()
+        optimizer.param_groups[1] |= {"lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.3}
+        with tigon.kernels.use(mode):
+            for step in range(3):
+                model.learn(step)
+                if step == 1:
+                    model.a.grad = None
+                if step > 0:
+                    model.d.grad = None
+                before = model.d.detach().clone()
+                optimizer.step()
+        assert torch.equal(model.d, before)
+        ends.append([p.detach() for p in model.parameters()])
+    assert len(kernel_calls) == 2 + 2 + 3  # in the last step the matrices have two counts
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_layouts_that_tensors_may_have(kernel_calls):
+    """Gradients with strides, storages that begin anywhere, ranks without rows; a weight with
+    strides is left to the definition."""
+    shapes = {"odd": (6, 64), "strided": (6, 64), "transposed": (6, 6), "none": (0, 64)}
+    ends = []
+    for mode in ("reference", "triton"):
+        model, optimizer = learner(shapes)
+        model.odd.data = torch.cat([torch.zeros(1, device=DEVICE), model.odd.data.flatten()])[
+            1:
+        ].view(6, 64)
+        model.transposed.data = model.transposed.data.t()
+        assert not model.transposed.is_contiguous()
+        model.learn(0)
+        model.strided.grad = model.strided.grad.t().contiguous().t()
+        with tigon.kernels.use(mode):
+            optimizer.step()
+        ends.append([p.detach() for p in model.parameters()])
+    assert kernel_calls == [2]
+    assert optimizer.state[model.none]["step"] == 1
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("states", ["adamw", "adamw_bf16", "adamw_8bit"])
+def test_neither_launches_nor_programs_nor_ranks_change_a_bit(states, monkeypatch):
+    """One launch for each tensor, smaller programs, 2-byte accesses; a rank with the last rows."""
+    changes = {"param_dtype": "bfloat16", "optimizer": states}
+    shapes = {"a": (9, 64), "b": (37,)}
+    whole, _ = stepped("triton", 2, shapes, **changes)
+    for name, value in (("OWN_LAUNCH", 0), ("BLOCK", 256), ("is_aligned", lambda *_: False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw, name, value)
+            model, _ = stepped("triton", 2, shapes, **changes)
+        assert all(map(torch.equal, model.parameters(), whole.parameters())), name
+    part, optimizer = learner(shapes, **changes)
+    row = nn.Parameter(part.a.detach()[7:].clone())
+    optimizer.positions[row] = 7 * 64
+    group = next(group for group in optimizer.param_groups if group["weight_decay"])
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({**group, "params": [row]})
+    for step in range(2):
+        part.learn(step)
+        row.grad = part.a.grad[7:].clone()
+        optimizer.step()
+    assert torch.equal(row, whole.a[7:])
+
+
+def test_a_scale_is_a_factor_of_gradients_and_nan_leaves_all_as_it_is():
+    for factor in (0.25, math.nan):
+        ends = []
+        for mode in ("reference", "triton"):
+            model, optimizer = learner(param_dtype="bfloat16", optimizer="adamw_bf16")
+            model.learn(0)
+            optimizer.step()
+            before = [p.detach().clone() for p in model.parameters()]
+            model.learn(1)
+            given = [p.grad.clone() for p in model.parameters()]
+            optimizer.scale = torch.tensor(factor, device=DEVICE)
+            with tigon.kernels.use(mode):
+                optimizer.step()
+            assert optimizer.scale is None
+            ends.append([p.detach() for p in model.parameters()])
+            if mode == "triton":  # gradients are only read
+                assert all(
+                    torch.equal(p.grad, g) for p, g in zip(model.parameters(), given, strict=True)
+                )
+        if math.isnan(factor):
+            assert all(map(torch.equal, ends[1], before))
+        else:  # by a power of two a gradient is not rounded
+            assert all(map(torch.equal, ends[0], ends[1]))
+
+
+@triton.jit
+def _codes_kernel(
+    x, codes, scale, bounds, cells, K: tl.constexpr, B: tl.constexpr, SIGNED: tl.constexpr
+):
+    at = tl.arange(0, K)[:, None] * B + tl.arange(0, B)[None, :]
+    found, largest = quantize(tl.load(x + at), bounds, cells, SIGNED)
+    tl.store(codes + at, found)
+    tl.store(scale + tl.arange(0, K)[:, None], largest)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("block", [32, 256])
+def test_codes_are_those_of_the_definition(signed, block):
+    """Of numbers of all sizes, of bounds and ends of cells and the numbers next to them, zeros, NaN
+    and infinity."""
+    tables = [eight_bit.tables(sign, DEVICE) for sign in (True, False)]
+    _, bounds = tables[not signed]
+    own = Codes.of(*tables)[1:3] if signed else Codes.of(*tables)[4:]
+    ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
+    edges = torch.cat([bounds, ends.view(torch.float32), -ends.view(torch.float32)])
+    edges = torch.cat([edges, edges.nextafter(edges + 1), edges.nextafter(edges - 1)]).clamp(-1, 1)
+    x = torch.randn(64, block, device=DEVICE)
+    x *= torch.logspace(-9, 9, 64, device=DEVICE).view(-1, 1) ** 2
+    x[24:26], x[26, 3], x[27, :5] = 0.0, math.nan, math.inf
+    x[28] *= 1e-44
+    x = torch.cat([x, _beside_ones(edges, block)])
+    x = x if signed else x.abs()
+    count = 1 << (len(x) - 1).bit_length()
+    x = torch.cat([x, torch.zeros(count - len(x), block, device=DEVICE)])
+    codes = torch.zeros_like(x, dtype=torch.uint8)
+    scale = torch.zeros(count, 1, device=DEVICE)
+    for first in range(0, count, 64):  # a program's tile
+        rows = slice(first, first + 64)
+        _codes_kernel[(1,)](x[rows], codes[rows], scale[rows], *own, 64, block, signed)
+    expected_codes, expected_scale = eight_bit.quantize(x, signed)
+    assert eight_bit.block_size(block) == block
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(codes, expected_codes)
+
+
+def _beside_ones(values: Tensor, block: int) -> Tensor:
+    """In blocks that each have a 1, so that a value is its share of the largest."""
+    each = block - 1
+    rows = -(-len(values) // each)
+    padded = torch.zeros(rows * each, device=values.device)
+    padded[: len(values)] = values
+    return torch.cat([torch.ones(rows, 1, device=values.device), padded.view(rows, each)], 1)
+
+
+def test_stochastic_rounding_of_the_kernel_is_unbiased(monkeypatch):
+    """A weight of 1 that moves by 1e-4, a fortieth of the spacing below it: the mean of 65536."""
+    if DEVICE.type == "cpu":  # a program takes the interpreter long, its elements do not
+        monkeypatch.setattr(adamw, "BLOCK", 1 << 16)
+    model, optimizer = learner(
+        {"w": (256, 256)}, param_dtype="bfloat16", optimizer="adamw_bf16", lr=1e-4, weight_decay=0
+    )
+    model.w.data.fill_(1.0)
+    model.w.grad = torch.ones_like(model.w)  # the first update is lr
+    optimizer.step()
+    low, high = neighbours(torch.tensor([1 - 1e-4]))
+    found = model.w.detach().double().cpu()
+    assert ((found == low) | (found == high)).all()
+    share = 1e-4 / (high - low).item()
+    error = (share * (1 - share) / found.numel()) ** 0.5
+    assert (found == low).double().mean().item() == pytest.approx(share, abs=4 * error)
+
+
+def test_tables_are_made_again_only_when_an_address_changes(monkeypatch):
+    made = []
+    sent = _tables._sent
+    monkeypatch.setattr(_tables, "_sent", lambda *a: made.append(1) or sent(*a))
+    model, optimizer = learner({"a": (3, 64), "b": (5, 64)})
+    model.learn(0)
+    optimizer.step()
+    first = len(made)
+    optimizer.step()
+    assert len(made) == first
+    kept = model.a.grad
+    model.a.grad = kept.clone()
+    optimizer.step()
+    assert len(made) == first + 1  # the rows; which programs there are depends on sizes alone
+    before = model.a.detach().clone()
+    kept.fill_(math.nan)  # the old gradient is read no more
+    optimizer.step()
+    assert model.a.isfinite().all() and not torch.equal(model.a, before)
+
+
+def test_the_norm_is_exact_and_the_factor_is_left_to_the_update(monkeypatch):
+    monkeypatch.setattr(squared_norm, "CHUNK", 4096)
+    for dtype in ("float32", "bfloat16"):
+        model, optimizer = learner({"a": (90, 64), "b": (137,), "c": (0, 8)}, param_dtype=dtype)
+        model.learn(0)
+        gradients = [p.grad.clone() for p in model.parameters()]
+        exact = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+        for limit, factor in ((0.0, None), (2 * exact, 1.0), (exact / 4, 0.25)):
+            found = clip(model, optimizer, limit)
+            assert found.item() == pytest.approx(exact, rel=2e-7)
+            assert torch.equal(found, clip(model, optimizer, limit))
+            scale = optimizer.scale
+            assert scale is None if factor is None else scale.item() == pytest.approx(factor, 1e-4)
+        assert all(
+            torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True)
+        )
+        optimizer.step()
+        other, its = learner({"a": (90, 64), "b": (137,), "c": (0, 8)}, param_dtype=dtype)
+        other.learn(0)
+        assert clip_gradients(other, exact / 4).item() == pytest.approx(exact, rel=1e-6)
+        its.step()
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            far = 0 if dtype == "float32" else 2.0**-7 * q.float().abs()
+            assert ((p.float() - q.float()).abs() <= far + 1e-7).all()
+
+
+def test_what_has_another_gradient_goes_by_the_definition():
+    """Of float64, which no setting makes but a caller may: the factor is applied at once."""
+    model, optimizer = learner({"a": (4, 64), "b": (5,)})
+    model.learn(0)
+    model.b.grad = None
+    norm = model.a.grad.norm()
+    with tigon.kernels.use("reference"):
+        assert not any(map(fused.runs_fused, model.parameters()))
+        clip(model, optimizer, norm.item() / 2)
+    assert optimizer.scale is None
+    assert model.a.grad.norm().item() == pytest.approx(norm.item() / 2, rel=1e-4)
+
+
+def test_codes_of_8_bits_are_needed():
+    codes = torch.zeros(4, 32, dtype=torch.uint8, device=DEVICE)
+    scale = torch.ones(4, 1, device=DEVICE)
+    weight = torch.ones(4, 32, device=DEVICE)
+    slot = adamw.Slot(weight, weight.clone(), codes, codes.clone(), 0, scale, scale.clone())
+    with pytest.raises(ValueError, match="pass `codes`"):
+        adamw.FusedAdamW(False)(0, [slot], adamw.Settings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1, 0))

@@ -1,0 +1,80 @@
+"""AdamW by one kernel over all parameters of a rank, where Triton's kernels run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.kernels._codes import Codes
+from tigon.kernels._triton import runs_triton
+from tigon.kernels.adamw import FusedAdamW, Settings, Slot
+from tigon.kernels.squared_norm import SquaredNorm
+from tigon.train.optim import eight_bit
+from tigon.train.optim.rounding import stream
+from tigon.train.parallel import local
+
+DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
+
+
+def runs_fused(parameter: Tensor) -> bool:
+    """Whether the kernel updates a parameter; tigon.kernels.use("reference") says that none is."""
+    own = local(parameter)
+    return (
+        runs_triton(own)
+        and own.dtype in DTYPES
+        and own.is_contiguous()
+        and not own.is_meta
+        and (parameter.grad is None or local(parameter.grad).dtype in DTYPES)
+    )
+
+
+class Fused:
+    """What `Stored` is for AdamW; its states are the same, and values are within the rounding of
+    float32."""
+
+    def __init__(self, seed: int, stochastic: bool) -> None:
+        self.seed, self.stochastic = seed, stochastic
+        self.squares = SquaredNorm()
+        self._kernel: FusedAdamW | None = None
+
+    def update(
+        self,
+        index: int,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
+        positions: Mapping[Tensor, int],
+        scale: Tensor | None,
+    ) -> None:
+        """Of the group `index`; each parameter has its gradient, and has counted this step."""
+        own = [p for p in parameters if local(p).numel()]
+        if not own:
+            return
+        counts = torch.stack([states[p]["step"] for p in own]).tolist()
+        by_step: dict[int, list[Slot]] = {}
+        for p, count in zip(own, counts, strict=True):
+            by_step.setdefault(int(count), []).append(_slot(p, states[p], positions[p]))
+        beta1, beta2 = group["betas"]
+        kernel = self._kernel_on(local(own[0]).device)
+        for number, (step, slots) in enumerate(by_step.items()):
+            settings = Settings(
+                *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
+                *(step, stream(self.seed, step)),
+            )
+            kernel((index, number), slots, settings, scale)
+
+    def _kernel_on(self, device: torch.device) -> FusedAdamW:
+        if self._kernel is None:
+            codes = Codes.of(*(eight_bit.tables(signed, device) for signed in (True, False)))
+            self._kernel = FusedAdamW(self.stochastic, codes)
+        return self._kernel
+
+
+def _slot(parameter: Tensor, state: Mapping[str, Tensor], position: int) -> Slot:
+    assert parameter.grad is not None
+    weight, gradient = local(parameter), local(parameter.grad).contiguous()
+    m, v = (state.get(kind, state.get(f"{kind}_codes")) for kind in ("exp_avg", "exp_avg_sq"))
+    assert m is not None and v is not None
+    scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
+    return Slot(weight, gradient, m, v, position, *scales)

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import tokenizers
 
-from tigon.hub import Repository
+from tigon.hub import Repository, Source
 from tigon.tokenizer import chat, source
 from tigon.tokenizer.backend import PANICS, read_backend
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
@@ -65,24 +65,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls,
-        path_or_repo: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        subfolder: str = "",
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
+        cls, path_or_repo: str | os.PathLike[str], **where: Unpack[Source]
     ) -> "Tokenizer":
         """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
-        repository = Repository(
-            path_or_repo,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        repository = Repository(path_or_repo, **where)
         # All of them now: an export at the end of a long run must not depend on the hub
         files = source.find_files(repository)
         config = source.read_config(files.get("tokenizer_config.json"))

@@ -50,7 +50,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
         self.chat_template = chat_template  # or several, by name
         self.model_max_length = model_max_length
-        self._files = dict(files or {})
+        # Where links lead now: what an export copies hours later is what was checked and read
+        self._files = {name: Path(os.path.realpath(path)) for name, path in (files or {}).items()}
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -86,7 +87,7 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         self.chat_template = source.read_template(Path(path))
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
-        self._files = others | {"chat_template.jinja": Path(path)}
+        self._files = others | {"chat_template.jinja": Path(os.path.realpath(path))}
 
     def template_reads(self, name: str) -> bool:
         """Whether a chat template speaks of a variable."""
@@ -287,7 +288,7 @@ class Tokenizer:
                     config = source.read_config(self._files.get(name)) | self._changed
                     write.write(json.dumps(config, indent=2, ensure_ascii=False).encode())
                 else:
-                    with self._files[name].open("rb") as read:
+                    with open(self._files[name], "rb", opener=_no_link) as read:
                         shutil.copyfileobj(read, write)
                 write.flush()
                 os.fsync(write.fileno())
@@ -334,3 +335,7 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
 """Whether numbers are numbers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def all_finite(
     return torch.stack(good).all()
 
 
-def _largest(group: Sequence[Tensor]) -> Sequence[Tensor]:
+def _largest(group: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
     """The largest magnitude of each; NaN where there is one."""
     if group[0].device.type == "cpu":  # where the norm takes six times as long
         return [torch.maximum(-low, high) for low, high in map(torch.aminmax, group)]

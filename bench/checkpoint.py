@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,14 +271,25 @@ def show(record: Record) -> str:
 
 
 def run(job: Job) -> str:
-    options = job.options
-    machine = torch.cuda.get_device_name() if set(job.only) & set(ON_GPU) else processor()
-    job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
     job.record["load"] = os.getloadavg()[0]  # runnable processes: others' too
+    return run_cases(job, CASES, measure, show)
+
+
+def run_cases(
+    job: Job,
+    cases: Mapping[str, Any],  # each has `model`, of CONFIGS, and `device`
+    measure: Callable[[Job, str, Any, Path], None],
+    show: Callable[[Record], str],
+) -> str:
+    """Every case that is asked for, on files that are written for it."""
+    options = job.options
+    on_gpu = any(cases[name].device == "cuda" for name in job.only)
+    machine = torch.cuda.get_device_name() if on_gpu else processor()
+    job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
     job.record |= {name: installed(name) for name in ("transformers", "safetensors")}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for name in job.only:
-            case = CASES[name]
+            case = cases[name]
             model = Path(directory) / case.model
             if not model.exists():
                 write_model(model, CONFIGS[case.model])

@@ -12,7 +12,6 @@ one buffer, by as many threads: what the disk allows. `convert` is `tigon export
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +27,9 @@ if not __package__:  # a script: runs where nothing is installed
 import torch
 
 from bench import harness
-from bench.checkpoint import CONFIGS, warm, write_model
+from bench.checkpoint import OPTIONS, run_cases, warm
 from bench.checkpoint_side import Memory
-from bench.cpu import processor
-from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
 from bench.peers import imported
 from tigon.models import MODELS, convert, from_pretrained
 from tigon.weights import Repository
@@ -187,24 +185,9 @@ def show(record: Record) -> str:
 
 
 def run(job: Job) -> str:
-    options = job.options
-    machine = torch.cuda.get_device_name() if set(job.only) & set(ON_GPU) else processor()
-    job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
-    job.record |= {"transformers": installed("transformers")}
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        for name in job.only:
-            case = CASES[name]
-            model = Path(directory) / case.model
-            if not model.exists():
-                write_model(model, CONFIGS[case.model])
-            measure(job, name, case, model)
-    return show(job.record)
+    return run_cases(job, CASES, measure, show)
 
 
-OPTIONS = (
-    ("--repeats", {"type": int, "default": 5}),
-    ("--directory", {"type": Path, "help": "for the checkpoints; default: the system's"}),
-)
 MORE = {"options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
 BENCH = Bench("checkpoint_export", __doc__, run, show, tuple(CASES), **MORE)
 

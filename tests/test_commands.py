@@ -215,6 +215,14 @@ def test_export_in_another_dtype_and_sharding(directory: Path, tigon: Any, tmp_p
     assert model.dtype == torch.bfloat16
 
 
+def test_an_export_to_where_something_is_looks_for_no_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path)]) == 1
+    assert f"{tmp_path} exists and is a directory with files in it" in capfd.readouterr().err
+
+
 def test_export_of_a_run(
     directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

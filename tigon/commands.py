@@ -21,7 +21,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
 from tigon.train.push import push as push_folder
-from tigon.weights import Repository
+from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -156,6 +156,7 @@ def eval_parity(args: Namespace) -> int:
 
 def export(args: Namespace) -> int:
     dtype = _dtype(args)
+    check_free(args.directory)  # before anything is fetched
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
     if source := find_checkpoint(args.model):
         own = None if dtype == "auto" else dtype

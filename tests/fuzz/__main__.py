@@ -1,12 +1,14 @@
 """python -m tests.fuzz --cases 100000 --jobs 2 --out FILE: the long run, its result as JSON."""
 
 import argparse
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 from tests.fuzz.harness import Fuzzer, workspace
 from tests.fuzz.targets import TARGETS
+
+TURNS = 20  # of each target
 
 
 def arguments() -> argparse.Namespace:
@@ -28,40 +32,49 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def apportioned(total: int, shares: list[float]) -> list[int]:
+    """Whole numbers in proportion to the shares, which add up to the total."""
+    ends = [round(total * sum(shares[:i]) / sum(shares)) for i in range(len(shares) + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
 def work(args: argparse.Namespace) -> dict[str, Any]:
-    """One process' share of the cases: each target's in turn."""
-    whole = sum(TARGETS[name].share for name in args.only)
-    begin, found = time.monotonic(), {}
+    """One process' part of the cases. All targets take turns, so that each has had its share of
+    them when the time is over."""
+    until, job = time.monotonic() + args.seconds, args.job or 0
+    cases = apportioned(args.cases, [TARGETS[name].share for name in args.only])
     with workspace() as root:
         os.environ["TIGON_CACHE"] = str(root / "cache")
-        for name in args.only:
-            target, then = TARGETS[name], time.monotonic()
-            left = begin + args.seconds - then
-            fuzzer = Fuzzer(target, root)
-            cases = round(args.cases / args.jobs * target.share / whole)
-            # Where time is short, each target gets its share of what is left
-            rest = sum(TARGETS[n].share for n in args.only[args.only.index(name) :])
-            until = then + left * target.share / rest
-            fault = None
+        fuzzers = {name: Fuzzer(TARGETS[name], root) for name in args.only}
+        seconds, faults = dict.fromkeys(args.only, 0.0), dict.fromkeys(args.only, "")
+        for turn, (name, all_cases) in itertools.product(
+            range(TURNS), zip(args.only, cases, strict=True)
+        ):
+            begun, parts = time.monotonic(), apportioned(all_cases, [1] * (args.jobs * TURNS))
+            if faults[name] or begun > until:
+                continue
+            seed = 10**7 * args.seed + 10**5 * job + 10**3 * turn
             try:
-                fuzzer.run(cases, seed=10**6 * args.seed + 10**4 * (args.job or 0), until=until)
+                fuzzers[name].run(parts[TURNS * job + turn], seed=seed, until=until)
             except AssertionError as error:
-                fault = "\n".join([str(error), *getattr(error, "__notes__", [])])[:5000]
-                print(fault, file=sys.stderr, flush=True)
-            seconds = round(time.monotonic() - then, 1)
-            found[name] = {"cases": fuzzer.count, "seconds": seconds, "fault": fault}
-    return found
+                faults[name] = "\n".join([str(error), *getattr(error, "__notes__", [])])[:5000]
+                print(faults[name], file=sys.stderr, flush=True)
+            seconds[name] += time.monotonic() - begun
+        return {
+            name: {"cases": fuzzer.count, "seconds": seconds[name], "fault": faults[name]}
+            for name, fuzzer in fuzzers.items()
+        }
 
 
 def join(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        name: {
-            "cases": sum(part[name]["cases"] for part in parts),
-            "seconds": round(sum(part[name]["seconds"] for part in parts), 1),
-            "faults": [part[name]["fault"] for part in parts if part[name]["fault"]],
-        }
-        for name in parts[0]
-    }
+    found = {}
+    for name in parts[0]:
+        cases, seconds = (sum(part[name][key] for part in parts) for key in ("cases", "seconds"))
+        faults = [part[name]["fault"] for part in parts if part[name]["fault"]]
+        rate = round(cases / seconds, 1) if seconds else None
+        found[name] = {"cases": cases, "seconds": round(seconds, 1), "per_second": rate}
+        found[name]["faults"] = faults
+    return found
 
 
 def main() -> int:

@@ -122,6 +122,7 @@ class Fuzzer:
         self.folder.mkdir(parents=True)
         target.example(self.folder)
         self.files = read_files(self.folder)
+        self.cases = target.cases(self.files)  # once: hypothesis parses the source of its lambdas
         (self.folder.parent / "secret.json").write_bytes(SECRET)
         (self.folder.parent / "secret.safetensors").write_bytes(SECRET)
         target.load(self.folder)  # the example is valid, and everything is imported
@@ -139,9 +140,10 @@ class Fuzzer:
                 phases=(Phase.generate, Phase.shrink),
                 suppress_health_check=list(HealthCheck),
             )
-            @given(self.target.cases(self.files))
+            @given(self.cases)
             def one(case: Case) -> None:
-                self.check(case)
+                if self.count < done and time.monotonic() < until:
+                    self.check(case)
 
             before = self.count
             faulthandler.dump_traceback_later(STUCK, exit=True)
@@ -150,7 +152,7 @@ class Fuzzer:
             finally:
                 faulthandler.cancel_dump_traceback_later()
             seed += 1
-            if self.count == before:
+            if self.count == before and time.monotonic() < until:
                 raise AssertionError(f"{self.target.name}: no cases are made")
 
     def check(self, case: Case) -> None:

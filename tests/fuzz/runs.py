@@ -29,6 +29,8 @@ def write(folder: Path) -> None:
     settings |= {"data": write_chats(beside / "train.jsonl", 9), "seq_len": 64, "batch_size": 1}
     settings |= {"device": "cpu", "export": "false", "save_every": 1, "optimizer": "sgd"}
     main([f"{key}={value}" for key, value in settings.items()])
+    # Not fuzzed, as it is the user's own; of its usual length, reading it takes most of the time
+    (folder / "config.yaml").write_text("steps: 1\nsave_every: 1\n")
 
 
 def load(folder: Path) -> None:

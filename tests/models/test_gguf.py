@@ -13,7 +13,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tigon
@@ -30,9 +32,12 @@ from tests.models.tiny import (
     load_reference,
     reference,
 )
+from tests.train.ranks import Ranks
 from tigon.info import describe
-from tigon.models import read_config
+from tigon.models import MODELS as ZOO
+from tigon.models import build, load_weights, materialize, read_config
 from tigon.models._gguf import FAMILIES, GGUFModel
+from tigon.train import start
 from tigon.weights import GGUF, Repository
 from tigon.weights.ggml import block_of
 from tigon.weights.gguf_file import MOST_ITEMS
@@ -174,6 +179,31 @@ def test_any_range_of_rows_of_turned_heads(tmp_path: Path) -> None:
             for first in range(0, 40, 3):
                 for end in range(first, 41, 5):
                     assert torch.equal(info.rows(reader, first, end - first), whole[first:end])
+
+
+def sharded(directory: Path) -> None:
+    """Rows, then columns, of which a half begins within a block."""
+    with start("cpu"):
+        for dim in (0, 1):
+            model, checkpoint = build(Repository(directory), ZOO, gguf_file="m.gguf")
+            fully_shard(model, shard_placement_fn=lambda p, dim=dim: Shard(min(dim, p.dim() - 1)))
+            materialize(model, torch.device("cpu"))
+            load_weights(model, checkpoint)
+            for name, whole in load_file(directory / "whole/model.safetensors").items():
+                p: Any = model.get_parameter(name)
+                expected = distribute_tensor(whole, p.device_mesh, p.placements)
+                assert torch.equal(p.to_local(), expected.to_local()), (dim, name)
+
+
+def test_into_parameters_that_two_ranks_share(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 1, "attention_bias": True, "num_attention_heads": 8}
+    reference("llama", sizes | {"intermediate_size": 96}, tmp_path)
+    write_gguf(tmp_path, tmp_path / "m.gguf", Kind.Q8_0)
+    model = tigon.from_pretrained(tmp_path / "m.gguf")
+    (tmp_path / "whole").mkdir()
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    save_file(own, tmp_path / "whole/model.safetensors")
+    Ranks(2, sharded, tmp_path).finish()
 
 
 def test_info(small: Path) -> None:

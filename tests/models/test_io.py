@@ -1,6 +1,7 @@
 """Checkpoints in and out: the same tensors, bit for bit, as transformers sees them."""
 
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -124,6 +125,41 @@ def test_dtypes(source: torch.dtype, target: Any, tmp_path: Path) -> None:
     assert same(tensors(tmp_path / "out"), expected)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_dtype_may_be_a_text(tmp_path: Path) -> None:
+    reference("llama", {"num_hidden_layers": 1}, tmp_path, dtype=torch.bfloat16)
+    for text, dtype in (("float32", torch.float32), ("torch.float16", torch.float16)):
+        assert from_pretrained(tmp_path, dtype=text).dtype == dtype
+    for wrong in ("float8_e4m3fn", "save", "bf16", torch.int32, 32):
+        with pytest.raises(TypeError, match=r"dtype must be .*bfloat16.*, also as a text.*, not"):
+            from_pretrained(tmp_path, dtype=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere", "cuda cpu"])
+def test_a_device_that_is_not_there(device: str, tmp_path: Path) -> None:
+    """Said before anything is looked for."""
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here: "):
+        from_pretrained(tmp_path / "nothing", device=device)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(torch.nan, None), (-torch.inf, None), (7e4, torch.float16)]
+)
+def test_weights_that_are_no_numbers_are_saved_with_a_warning(
+    value: float, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    reference("llama", {"num_hidden_layers": 1}, tmp_path / "source")
+    model = from_pretrained(tmp_path / "source", dtype=torch.float32)
+    with warnings.catch_warnings(action="error"):
+        model.save_pretrained(tmp_path / "good", dtype=dtype)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight")[3] = value
+    expected = str(dtype or torch.float32)
+    with pytest.warns(UserWarning, match=rf"infinite in {expected} are saved: model.norm.weight$"):
+        model.save_pretrained(tmp_path / "bad", dtype=dtype)
+    stored = load_file(tmp_path / "bad/model.safetensors")["model.norm.weight"]
+    assert not stored[3].isfinite() and stored[:3].isfinite().all()
 
 
 def test_dtype_auto_without_a_config_key_is_the_tensors(tmp_path: Path) -> None:

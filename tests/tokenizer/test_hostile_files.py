@@ -79,6 +79,10 @@ TWICE = [{"Sequence": {"id": "A", "type_id": 0}}] * 2
         ("pre_tokenizer", split("(a|a)*$"), "repeats alternatives"),
         ("pre_tokenizer", split(r"(.*)\1"), "refers to a group"),
         ("pre_tokenizer", split(r"(?<a>a|b\g<a>c)"), "cannot read the pattern"),
+        ("pre_tokenizer", split("a{1,1000}a{1,1000}a{1,1000}b"), "one behind another"),
+        ("pre_tokenizer", split("a*b|a*(?:a*)a*c"), "one behind another"),
+        ("pre_tokenizer", split("a?" * 30 + "b"), "one behind another"),
+        ("pre_tokenizer", split("(?:ab|a|b)" * 20 + "c"), "one behind another"),
         ("pre_tokenizer", split("(a"), "Oniguruma|cannot read"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [split("a")] * 40}, "40 steps"),
         (

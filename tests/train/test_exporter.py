@@ -80,6 +80,19 @@ def test_what_stops_one_is_raised_by_the_next(state, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator")]
+)
+def test_too_little_memory_to_write_is_said_of_the_export(state, tmp_path, monkeypatch, error):
+    def no_memory(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(exporter, "write_model", no_memory)
+    with pytest.raises(checkpoint.SaveError) as caught, Exporter(state.world) as to:
+        export(to, state, tmp_path / "a")
+    assert str(caught.value) == f"{tmp_path}/a was not written: {error!r}"
+
+
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 1000)
     with Exporter(state.world) as to:

@@ -62,11 +62,16 @@ def test_a_step_that_is_not_finite_stops_the_run_and_names_its_rows(workspace, p
     assert text.endswith("step-00000002; nonfinite=skip or rollback would go on")
 
 
-def test_a_step_that_is_skipped_leaves_weights_and_moments(workspace, poisoned, monkeypatch):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_step_that_is_skipped_leaves_weights_and_moments(
+    workspace, poisoned, monkeypatch, optimizer
+):
     poisoned(1, 3)
-    settings = workspace.settings("skipping", steps=5, nonfinite="skip", export="true")
+    skipping = workspace.root / f"skipping-{optimizer}"
+    settings = {"optimizer": optimizer, "steps": 5, "nonfinite": "skip", "export": "true"}
+    settings = workspace.settings(skipping.name, **settings)
     main(settings)
-    rows = read_metrics(workspace.root / "skipping/metrics.jsonl")
+    rows = read_metrics(skipping / "metrics.jsonl")
     assert [row.get("skipped") for row in rows] == [None, "nonfinite", None, "nonfinite", None]
     assert [row["loss"] is None for row in rows] == [False, True, False, True, False]
     update = loop.update
@@ -74,10 +79,14 @@ def test_a_step_that_is_skipped_leaves_weights_and_moments(workspace, poisoned, 
     monkeypatch.setattr(
         loop, "update", lambda run, step: None if step in (1, 3) else update(run, step)
     )
-    main([*settings, f"run_dir={workspace.root / 'left-out'}"])
-    expected = weights(workspace.root / "left-out")
-    for name, weight in weights(workspace.root / "skipping").items():
+    left_out = workspace.root / f"left-out-{optimizer}"
+    main([*settings, f"run_dir={left_out}"])
+    expected = weights(left_out)
+    for name, weight in weights(skipping).items():
         assert torch.equal(weight, expected[name]), name
+
+
+def test_skipping_every_step_is_an_error(workspace, poisoned):
     poisoned(*range(1, 40))
     with pytest.raises(SystemExit, match="The 20 steps before it were skipped too"):
         main(workspace.settings("in-vain", steps=40, nonfinite="skip"))

@@ -49,6 +49,22 @@ def test_no_link_of_a_tokenizer_leaves_its_folder(
         Tokenizer.from_pretrained(folder)
 
 
+def test_a_link_that_comes_later_is_not_exported(
+    folder: Path, secret: Path, tmp_path: Path
+) -> None:
+    """What is copied at the end of a run was checked at its beginning."""
+    (folder / "vocab.json").write_text("{}")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    tokenizer.save_pretrained(tmp_path / "before")
+    (folder / "vocab.json").unlink()
+    (folder / "vocab.json").symlink_to(secret)
+    with pytest.raises(OSError, match=f"Too many levels of symbolic links: '{folder}/vocab.json'"):
+        tokenizer.save_pretrained(tmp_path / "after")
+    found = {path.read_text() for path in (tmp_path / "after").iterdir()}
+    assert SECRET not in found
+    assert (tmp_path / "before/vocab.json").read_text() == "{}"
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors"])
 def test_no_link_of_a_model_leaves_its_folder(folder: Path, tmp_path: Path, name: str) -> None:
     (folder / name).rename(tmp_path / name)

@@ -1,3 +1,4 @@
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from tigon.weights import (
     Rows,
     entries,
     load_into,
+    loading,
     reading,
     write_checkpoint,
 )
@@ -205,6 +207,50 @@ def test_a_failing_read_ends_the_load(tmp_path: Path) -> None:
     parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
     with pytest.raises(ValueError, match="ended at byte"):
         load_into(parameters, layout, checkpoint)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("screen", "rank", "slow", "shown"),
+    [
+        (Terminal(), "0", 0.0, True),
+        (Terminal(), "1", 0.0, False),
+        (io.StringIO(), "0", 0.0, False),
+        (Terminal(), "0", 60.0, False),
+    ],
+    ids=["slow", "another rank", "no terminal", "fast"],
+)
+def test_the_progress_bar(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    screen: io.StringIO,
+    rank: str,
+    slow: float,
+    shown: bool,
+) -> None:
+    """On a terminal, of the first rank, if it takes long; it counts what is read."""
+    counted: list[tuple[float, float]] = []
+
+    class Bar(loading.tqdm):  # type: ignore[name-defined, misc]
+        def close(self) -> None:
+            counted.append((self.n, self.total))
+            super().close()
+
+    monkeypatch.setattr(loading, "tqdm", Bar)
+    monkeypatch.setattr(loading, "SLOW", slow)
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("RANK", rank)
+    tensors, layout = fused_qkv()
+    parameters = {"qkv": torch.empty(14, 4), "norm": torch.empty(4)}
+    load_into(parameters, layout, save(tmp_path, tensors))
+    text = screen.getvalue()
+    assert ("Loading weights" in text) == shown and (shown or not text)
+    if shown:
+        assert counted[0] == (240, 240)
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,13 +2,14 @@
 
 from tigon.hub.card import Metadata, write_card
 from tigon.hub.folders import check_folder, is_own_file
-from tigon.hub.repository import Repository
+from tigon.hub.repository import Repository, Source
 from tigon.hub.upload import Destination, check_repository, has_token
 
 __all__ = [
     "Destination",
     "Metadata",
     "Repository",
+    "Source",
     "check_folder",
     "check_repository",
     "has_token",

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
 from huggingface_hub import (
     _CACHED_NO_EXIST,
@@ -28,6 +29,16 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from tigon.hub.folders import check_name, is_own_file
 from tigon.hub.reach import reach_seconds, why_unreachable
+
+
+class Source(TypedDict, total=False):
+    """Where in a repository, which state of it, and how it is fetched: keywords of `Repository`."""
+
+    revision: str | None
+    subfolder: str
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    local_files_only: bool
 
 
 class _NoSuchFile(FileNotFoundError):

@@ -5,13 +5,14 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tigon.generation import check_generation_config
+from tigon.hub import Source
 from tigon.json_file import escaped, read_json
 from tigon.kernels.attention import Backend
 from tigon.models._arguments import check_keywords
@@ -29,27 +30,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 M = TypeVar("M", bound=LanguageModel)
 
 
-class LoadOptions(TypedDict, total=False):
+class LoadOptions(Source, total=False):
     """Keywords of every `from_pretrained`."""
 
-    dtype: torch.dtype | Literal["auto"]  # "auto": the checkpoint's
+    dtype: torch.dtype | str  # such as "bfloat16"; "auto": the checkpoint's
     device: torch.device | str
     attention: Backend  # docs/attention.md
     gguf_file: str | None  # of the directory or repository, in place of its config and weights
     mmap: bool  # leave weights in the file until they are used; docs/weights.md
     staging_bytes: int  # of the host's memory for buffers while weights are read
-    revision: str | None
-    subfolder: str
-    token: str | bool | None
-    cache_dir: str | os.PathLike[str] | None
-    local_files_only: bool
 
 
 def from_pretrained(
     path_or_repo: str | os.PathLike[str],
     models: Mapping[str, type[M]],
     *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
+    dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
     gguf_file: str | None = None,
@@ -68,6 +64,7 @@ def from_pretrained(
         raise TypeError(f"staging_bytes must be a whole number of bytes, not {staging_bytes!r}")
     if mmap and torch.device(device).type != "cpu":
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
+    _check_device(device)
     repository = Repository(path_or_repo, **source)
     model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
     model.use_attention(attention)
@@ -89,7 +86,7 @@ def build(
     repository: Repository,
     models: Mapping[str, type[M]],
     *,
-    dtype: torch.dtype | Literal["auto"] = "auto",
+    dtype: torch.dtype | str = "auto",
     gguf_file: str | None = None,
     fit: bool = True,
 ) -> tuple[M, Checkpoint]:
@@ -99,18 +96,16 @@ def build(
     unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
     say what does not.
     """
+    chosen = _named_dtype(dtype)
     file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
     with named(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
         check_sizes(config, checkpoint)
         config = _settle_tie(config, checkpoint)
-        if dtype == "auto":
-            dtype = _dtype_of(config, checkpoint)
-        elif dtype not in DTYPES:
-            raise TypeError(f'dtype must be "auto" or a floating torch.dtype, not {dtype!r}')
+        chosen = chosen or _dtype_of(config, checkpoint)
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         config = replace(config, source=replace(config.source, stacked_experts=stacked))
-        model = on_meta(cls, config, dtype)
+        model = on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
@@ -217,6 +212,29 @@ def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:
         stacklevel=4,
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _check_device(device: torch.device | str) -> None:
+    """ValueError, naming it, for a device that is none or that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used here: {why}") from None
+
+
+def _named_dtype(dtype: Any) -> torch.dtype | None:
+    """A dtype that may be named by a text, as config.json does; None for "auto"."""
+    if isinstance(dtype, str) and dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in DTYPES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+        raise TypeError(
+            f'dtype must be "auto" or a floating torch.dtype ({known}, also as a text), not '
+            f"{dtype!r}"
+        )
+    return found
 
 
 def _dtype_of(config: Config, checkpoint: Checkpoint) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace as replaced
@@ -15,7 +16,15 @@ from tigon.hub.upload import ENDINGS, TEMPLATES
 from tigon.models._config import DTYPES, Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
-from tigon.weights import Entry, Ranks, entries, new_directory, write_checkpoint
+from tigon.weights import (
+    Entry,
+    Ranks,
+    all_finite,
+    entries,
+    local_part,
+    new_directory,
+    write_checkpoint,
+)
 
 
 class SavesItself(Protocol):
@@ -57,6 +66,7 @@ def save_pretrained(
         values=values,
         ranks=ranks,
     )
+    _warn_unless_finite(model, dtype or model.dtype, values or {})
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "replace": replace}
     write_model(directory, tensors, describe, ranks=ranks, **options)
 
@@ -88,6 +98,25 @@ def prepare_save(
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
+
+
+def _warn_unless_finite(
+    model: LanguageModel, dtype: torch.dtype, values: Mapping[str, Tensor]
+) -> None:
+    """Of this rank's weights: NaN, infinity, and what becomes infinite in the export's dtype."""
+    own = {
+        name: local_part(name, values.get(name, p)).memory for name, p in model.named_parameters()
+    }
+    own = {name: memory for name, memory in own.items() if memory.numel()}
+    most = torch.finfo(dtype).max
+    if all_finite(own.values(), torch.device("cpu"), most=most):
+        return
+    bad = [n for n, m in own.items() if not all_finite([m], torch.device("cpu"), most=most)]
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    warnings.warn(
+        f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
+        stacklevel=3,
+    )
 
 
 def _check_export(directory: Path) -> None:

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import tokenizers
 
-from tigon.hub import Repository
+from tigon.hub import Repository, Source
 from tigon.tokenizer import chat, source
 from tigon.tokenizer.backend import PANICS, read_backend
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
@@ -50,7 +50,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
         self.chat_template = chat_template  # or several, by name
         self.model_max_length = model_max_length
-        self._files = dict(files or {})
+        # Where links lead now: what an export copies hours later is what was checked and read
+        self._files = {name: Path(os.path.realpath(path)) for name, path in (files or {}).items()}
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -65,24 +66,10 @@ class Tokenizer:
 
     @classmethod
     def from_pretrained(
-        cls,
-        path_or_repo: str | os.PathLike[str],
-        *,
-        revision: str | None = None,
-        subfolder: str = "",
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
+        cls, path_or_repo: str | os.PathLike[str], **where: Unpack[Source]
     ) -> "Tokenizer":
         """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
-        repository = Repository(
-            path_or_repo,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        repository = Repository(path_or_repo, **where)
         # All of them now: an export at the end of a long run must not depend on the hub
         files = source.find_files(repository)
         config = source.read_config(files.get("tokenizer_config.json"))
@@ -100,7 +87,7 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         self.chat_template = source.read_template(Path(path))
         others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
-        self._files = others | {"chat_template.jinja": Path(path)}
+        self._files = others | {"chat_template.jinja": Path(os.path.realpath(path))}
 
     def template_reads(self, name: str) -> bool:
         """Whether a chat template speaks of a variable."""
@@ -301,7 +288,7 @@ class Tokenizer:
                     config = source.read_config(self._files.get(name)) | self._changed
                     write.write(json.dumps(config, indent=2, ensure_ascii=False).encode())
                 else:
-                    with self._files[name].open("rb") as read:
+                    with open(self._files[name], "rb", opener=_no_link) as read:
                         shutil.copyfileobj(read, write)
                 write.flush()
                 os.fsync(write.fileno())
@@ -348,3 +335,7 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -36,6 +36,8 @@ _AS_PYTHON = (
 _KNOWN = {r"(?:\r?\n)+(?!\r?\n)", r" ?[^(\s|[.,!?…。，、।۔،])]+"}
 _REPEATS = (sre.MAX_REPEAT, sre.MIN_REPEAT, sre.POSSESSIVE_REPEAT)
 _NOT_ONCE = 16  # repetitions from which a repeat counts as without an end
+_ENDLESS = 1000  # repetitions of one without an end, of a run of letters in a text
+MOST_WAYS = 10**8  # of matching a run of letters: those of two repeats, and of some options
 
 
 class _Panics:
@@ -102,7 +104,8 @@ def check_backend(backend: tokenizers.Tokenizer) -> None:
 def check_pattern(pattern: str) -> None:
     """ValueError for a regular expression that could search for ever.
 
-    Refused are repeats of what itself repeats or has alternatives, and references to groups.
+    Refused are repeats of what itself repeats or has alternatives, references to groups, and more
+    than two long repeats, or many options, one behind another.
     """
     if pattern in _KNOWN:
         return
@@ -118,7 +121,10 @@ def check_pattern(pattern: str) -> None:
             parsed = sre_parser.parse(python)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"cannot read the pattern {shown(pattern)}: {error}") from None
-    if fault := _fault(parsed, 1):
+    fault = _fault(parsed, 1)
+    if not fault and _ways(parsed) > MOST_WAYS:
+        fault = "has too many repeats or options one behind another"
+    if fault:
         raise ValueError(f"the pattern {shown(pattern)} {fault}, which could search for ever")
 
 
@@ -151,6 +157,26 @@ def _fault(parsed: Any, times: int) -> str:
         elif kind is sre.ATOMIC_GROUP and (fault := _fault(value, times)):
             return fault
     return ""
+
+
+def _ways(parsed: Any) -> int:
+    """In how many ways a part without a `_fault` could match the letters at one place at most."""
+    ways = 1
+    for kind, value in parsed:
+        if kind in _REPEATS:
+            least, most, inner = int(value[0]), int(value[1]), _ways(value[2])
+            counts = max(min(most, _ENDLESS), least) - least + 1
+            ways *= counts * inner ** min(most, _NOT_ONCE)
+        elif kind is sre.BRANCH:
+            ways *= sum(map(_ways, value[1]))
+        elif kind is sre.SUBPATTERN:
+            ways *= _ways(value[3])
+        elif kind in (sre.ASSERT, sre.ASSERT_NOT):
+            ways *= _ways(value[1])
+        elif kind is sre.ATOMIC_GROUP:
+            ways *= _ways(value)
+        ways = min(ways, MOST_WAYS + 1)
+    return ways
 
 
 def _state(component: Any) -> Any:

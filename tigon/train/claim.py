@@ -1,20 +1,14 @@
 """A run directory belongs to one process at a time, however that process ends."""
 
-import errno
-import fcntl
-import os
-import socket
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.weights import Locked, locked
 
 LOCK = ".lock"
-HELD: set[tuple[int, int]] = set()  # device and inode of the locks of this process
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -31,62 +25,36 @@ def claim(config: Config) -> Iterator[None]:
     except OSError as error:
         raise OSError(f"run_dir={path} cannot be made: {error}") from None
     begun = (path / LOCK).exists() or (path / "metrics.jsonl").exists()
-    descriptor = _lock(path / LOCK)
-    try:
+    with _lock(path) as held:
         try:
             _check_files(path, begun, bool(config.resume))
         except FileExistsError:
-            if descriptor is not None and not begun:
+            if held and not begun:
                 (path / LOCK).unlink()
             raise
-        yield
-    finally:
-        if descriptor is not None:
-            if [file.name for file in path.iterdir()] == [LOCK]:
+        try:
+            yield
+        finally:
+            if held and [file.name for file in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
                 with suppress(OSError):  # not empty
                     for folder in missing:
                         folder.rmdir()
-            HELD.discard(_identity(descriptor))
-            os.close(descriptor)
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock; None where this process has it, or nobody can."""
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+@contextmanager
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold the directory's lock; False where this process has it already, or nobody can."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 1000).decode(errors="replace")
-            held = _identity(descriptor) in HELD
-            os.close(descriptor)
-            if held:  # a run that was prepared here before
-                return None
-            raise FileExistsError(
-                f"{path.parent} is in use by {holder or 'another process'}: wait until it ends, "
-                "or choose another run_dir"
-            ) from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in UNSUPPORTED:
+            held = stack.enter_context(
+                locked(path / LOCK, path, "in use", "choose another run_dir")
+            )
+        except Locked as error:
+            if not error.here:
                 raise
-            warnings.warn(f"{path.parent}: its file system has no locks ({error})", stacklevel=2)
-            return None
-        with suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-        os.close(descriptor)  # of a file that its holder has just removed
-    HELD.add(_identity(descriptor))
-    os.truncate(descriptor, 0)
-    os.write(descriptor, me.encode())
-    return descriptor
-
-
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
+            held = False  # a run that was prepared here before
+        yield held
 
 
 def _check_files(path: Path, begun: bool, resume: bool) -> None:

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from tigon.train.parallel import World
 from tigon.weights import Entry, RankError, Ranks, copied, named_if_full
 
 
-class Exporter:
+class Exporter(checkpoint.InBackground):
     """The exports of one run, one at a time. Every rank makes one and calls its methods alike.
 
     With `background`, `export` returns when this rank's rows are copied into host memory, and the
@@ -32,18 +31,9 @@ class Exporter:
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         try:
-            self.wait()
-        except checkpoint.SaveError as second:
-            if error is None:
-                raise
-            error.add_note(str(second))
+            super().__exit__(*error)
         finally:
             self._thread.shutdown()
 
@@ -80,12 +70,12 @@ class Exporter:
         try:
             with named_if_full(target, sum(entry.nbytes for entry in tensors)):
                 write_model(target, tensors, describe, ranks=self._ranks, replace=True)
-        except (OSError, RankError) as error:
-            raise checkpoint.SaveError(f"{target} was not written: {error}") from error
+        except Exception as error:  # whatever stopped it, memory too
+            why = error if isinstance(error, OSError | RankError) else repr(error)
+            raise checkpoint.SaveError(f"{target} was not written: {why}") from error
         self.world.say(f"exported to {target}")
 
     def wait(self) -> None:
-        """Until the export in flight is on the disk; raises SaveError on all ranks if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()

@@ -4,19 +4,21 @@ from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.converted import Stored, converted
 from tigon.weights.decoded import Decoded
-from tigon.weights.directory import fsync, new_directory
+from tigon.weights.directory import check_free, fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
+from tigon.weights.finite import all_finite
 from tigon.weights.fp8 import BlockScales
 from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
 from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece
-from tigon.weights.plan import own_rows, own_slices
+from tigon.weights.plan import local_part, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
@@ -31,6 +33,7 @@ __all__ = [
     "Entry",
     "GGMLTensor",
     "Layout",
+    "Locked",
     "Misfits",
     "Part",
     "Piece",
@@ -40,7 +43,9 @@ __all__ = [
     "Rows",
     "Stored",
     "TensorInfo",
+    "all_finite",
     "as_bytes",
+    "check_free",
     "compare",
     "converted",
     "copied",
@@ -48,6 +53,8 @@ __all__ = [
     "fsync",
     "listing",
     "load_into",
+    "local_part",
+    "locked",
     "map_parameters",
     "match",
     "named_if_full",

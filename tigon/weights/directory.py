@@ -2,20 +2,17 @@
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import socket
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tigon.weights.disk import named_if_full, require_space
+from tigon.weights.lock import locked
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
@@ -30,13 +27,12 @@ def new_directory(
     have left beside it is removed. Raises FileExistsError if another process writes `path` now, and
     DiskFull unless `needed` bytes are free.
     """
-    target = Path(path).expanduser().resolve()
-    _check_free(target, replace)
+    target = check_free(path, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target) as locked:
         if locked:
             _recover(target)
-            _check_free(target, replace)
+            check_free(target, replace=replace)
         require_space(target.parent, needed)
         temporary = _hidden(target, "tmp")
         temporary.mkdir()
@@ -45,68 +41,36 @@ def new_directory(
                 yield temporary
                 for item in [*temporary.rglob("*"), temporary]:
                     fsync(item)
-            _check_free(target, replace)
+            check_free(target, replace=replace)
             _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
-def _check_free(target: Path, replace: bool) -> None:
+def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
+    """The absolute path; FileExistsError if `new_directory` would not take it."""
+    target = Path(path).expanduser().resolve()
     if target.is_dir() and (replace or not any(target.iterdir())):
         if target.is_mount():
             raise FileExistsError(f"{target} is a mount point: name a directory inside it")
     elif target.exists():
         what = "a directory with files in it" if target.is_dir() else "a file"
         raise FileExistsError(f"{target} exists and is {what}: remove it or choose another path")
+    return target
 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[bool]:
-    """Hold the lock of a target, which the system gives back however the process ends.
-
-    False where the file system has no locks.
-    """
+    """Hold the lock of a target; False where the file system has no locks."""
     path = target.with_name(f".{target.name}.lock")
-    while True:
+    with locked(path, target, "being written", "choose another path") as held:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            text = f"{target} cannot be written: {error.strerror}"
-            raise OSError(error.errno, text, str(path)) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 1000).decode(errors="replace")
-            os.close(descriptor)
-            raise FileExistsError(
-                f"{target} is being written by {holder or 'another process'}: wait until it ends, "
-                "or choose another path"
-            ) from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in UNSUPPORTED:
-                raise
-            warnings.warn(f"{target.parent}: its file system has no locks ({error})", stacklevel=4)
-            yield False
-            return
-        with suppress(FileNotFoundError):
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                break
-        os.close(descriptor)  # of a file that its holder has just removed
-    if not os.path.isfile(descriptor) or not re.match(rb"process \d|$", os.pread(descriptor, 9, 0)):
-        os.close(descriptor)
-        raise FileExistsError(f"{path} is somebody's file, not a lock: rename it or the target")
-    try:
-        with suppress(OSError):  # on a full disk the other process stays unnamed
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield True
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked processes may have the descriptor too
-        os.close(descriptor)
+            yield held
+        finally:
+            if held:
+                with suppress(OSError):
+                    path.unlink()
 
 
 def _recover(target: Path) -> None:

@@ -4,6 +4,7 @@ No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans 
 writes and reads; docs/training.md has the format.
 """
 
+from tigon.train.checkpoint.background import InBackground, SaveError
 from tigon.train.checkpoint.files import facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
@@ -11,9 +12,10 @@ from tigon.train.checkpoint.legacy import is_legacy
 from tigon.train.checkpoint.memory import fits
 from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.retention import Keep
-from tigon.train.checkpoint.saver import SaveError, Saver
+from tigon.train.checkpoint.saver import Saver
 
 __all__ = [
+    "InBackground",
     "Keep",
     "SaveError",
     "Saver",

@@ -1,8 +1,5 @@
 """Whether weights, optimizer states and averages are numbers."""
 
-import math
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -10,6 +7,7 @@ from torch.optim import Optimizer
 
 from tigon.train.optim import Ema
 from tigon.train.parallel import local
+from tigon.weights import all_finite
 
 
 def check_finite(
@@ -30,7 +28,7 @@ def check_finite(
         found += [(f"average of {name}", value) for name, value in ema.values.items()]
     own = [(name, local(t)) for name, t in found]
     floating = [(name, t) for name, t in own if t.is_floating_point() and t.numel()]
-    good = _all_finite([t for _, t in floating], next(model.parameters()).device).float()
+    good = all_finite([t for _, t in floating], next(model.parameters()).device).float()
     if dist.is_initialized():
         dist.all_reduce(good, dist.ReduceOp.MIN)
     if good.item():
@@ -43,16 +41,3 @@ def check_finite(
     names = sorted({name for names in everywhere for name in names or ()})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     raise FloatingPointError(f"not finite: {', '.join(names[:3])}{more}")
-
-
-@torch.no_grad()
-def _all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """A boolean on `device`, without a copy of any tensor."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    finite = [torch.ones((), dtype=torch.bool, device=device)]
-    for group in groups.values():
-        largest = torch.stack(torch._foreach_norm(group, math.inf))  # NaN stays NaN
-        finite.append(torch.isfinite(largest).all().to(device))
-    return torch.stack(finite).all()

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint import files, integrity
+from tigon.train.checkpoint.background import InBackground, SaveError
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import fits
@@ -36,10 +36,6 @@ from tigon.weights import fsync, named_if_full
 KEEP = Keep()
 
 
-class SaveError(OSError):
-    """A checkpoint could not be written; those before it are untouched."""
-
-
 class _Saving(NamedTuple):
     target: Path
     partial: Path
@@ -47,7 +43,7 @@ class _Saving(NamedTuple):
     lock: ExitStack
 
 
-class Saver:
+class Saver(InBackground):
     """The checkpoints of one run. Every rank makes one and calls its methods alike.
 
     With `background`, `save` returns when weights and states are copied into host memory, and the
@@ -66,19 +62,6 @@ class Saver:
         self._saving: _Saving | None = None
         self._began = 0.0
         self.seconds = 0.0  # that the last whole checkpoint took, from `save` to the disk
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self.wait()
-        except SaveError as second:
-            if error is None:
-                raise
-            error.add_note(str(second))
 
     def save(
         self,
@@ -182,7 +165,6 @@ class Saver:
             self.world.say(f"an older checkpoint could not be removed: {error}")
 
     def wait(self) -> None:
-        """Until the save in flight is on the disk; raises SaveError, on all ranks, if it failed."""
         if self._saving is None:
             return
         saving, self._saving = self._saving, None

@@ -304,10 +304,13 @@ def test_experts_keep_the_stream(path: str) -> None:
     up, down = leaf(4, 20, C), leaf(4, C, 10)
     experts, weights = torch.tensor([[0, 2]] * 6), leaf(6, 2)
 
-    def run(learns: bool = True) -> tuple[Tensor, ...]:
+    def mixed() -> Tensor:
         rows = rms_norm(x, w, 1e-6).flatten(0, 1)
+        return grouped_mlp(rows, up, down, experts, weights, "silu")
+
+    def run(learns: bool) -> tuple[Tensor, ...]:
         up.requires_grad_(learns)
-        y = grouped_mlp(rows, up, down, experts, weights, "silu")
+        y = mixed()
         leaves = [t for t in (x, w, up, down, weights) if t.requires_grad]
         return y, *torch.autograd.grad(y.square().sum(), leaves)
 
@@ -316,11 +319,10 @@ def test_experts_keep_the_stream(path: str) -> None:
             expected = run(learns)
         assert all(map(torch.equal, run(learns), expected))
     up.requires_grad_()
-    assert kept(lambda: rms_norm(x, w, 1e-6)) == [C]
-    inside = kept(run, up, down)  # gate and up of two slots a token, and x
-    assert inside == [C, 2 * 20]
+    # Of x, and of gate and up of two slots a token
+    assert kept(mixed, up, down) == [C, 2 * 20]
     with rebuilding(math.inf):
-        assert kept(run, up, down) == [C, C, 2 * 20]
+        assert kept(mixed, up, down) == [C, C, 2 * 20]
 
 
 def test_files_and_copies_have_the_values_alone(path: str) -> None:

@@ -41,18 +41,12 @@ INPUTS: dict[str, Callable[[Given], Tensor]] = {
     "norm": lambda t: rms_norm(t["x"], t["w"], 1e-6),
     "Gemma's norm": lambda t: rms_norm(t["x"], t["w"], 1e-6, offset=1.0, cast="after_weight"),
     "no weight": lambda t: rms_norm(t["x"], None, 1e-6),
-    "residual": lambda t: sum_of(rms_norm(t["x"], t["w"], 1e-6, residual=t["z"])),
+    "residual": lambda t: rms_norm(t["x"], t["w"], 1e-6, residual=t["z"])[0],
     "gate": lambda t: rms_norm(t["x"], t["w"], 1e-6, gate=t["z"]),
     "strided": lambda t: rms_norm(t["x"].mT.contiguous().mT, t["w"], 1e-6),
-    "sandwich": lambda t: sum_of(sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)),
+    "sandwich": lambda t: sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)[0],
     "activation": lambda t: gated_act(torch.cat((t["x"], t["z"]), -1) * 1.0, "gelu_tanh"),
 }
-
-
-def sum_of(pair: tuple[Tensor, Tensor]) -> Tensor:
-    """The normed one, when the stream has a use of its own, too."""
-    normed, total = pair
-    return normed + 0 * total if recipe_of(normed) is None else normed
 
 
 def step(make: Callable[[Given], Tensor], given: Given, weight: Any, bias: Any) -> list[Tensor]:

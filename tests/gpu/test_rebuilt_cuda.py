@@ -1,0 +1,116 @@
+"""Inputs of products that are computed again, on a GPU: the same bits, and less memory."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from bench.compare_side import LLAMA_1B
+from tigon.kernels import gated_act, rms_norm, sandwich_norm
+from tigon.kernels._rebuilt import LEAST, rebuilding, recipe_of
+from tigon.kernels.gated_act import gradient_and_product
+
+pytestmark = pytest.mark.gpu
+T = 4096
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    values = LLAMA_1B | {"num_hidden_layers": 4, "vocab_size": 8192}
+    made = tigon.Llama.from_config(values, dtype=torch.bfloat16, device="cuda").train()
+    yield made
+    del made
+    torch.cuda.empty_cache()
+
+
+def step(model: Any, least: float) -> tuple[Tensor, list[Tensor], int]:
+    """Loss, gradients, and bytes at the peak beyond what was there."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 8192, (2, T), device="cuda")
+    model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with rebuilding(least):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return loss.detach(), gradients, peak
+
+
+def test_no_bit_changes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = step(model, math.inf)
+        for recompute, away in ((0, False), (2, False), (True, False), (0, True)):
+            model.activation_checkpointing, model.activation_offload = recompute, away
+            loss, gradients, _ = step(model, LEAST)
+            assert torch.equal(loss, expected[0])
+            assert all(map(torch.equal, gradients, expected[1]))
+    finally:
+        model.activation_checkpointing, model.activation_offload = 0, False
+        torch.use_deterministic_algorithms(False)
+
+
+def test_memory_that_it_saves(model: Any) -> None:
+    """Of each layer two normed inputs and the gated product; a tenth for what else is at the peak,
+    which may lie elsewhere."""
+    step(model, math.inf)  # workspaces
+    without, found = step(model, math.inf)[2], step(model, LEAST)[2]
+    c = model.config
+    layer = 2 * 2 * T * (2 * c.hidden_size + c.intermediate_size)
+    assert without - found >= 0.9 * c.num_hidden_layers * layer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [96, 640, 1152, 2048, 2560, 3072, 4096, 5120, 8192])
+def test_norms_have_the_same_bits(columns: int, dtype: torch.dtype) -> None:
+    """Of compiled kernels, which may fuse what the interpreter rounds."""
+    x, z, gate = (torch.randn(2, 333, columns, device="cuda").to(dtype) for _ in range(3))
+    w, v = (torch.randn(columns, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    options: dict[str, Any]
+    with rebuilding(0):
+        for options in ({}, {"offset": 1.0, "cast": "after_weight"}):
+            made = [
+                rms_norm(x, w, 1e-6, **options),
+                rms_norm(x, w, 1e-6, residual=z, **options)[0],
+                rms_norm(x, w, 1e-6, gate=gate, **options),
+                sandwich_norm(x, z, v, w, 1e-6, **options)[0],
+            ]
+            for y in made:
+                recipe = recipe_of(y)
+                assert recipe is not None
+                assert torch.equal(recipe.how.compute(*recipe.kept, *recipe.how.constants), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [96, 1152, 6912, 14336])
+def test_the_activation_has_the_same_bits(size: int, act: Any, dtype: torch.dtype) -> None:
+    x = 4 * torch.randn(333, 2 * size, device="cuda").to(dtype).requires_grad_()
+    y = gated_act(x, act)
+    d = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, x, d)
+    for overwrite in (False, True):
+        own = x.detach().clone()
+        found: list[Tensor] = []
+        one = torch.ones(1, device="cuda", requires_grad=True)
+        # Inside a backward pass, which says whether its graph is kept
+        one.register_hook(
+            lambda _, own=own, found=found, overwrite=overwrite: found.extend(
+                gradient_and_product(d.clone(), own, act, overwrite)
+            )
+        )
+        one.sum().backward()
+        gradient, product = found
+        assert torch.equal(product, y) and torch.equal(gradient, expected)
+        assert (gradient.data_ptr() == own.data_ptr()) == overwrite

@@ -1,6 +1,7 @@
 """`activation_checkpointing: auto`: what is computed again is the least that fits a budget."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any)
 
 def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [weigh(spread(n, LAYERS)) for n in range(LAYERS + 1)]
-    assert all(more > less for more, less in zip(sizes[:-1], sizes[1:-1], strict=False))
+    assert all(more > less for more, less in pairwise(sizes[:-1]))
     assert sizes[-1] > sizes[-2]  # so the last block would be recomputed in vain
     for n in (0, 3):
         found = decided(monkeypatch, sizes[n])

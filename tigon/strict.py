@@ -156,7 +156,7 @@ def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str)
 
 def check_range(name: str, value: Any, least: float | None, most: float | None) -> None:
     """Raises ConfigError unless the value is None or in this range."""
-    if value is None:
+    if value is None or isinstance(value, str):  # of a setting that is a number or a word
         return
     if least is not None and not value >= least:  # NaN too
         raise ConfigError(f"{name}={shown(value)} must be at least {least}")

@@ -130,3 +130,39 @@ def test_watching_changes_no_bit(reduction: str) -> None:
     expected = torch.nn.functional.linear(at.float(), head.weight.float())
     torch.testing.assert_close(out.logits_at.float(), expected, rtol=2e-2, atol=2e-2)
     assert not out.logits_at.requires_grad
+
+
+@pytest.mark.parametrize("n", [16384, 2048])
+def test_the_gradient_takes_the_memory_of_its_sum(n: int) -> None:
+    """At the peak there is a chunk of logits beside it, and it has the bits of a copy."""
+    c, v = 2048, 128256
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    hidden = torch.randn(n, c, **options).requires_grad_()
+    weight = (0.02 * torch.randn(v, c, **options)).requires_grad_()
+    targets = torch.randint(0, v, (n,), device="cuda")
+
+    def loss() -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, targets, denominator=n)[0] * 0.7
+
+    value = loss()
+    copies = torch.autograd.grad(value, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(value, (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(copies, again, strict=True))
+    truth = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(hidden[:2048].float() @ weight.float().T, targets[:2048])
+        * (0.7 * 2048 / n),
+        hidden,
+    )[0]
+    difference = (again[0][:2048].float() - truth[:2048].float()).norm()
+    assert difference <= 0.02 * truth[:2048].float().norm()
+    del value, copies, again, truth, difference
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss().backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    sums = 4 if n > 2048 + c else 2
+    assert peak <= 1.02 * (2 * 2048 * (v + c) + sums * v * c + 2 * n * c) + 2**26
+    assert torch.cuda.memory_allocated() - before <= 1.01 * (2 * v * c + 2 * n * c)
+    assert weight.grad is not None
+    assert weight.grad.untyped_storage().nbytes() == 2 * v * c

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._head_pass import SLOTS, Inputs, Pass, Slots, run_pass
-from tigon.kernels._logits import rescale, rescale_
+from tigon.kernels._logits import rescale, rescale_, rescale_and_join, rescale_and_join_
 from tigon.kernels._triton import refuse_second_derivative, retains_graph
 
 SHARED = len(Inputs._fields)
@@ -110,9 +110,13 @@ class Criteria(torch.autograd.Function):
         ctx.transformed = is_transformed(hidden, weight, bias)
         if p.ahead and weight is None and not ctx.transformed:
             # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
-            ctx.grad, kept[-3] = hidden.detach() if p.overwrite else kept[-3], None
+            ctx.grad, kept[-4] = hidden.detach() if p.overwrite else kept[-4], None
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
             given = [None] * len(given)
+        # Gradients that autograd alone keeps may be overwritten by those that it is to get
+        ctx.ours = not (ctx.transformed or torch.compiler.is_compiling()) and (
+            torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        )
         ctx.save_for_backward(*given, *kept)
 
     @staticmethod
@@ -122,7 +126,7 @@ class Criteria(torch.autograd.Function):
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
         if ctx.transformed:
-            found = Backward.apply(p, ctx.kept, *ctx.dtypes, *ups, *saved)
+            found = Backward.apply(p, False, ctx.kept, *ctx.dtypes, *ups, *saved)
         else:
             refuse_second_derivative(p.name, p.instead)
             if ctx.grad is not None and _same(ups):
@@ -134,7 +138,8 @@ class Criteria(torch.autograd.Function):
                     d_logits, ctx.grad = rescale_(ctx.grad, factor), None
                 found = (d_logits, None, None, *losses)
             else:
-                found = _differentiate(p, ctx.kept, *ctx.dtypes, *ups, *saved)
+                ours = ctx.ours and not retains_graph()
+                found = _differentiate(p, ours, ctx.kept, *ctx.dtypes, *ups, *saved)
         of_flat: list[Tensor | None] = []
         rest = iter(found[3:])
         for learns in p.learned:
@@ -186,18 +191,50 @@ def _unpack(
     return tuple(of_weights), factor, kept
 
 
-def _differentiate(p: Pass, count: int, *given: Any) -> Grads:
-    """Gradients of hidden, weight and bias, then of the weights of rows that learn."""
+def _scaled(
+    made: Sequence[Tensor],
+    needs: Sequence[bool],
+    dtypes: Sequence[Any],
+    factor: Tensor | None,  # None: 1
+    ours: bool,
+) -> Grads:
+    """Gradients of hidden, weight and bias from the four of a pass; `ours`: in their memory.
+
+    Each is a tensor that nobody else refers to, which autograd keeps without a copy.
+    """
+
+    def one(x: Tensor, dtype: torch.dtype) -> Tensor:
+        if factor is None:
+            return x.to(dtype)
+        if ours and x.dtype == dtype:
+            return rescale_(x, factor).detach()
+        return rescale(x, factor, dtype)
+
+    hidden, first, rest, bias = made
+    of_weight = None
+    if needs[1] and not len(rest):
+        of_weight = one(first, dtypes[1])
+    elif needs[1]:
+        join = rescale_and_join_ if ours else rescale_and_join
+        of_weight = join(first, rest, first.new_ones(()) if factor is None else factor, dtypes[1])
+    return (
+        one(hidden, dtypes[0]) if needs[0] else None,
+        of_weight,
+        one(bias, dtypes[2]) if needs[2] else None,
+    )
+
+
+def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
+    """Gradients of hidden, weight and bias, then of the weights of rows that learn.
+
+    `ours`: nobody else has the gradients made ahead, nor needs them again.
+    """
     k = len(p.plans)
     dtypes, ups, saved = given[:3], given[3 : 3 + k], given[3 + k :]
     split = len(saved) - count
     of_weights, factor, kept = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _same(ups):
-        grads = [
-            rescale(g, factor, dtype) if need else None
-            for g, need, dtype in zip(kept, p.needs, dtypes, strict=True)
-        ]
-        return *grads, *of_weights
+        return *_scaled(kept, p.needs, dtypes, factor, ours), *of_weights
     inputs, flat = Inputs(*saved[:SHARED]), saved[SHARED:split]
     row_scales = []
     for i, up in enumerate(ups):
@@ -212,8 +249,4 @@ def _differentiate(p: Pass, count: int, *given: Any) -> Grads:
         known += [next(statistics), next(statistics)] if plan.statistics else [None, None]
     of_loss = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
     made, _, top = _run(p._replace(plans=of_loss), inputs, flat, row_scales, p.needs, known)
-    grads = [
-        None if not need else g.to(dtype) if top is None else rescale(g, top, dtype)
-        for g, need, dtype in zip(made, p.needs, dtypes, strict=True)
-    ]
-    return *grads, *of_weights
+    return *_scaled(made, p.needs, dtypes, top, ours=True), *of_weights

@@ -3,7 +3,7 @@
 # N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,11 @@ from tigon.kernels._divergence_rows import divergence_rows, topk_rows
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
 
+# Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
+LOGITS_BYTES = 2**30
+# A chunk that nobody bounds has this many rows, or as many as these bytes hold if they are more.
+# For each chunk the weight's gradient in fp32 is read and written.
+CHUNK_ROWS, CHUNK_BYTES = 2048, 2**29
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 
@@ -69,7 +74,7 @@ class Pass(NamedTuple):
     late: bool  # fp16: row scales are divided by their maximum, gradients multiplied by it
     ahead: bool  # gradients are computed in the forward pass, for the sum of the values
     overwrite: bool  # the logits by their gradient, which is then not returned
-    logits_bytes: int
+    logits_bytes: int  # 0: as many as the head's shape suggests
 
     @property
     def instead(self) -> str:
@@ -102,8 +107,9 @@ def run_pass(
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
     needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Three gradients (empty unless needed), and for each criterion values [N] by name.
+    """Four gradients (empty unless needed), and for each criterion values [N] by name.
 
+    Those of hidden, of the first rows of the weight, of its other rows, if any, and of the bias.
     On the CPU it is visible to torch.compile, elsewhere one opaque op.
     """
     plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
@@ -112,8 +118,8 @@ def run_pass(
     numbers = [x for plan in p.plans for x in plan.numbers()]
     flags = words, numbers, list(needs), p.logits_bytes, p.overwrite
     out = run(*inputs, slots, row_scales, *flags)
-    rest = iter(out[3:])
-    return out[:3], [{name: next(rest) for name in plan.names} for plan in p.plans]
+    rest = iter(out[4:])
+    return out[:4], [{name: next(rest) for name in plan.names} for plan in p.plans]
 
 
 def _outputs(
@@ -123,20 +129,24 @@ def _outputs(
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = m <= _chunk(hidden, weight, plans, logits_bytes, any(needs)) and not late
+    only = m <= _chunk(hidden, weight, plans, logits_bytes, needs, m) and not late
     full = torch.float32
-    dtypes = (full if late else hidden.dtype, weight.dtype if only and weight is not None else full)
-    shapes = (hidden.shape, *((0,) if w is None else w.shape for w in (weight, bias)))
-    wanted = (needs[0] and not overwrite, *needs[1:])
-    rows = [name for plan in plans for name in plan.names]
+    found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * 4  # shapes of the gradients
+    if needs[0] and not overwrite:
+        found[0] = hidden.shape, full if late else hidden.dtype
+    if needs[1] and weight is not None:
+        vocab, dim = weight.shape
+        first = _rows_of_first(weight, only=only)
+        found[1] = (first, dim), weight.dtype if only else full
+        found[2] = ((vocab - first, dim), full) if first < vocab else None
+    if needs[2] and bias is not None:
+        found[3] = bias.shape, full
+    names = [name for plan in plans for name in plan.names]
     return [
-        *(
-            hidden.new_empty(shape if need else (0,), dtype=dtype)
-            for shape, dtype, need in zip(shapes, (*dtypes, full), wanted, strict=True)
-        ),
+        *(hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in found),
         *(
             hidden.new_empty(n, dtype=torch.int64 if r == "predicted_tokens" else full)
-            for r in rows
+            for r in names
         ),
     ]
 
@@ -161,7 +171,8 @@ def _head_pass(
     The weight's gradient is fp32 if chunks add up to it, the bias's always; in fp16 all are.
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
-    rows = _chunk(hidden, weight, plans, logits_bytes, any(needs))
+    count = n if index is None else len(index)
+    rows = _chunk(hidden, weight, plans, logits_bytes, needs, count)
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
         slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
@@ -171,7 +182,13 @@ def _head_pass(
     d_hidden = hidden
     if not overwrite:
         d_hidden = hidden.new_empty(hidden.shape if needs[0] else (0,))
-    d_weight = d_bias = None
+    d_bias: Tensor | None = None
+    d_weights: list[Tensor | None] = [None]
+    late = hidden.dtype == torch.float16 and weight is not None
+    only = len(chunks) == 1 and not late
+    first = 0 if weight is None else _rows_of_first(weight, only=only)
+    if weight is not None and first < len(weight):
+        d_weights = [None, None]
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
@@ -198,18 +215,21 @@ def _head_pass(
             if needs[1]:
                 if live is not None:  # where the gradient is 0, not 0 * NaN
                     h = h.where(live[part, None], 0)
-                d_weight = add_product(d_weight, out.T, h, only=len(chunks) == 1)
+                parts = (out,) if len(d_weights) == 1 else (out[:, :first], out[:, first:])
+                d_weights = [
+                    add_product(total, part.T, h, only=only)
+                    for total, part in zip(d_weights, parts, strict=True)
+                ]
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
         del logits, out, grad  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
-    late = hidden.dtype == torch.float16 and weight is not None
     if needs[0] and not overwrite:
         d_hidden = _spread(d_hidden.float() if late else d_hidden, index, n)
     return [
         hidden.new_empty(0) if overwrite else d_hidden,
-        hidden.new_empty(0) if d_weight is None else d_weight,
+        *(hidden.new_empty(0) if d is None else d for d in (*d_weights, None)[:2]),
         hidden.new_empty(0) if d_bias is None else d_bias,
         *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
     ]
@@ -223,7 +243,7 @@ def workspace(
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, any(needs)))
+    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, needs, count))
     buffers = 1 + (len(plans) > 1 and any(needs)) + any(p.kind == "divergence" for p in plans)
     widths = buffers * _padded(weight.shape[0]) + (0 if live is None else hidden.shape[1])
     return rows * widths * hidden.element_size()
@@ -264,18 +284,41 @@ def _rows(
     return [found[name] for name in plan.names]
 
 
+def _rows_of_first(weight: Tensor, *, only: bool) -> int:
+    """Rows of the weight's gradient in the first of its two tensors; all, or a few more than half.
+
+    The fp32 sum of 16-bit gradients is halved: in backward the result takes the memory of the first
+    tensor, and that of the second is free for what comes next.
+    """
+    vocab = weight.shape[0]
+    if only or weight.dtype == torch.float32 or not runs_triton(weight):
+        return vocab
+    return min(vocab, _padded(-(-vocab // 2)))
+
+
 def _chunk(
-    hidden: Tensor, weight: Tensor | None, plans: list[Plan], logits_bytes: int, grads: bool
+    hidden: Tensor,
+    weight: Tensor | None,
+    plans: list[Plan],
+    logits_bytes: int,
+    needs: Sequence[bool],
+    count: int,  # of rows that are computed
 ) -> int:
     """Rows of a chunk: the logits, a teacher's, and a sum of gradients share the budget."""
-    several = len(plans) > 1 and grads
+    several = len(plans) > 1 and any(needs)
     buffers = int(weight is not None) + int(weight is not None and several)
     buffers += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
     buffers += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     if not buffers:
         return max(1, hidden.shape[0])
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
-    return chunk_rows(vocab, hidden, logits_bytes // buffers)
+    most = chunk_rows(vocab, hidden, (logits_bytes or LOGITS_BYTES) // buffers)
+    if logits_bytes or weight is None or not any(needs) or not runs_triton(hidden):
+        return most
+    rows = min(most, max(CHUNK_ROWS, chunk_rows(vocab, hidden, CHUNK_BYTES // buffers)))
+    # All rows at once need 2 V (buffers m + C) bytes, chunks of n 2 V (buffers n + 2 C)
+    sums = needs[1] and hidden.dtype == torch.bfloat16
+    return count if sums and buffers * (count - rows) <= hidden.shape[1] else rows
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
@@ -311,10 +354,12 @@ def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
     """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
-    if only and a.dtype != torch.float16:
+    if only:
         return a @ b
+    if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):
+        if total is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     if total is None:
         total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
-    if a.device.type == "cuda" and a.dtype != torch.float32:
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it

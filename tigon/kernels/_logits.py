@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._check import check, may_wait
+from tigon.kernels._check import check, has_values, may_wait
 from tigon.kernels._triton import check_devices, num_sms, operator, runs_triton, tl, triton
 
 IGNORE_INDEX = -100
@@ -82,6 +82,8 @@ def logits_ref(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
+# Numbers that a narrowing in place begins with, through a copy; it doubles what it takes each time
+IN_PLACE_START = 2**20
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -158,14 +160,66 @@ def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rescale_(x: Tensor, factor: Tensor) -> Tensor:
     """The same into `x` itself, without touching it where the factor is 1."""
-    if torch.compiler.is_compiling() or not x.is_contiguous() or not runs_triton(x):
+    if not _may_overwrite(x, factor):
         return rescale(x, factor, x.dtype)
+    _overwrite(x, x, factor)
+    return x
+
+
+def _join_outputs(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return first.new_empty(len(first) + len(rest), *first.shape[1:], dtype=dtype)
+
+
+@operator("rescale_and_join", _join_outputs)
+def _rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    out = _join_outputs(first, rest, factor, dtype)
+    _launch_rescale(first, out[: len(first)], factor)
+    _launch_rescale(rest, out[len(first) :], factor)
+    return out
+
+
+def rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rescale` of the rows of `first`, then those of `rest`, both fp32 and contiguous."""
+    if not runs_triton(first):
+        return torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
+    return _rescale_and_join(first, rest, factor, dtype)
+
+
+def rescale_and_join_(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same, of 16 bits, in the memory of `first`, which has at least as many rows as `rest`.
+
+    No other memory is needed, and when `rest` is freed, none is left over.
+    """
+    if not _may_overwrite(first, factor):
+        return rescale_and_join(first, rest, factor, dtype)
+    x, y = first.view(-1), rest.view(-1)
+    out = x.view(dtype)[: len(x) + len(y)]  # number i lies over number i / 2 of x
+    done = min(len(x), IN_PLACE_START)
+    out[:done].copy_(rescale(x[:done], factor, dtype))
+    while done < len(x):  # what is written over has been read, and nothing is both in one step
+        end = min(2 * done, len(x))
+        _overwrite(x[done:end], out[done:end], factor)
+        done = end
+    _overwrite(y, out[len(x) :], factor)
+    return out.view(-1, *first.shape[1:])
+
+
+def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
+    """Whether a kernel may write into `x` unseen by torch: nothing traces or transforms it."""
+    if torch.compiler.is_compiling() or not x.is_contiguous() or not runs_triton(x):
+        return False
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, factor)):
+        return False
+    # On meta there is nothing to write, but memory counts as on a GPU
+    return x.is_meta or (has_values(x) and not torch._C._len_torch_dispatch_stack())
+
+
+def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
     if x.device.type == "cuda":
         with torch.cuda.device(x.device):
-            _launch_rescale(x, x, factor)
-    else:
-        _launch_rescale(x, x, factor)
-    return x
+            _launch_rescale(x, out, factor)
+    elif not x.is_meta:
+        _launch_rescale(x, out, factor)
 
 
 def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:

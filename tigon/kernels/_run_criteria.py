@@ -36,9 +36,6 @@ from tigon.kernels.criteria import (
     host_may_count,
 )
 
-# Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
-LOGITS_BYTES = 2**30
-
 
 class HeadValue(NamedTuple):
     """A criterion's value, summed or for each row, and its metrics."""
@@ -85,11 +82,12 @@ def run_criteria(
     *,
     options: Options = PLAIN,  # softcap and scale of the logits
     active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int | None = None,
     overwrite: bool = False,
 ) -> list[HeadValue]:
     """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
 
+    None: at most 1 GiB, and less where it costs little time, or all where it costs no more memory.
     Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
     On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
     left out.
@@ -145,7 +143,7 @@ def _pass(
     weight: Tensor | None,
     bias: Tensor | None,
     prepared: Sequence[Prepared],
-    logits_bytes: int,
+    logits_bytes: int | None,
     overwrite: bool,
 ) -> Pass:
     grad = torch.is_grad_enabled()
@@ -172,7 +170,7 @@ def _pass(
         late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
         ahead=ahead,
         overwrite=ours and runs_triton(rows),
-        logits_bytes=logits_bytes,
+        logits_bytes=logits_bytes or 0,
     )
 
 

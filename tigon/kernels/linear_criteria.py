@@ -10,7 +10,7 @@ from torch import Tensor
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref
 from tigon.kernels._divergence_rows import kl_ref
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Options, Reduction, logits_ref, scale_and_cap
-from tigon.kernels._run_criteria import LOGITS_BYTES, HeadValue, run_one
+from tigon.kernels._run_criteria import HeadValue, run_one
 from tigon.kernels.criteria import KL, ActiveRows, CrossEntropy, Head, LogProbs
 
 
@@ -48,7 +48,7 @@ def linear_cross_entropy(
     options: Options = PLAIN,
     metrics: Sequence[str] = (),
     active: ActiveRows | None = None,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int | None = None,
 ) -> HeadValue:
     """`sum(w_t * ce_t) / denominator` in fp32, or every `w_t * ce_t` [N]; and the metrics.
 
@@ -104,7 +104,7 @@ def selected_logprobs(
     options: Options = PLAIN,
     metrics: Sequence[str] = (),
     active: ActiveRows | None = None,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int | None = None,
 ) -> HeadValue:
     """`log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without gradient.
 
@@ -164,7 +164,7 @@ def linear_kl(
     options: Options = PLAIN,
     teacher_options: Options = PLAIN,
     active: ActiveRows | None = None,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int | None = None,
 ) -> Tensor:
     """`sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N].
 

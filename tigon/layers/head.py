@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels._run_criteria import LOGITS_BYTES, HeadValue, run_criteria
+from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.row_linear import linear
@@ -40,7 +40,8 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.bias = nn.Parameter(torch.empty(vocab)) if bias else None
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
-        self.logits_bytes = LOGITS_BYTES  # that criteria may hold of logits at a time
+        # That criteria may hold of logits at a time; None: as the shape suggests
+        self.logits_bytes: int | None = None
 
     def forward(
         self,
@@ -66,7 +67,7 @@ class LMHead(nn.Module):
         if hidden is None:
             raise ValueError("the head has no hidden states")
         logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
-        if logits_bytes < 1:
+        if logits_bytes is not None and logits_bytes < 1:
             raise ValueError(f"logits_bytes={logits_bytes} must be at least 1")
         logits_at = None
         if at is not None:

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -80,14 +80,14 @@ class Decoder(nn.Module):
         position_ids: Tensor,  # [B or 1, T]
         mask: AttentionMask,
         cache: Cache | None,
-        recompute: int,
+        recompute: int | Collection[int],
         routing: bool = False,
         offload: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
 
-        `recompute`: every n-th block is computed again in backward; 0: none. `offload`: what
-        backward needs waits in host memory.
+        `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
+        none. `offload`: what backward needs waits in host memory.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
@@ -100,7 +100,9 @@ class Decoder(nn.Module):
             states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
         learns = cache is None and torch.is_grad_enabled()
-        recompute = int(recompute) if learns else 0
+        if isinstance(recompute, int):
+            recompute = range(0, len(layers), recompute) if recompute else ()
+        recomputed = recompute if learns else ()
         offloading = None
         if offload and learns:
             offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])
@@ -110,7 +112,7 @@ class Decoder(nn.Module):
         ):
             # Backward begins with the last block: it would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
-                if recompute and i % recompute == 0:
+                if i in recomputed:
                     x, residual, counts = checkpoint(
                         block, x, residual, ropes[rope], state, ctx, use_reentrant=False
                     )

@@ -3,7 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
@@ -46,8 +46,8 @@ class LanguageModel(nn.Module):
         self.config = config
         self.generation_config: dict[str, Any] = {}
         self.defaults = Defaults()
-        # Blocks that backward computes again: True each, n every n-th, False none
-        self.activation_checkpointing: bool | int = False
+        # Blocks that backward computes again: True each, n every n-th, False none, or their indices
+        self.activation_checkpointing: bool | int | Collection[int] = False
         self.activation_offload = False  # what backward needs waits in host memory
         self.attention: Backend = "auto"
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes

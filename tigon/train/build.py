@@ -23,6 +23,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
+from tigon.train.estimate.budget import decide
 from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
@@ -139,9 +140,12 @@ def prepare(config: Config, world: World) -> Run:
     """
     inputs = read_inputs(config, world)
     data, source = inputs.data, inputs.source
+    chosen = decide(config, world, inputs.objective, source, world.size, world.device)
     with world.together():
         seed_everything(config, world)
         model = build_model(config, world, source)
+        if chosen is not None:
+            chosen.apply(model)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         optimizer = build_optimizer(model, config)
@@ -163,6 +167,8 @@ def prepare(config: Config, world: World) -> Run:
         f"model: {model.config.architecture}, {size:,} parameters{still}, on {where}\n"
         f"steps: {inputs.start} to {steps}{each}"
     )
+    if chosen is not None:
+        world.say(str(chosen))
     for notice in without_effect(config, steps):
         world.say(f"note: {notice}")
     return make_run(config, world, inputs, model, optimizer, ema, prompts)

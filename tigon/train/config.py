@@ -91,8 +91,23 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
                 raise ValueError(f"push_to_hub={self.push_to_hub} needs export=true")
         check_optimizer(self)
         check_precision(self)
+        check_budget(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
+
+
+def check_budget(config: Config) -> None:
+    """Raises ValueError for a budget that is none, or of which nothing would come."""
+    budget = config.memory_budget
+    if budget is None:
+        return
+    if not 0 < budget < math.inf:
+        raise ValueError(f"memory_budget={budget} is no number of GiB above 0")
+    if config.activation_checkpointing != "auto":
+        raise ValueError(
+            f"memory_budget={budget} is for activation_checkpointing=auto, not "
+            f"{str(config.activation_checkpointing).lower()}"
+        )
 
 
 def check_precision(config: Config) -> None:

@@ -84,7 +84,8 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     """The settings that do not depend on its weights."""
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
-    model.activation_checkpointing = config.activation_checkpointing
+    if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
+        model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
     model.use_attention(config.attention)
     export_dtype(config, model)  # an error now, rather than when training is done

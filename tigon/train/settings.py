@@ -31,9 +31,10 @@ class ModelSettings:
         least=0,
     )
     attention: Backend = option("auto", "its backend: docs/attention.md")  # noqa: RUF009
-    activation_checkpointing: bool | int = option(
+    activation_checkpointing: bool | int | Literal["auto"] = option(
         False,
-        "recompute blocks in backward to save memory: true each, N every n-th, false none",
+        "recompute blocks in backward to save memory: true each, N every n-th, false none, auto as "
+        "few as fit memory_budget",
         least=0,
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
@@ -48,6 +49,12 @@ class ModelSettings:
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"
+    )
+    memory_budget: float | None = option(
+        None,
+        "GiB of tensors that a GPU may hold, for activation_checkpointing=auto; null: what it has, "
+        "less a margin",
+        least=0,
     )
 
 
@@ -123,7 +130,7 @@ class LossSettings:
         0, "only the last so many positions of each sequence count; 0: all", least=0
     )
     logits_bytes: int | None = option(
-        None, "memory for logits that the loss takes at a time; null: 1 GiB", least=1
+        None, "memory for logits that the loss takes at a time; null: at most 1 GiB", least=1
     )
     label_smoothing: float = option(0.0, "share of a target spread over all tokens", least=0)
     z_loss: float = option(0.0, "factor of the squared log-normaliser, as in PaLM", least=0)

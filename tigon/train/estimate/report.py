@@ -9,6 +9,7 @@ from tigon.models import CausalLM
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect
 from tigon.train.config import Config
+from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
 from tigon.train.flops import model_flops, peak_flops
@@ -16,7 +17,6 @@ from tigon.train.model import compute_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, freeze
 from tigon.train.parallel import InputError, World
 
-GIB = 2**30
 # Settings that save memory, in the order of what they cost
 SAVING: tuple[dict[str, object], ...] = (
     {"micro_batch_size": 1},
@@ -47,11 +47,15 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         world.say("\n".join(described(config, inputs, model, gpus)))
         for notice in without_effect(config, inputs.steps(config)):
             world.say(f"note: {notice}")
+        device = torch.device("cuda") if on_gpu(config) else world.device
+        chosen = decide(config, world, inputs.objective, inputs.source, gpus, device)
+        if chosen is not None:
+            world.say(str(chosen))
         advised = False
         if not on_gpu(config):
             world.say("memory is estimated for GPUs, and this run is on a CPU")
         elif world.main:
-            found = plan(config, inputs, gpus)
+            found = plan(config, inputs, gpus, chosen)
             world.say("\n".join(table(found, gpus, world.device)))
             for what in not_counted(config):
                 world.say(f"not in the sum: {what}")
@@ -61,7 +65,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         if why := unmeasurable(config, world, gpus):
             world.say(f"time of a step: cannot be measured here: {why}")
             return
-        world.say("\n".join(timed(config, inputs, world, advised)))
+        world.say("\n".join(timed(config, inputs, world, advised, chosen)))
     finally:
         inputs.data.close()
 
@@ -103,10 +107,12 @@ def idle_parameters(layer: SparseMoE) -> int:
     return size - size * layer.per_token // experts
 
 
-def plan(config: Config, inputs: Inputs, gpus: int) -> Estimate:
+def plan(config: Config, inputs: Inputs, gpus: int, chosen: Choice | None = None) -> Estimate:
     """The estimate for a run of these settings on GPUs."""
     compute = compute_dtype(config, torch.device("cuda"))
     model = outline(config, getattr(torch, config.param_dtype), inputs.source)
+    if chosen is not None:
+        chosen.apply(model)
     return estimate(model, inputs.objective, config, gpus, compute)
 
 
@@ -149,7 +155,8 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
     lines, present = ["less memory:"], plan(config, inputs, gpus).total
     for change in SAVING:
         try:
-            other = replace(config, **change)  # type: ignore[arg-type]
+            own = {"memory_budget": None} if "activation_checkpointing" in change else {}
+            other = replace(config, **own, **change)  # type: ignore[arg-type]
         except ValueError:
             continue
         if other != config:
@@ -169,12 +176,6 @@ def on_gpu(config: Config) -> bool:
     return config.device != "cpu"
 
 
-def memory_of(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_properties(device).total_memory
-
-
 def unmeasurable(config: Config, world: World, gpus: int) -> str | None:
     """Why no step can be made on this machine."""
     if on_gpu(config) and world.device.type == "cpu":
@@ -184,10 +185,14 @@ def unmeasurable(config: Config, world: World, gpus: int) -> str | None:
     return None
 
 
-def timed(config: Config, inputs: Inputs, world: World, advised: bool) -> list[str]:
+def timed(
+    config: Config, inputs: Inputs, world: World, advised: bool, chosen: Choice | None
+) -> list[str]:
     """A few steps on random weights. `advised`: what saves memory has been said."""
     try:
         model = random_model(config, world, inputs.source)
+        if chosen is not None:
+            chosen.apply(model)
         optimizer = build_optimizer(model, config)
         run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
         found = measure(run)

@@ -32,7 +32,7 @@ one host: `_gather` and `_reduce` are where it would go.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class Weight:
         shard = DTensor.from_local(
             own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
         )
-        self.rows = nn.Parameter(shard, parameter.requires_grad)
+        self.rows: Any = nn.Parameter(shard, parameter.requires_grad)
         self.sum: Tensor | None = None  # of gradients, where their own dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
@@ -69,12 +69,12 @@ class Weight:
         self.memory = own.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
         self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
         self.whole = nn.Parameter(self.memory[: self.shape[0]], requires_grad=False)
-        self.source = own if own.dtype != dtype else None
+        self.source: Any = own if own.dtype != dtype else None
         self.target = self.part[: len(own)]
         if self.source is None:
             self.target.copy_(own)
             # As FSDP2 does it: optimizers know the parameter already
-            self.rows._local_tensor = self.target  # type: ignore[attr-defined]
+            self.rows._local_tensor = self.target
 
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
@@ -199,7 +199,7 @@ class Zero:
         with torch.inference_mode(False), torch.no_grad():
             for weight in (w for group in self.groups for w in group.weights):
                 module, name = weight.places[0]
-                weight.rows = cast(nn.Parameter, module._parameters[name])  # a loader's, perhaps
+                weight.rows = module._parameters[name]  # a loader's, perhaps
                 weight.allocate(self.compute)
         self.allocated = True
 

@@ -36,7 +36,7 @@ class Scaled(NamedTuple):
     scale: Tensor  # fp32 [R]
 
     def dequantised(self) -> Tensor:  # fp32 [R, C]
-        return self.data.float() * self.scale[:, None]
+        return self.data.float() * self.scale.unsqueeze(1)
 
 
 def padded(rows: int) -> int:
@@ -44,16 +44,16 @@ def padded(rows: int) -> int:
 
 
 def scales_ref(largest: Tensor) -> Tensor:
-    """The smallest powers of two, 2^-126 or more, that times 448 are at least `largest` fp32 [R]."""
+    """The smallest powers of two from 2^-126 on with `largest` <= 448 * scale, both fp32 [R]."""
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
-    return torch.where(largest.isfinite(), scale, torch.nan)
+    return scale.masked_fill(~largest.isfinite(), torch.nan)
 
 
 def cast_rows_ref(x: Tensor) -> Scaled:
     scale = scales_ref(x.float().abs().amax(1))
-    return Scaled((x.float() / scale[:, None]).to(E4M3), scale)
+    return Scaled((x.float() / scale.unsqueeze(1)).to(E4M3), scale)
 
 
 def cast_columns_ref(x: Tensor) -> Scaled:

@@ -40,7 +40,7 @@ def product_ref(a: Scaled, b: Scaled) -> Tensor:
 def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
     if not fused or a.data.device.type == "cpu":
         return product_ref(a, b)
-    scales = {"scale_a": a.scale[:, None], "scale_b": b.scale[None, :]}
+    scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
     return torch._scaled_mm(
         a.data, b.data.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

@@ -48,7 +48,7 @@ def scales_ref(largest: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(largest.clamp(min=448 * 2.0**-126) / 448)  # in [0.5, 1)
     exponent = torch.where(mantissa > 0.5, exponent, exponent - 1)
     scale = ((exponent + 127) << 23).view(torch.float32)
-    return scale.masked_fill(~largest.isfinite(), torch.nan)
+    return scale.masked_fill(largest.isfinite().logical_not(), torch.nan)
 
 
 def cast_rows_ref(x: Tensor) -> Scaled:

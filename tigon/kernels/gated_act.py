@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._rebuilt import Gated, note
 from tigon.kernels._triton import (
     as_rows,
     operator,
@@ -78,9 +79,10 @@ def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def _gated_act_backward_kernel(
-    dy, x, dx, dy_row, x_row, dx_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr
+    dy, x, dx, y, dy_row, x_row, dx_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    # dx may be x: every element is read and written by one thread, as both have the same layout
+    # dx may be x, and y dy: every element is read and written by one thread, as both have the
+    # same layout
     row, cols = _place(size, BLOCK)
     keep = cols < size
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
@@ -90,6 +92,8 @@ def _gated_act_backward_kernel(
     a = a.to(dx.dtype.element_ty).to(tl.float32)
     tl.store(dx + row * dx_row + cols, d * up * slope, mask=keep)
     tl.store(dx + row * dx_row + size + cols, d * a, mask=keep)
+    if y is not None:
+        tl.store(y + row * size + cols, a * up, mask=keep)
 
 
 def _launch(size: int, choice: tuple[int, int]) -> dict[str, int]:
@@ -121,18 +125,60 @@ def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
 @operator("gated_act_backward", _gradient)
 def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
     out = _gradient(dy, gate_up)
-    _backward_into(out, dy, gate_up, act)
+    _backward_into(out, None, dy, gate_up, act)
     return out
 
 
-def _backward_into(out: Tensor, dy: Tensor, gate_up: Tensor, act: str) -> None:
-    """Writes the gradient of `gate_up` to `out`, which is contiguous and may be `gate_up`."""
+def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _gradient(dy, gate_up), dy.new_empty(dy.shape)
+
+
+@operator("gated_act_backward_product", _gradient_and_product)
+def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    out, product = _gradient_and_product(dy, gate_up)
+    _backward_into(out, product, dy, gate_up, act)
+    return out, product
+
+
+def _backward_into(
+    out: Tensor, product: Tensor | None, dy: Tensor, gate_up: Tensor, act: str
+) -> None:
+    """Writes the gradient of `gate_up` to `out`, which is contiguous and may be `gate_up`, and what
+    the forward pass gave to `product`, which may be a contiguous `dy`."""
     if dy.numel():
         d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
         launch = _launch(size, BACKWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
         strides = d.stride(0), x.stride(0), 2 * size
-        _gated_act_backward_kernel[grid](d, x, out, *strides, size, ACT=act, **launch)
+        _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
+
+
+def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
+    """Whether this backward pass may write over `gate_up`, as far as the caller allows it."""
+    return (
+        overwrite
+        and not retains_graph()  # another backward pass may need gate_up
+        and gate_up.is_contiguous()
+    )
+
+
+def gradient_and_product(
+    dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    """In one pass the gradient of `gate_up` and, over `dy`, what the forward pass gave.
+
+    `dy` is contiguous and belongs to the caller.
+    """
+    if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
+        return _backward_product(dy, gate_up, act)
+    if _overwrites(gate_up, overwrite):
+        torch.autograd.graph.increment_version(gate_up)
+        gradient = gate_up.detach()
+    else:
+        gradient = _gradient(dy, gate_up)
+    with torch.cuda.device_of(gradient):
+        _backward_into(gradient, dy, dy, gate_up, act)
+    return gradient, dy
 
 
 class _GatedAct(torch.autograd.Function):
@@ -146,17 +192,13 @@ class _GatedAct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
-        if (
-            not ctx.overwrite
-            or retains_graph()  # another backward pass may need gate_up
-            or torch._C._len_torch_dispatch_stack()  # modes see ops, and ops alias no input
-            or not gate_up.is_contiguous()
-        ):
+        # Modes see ops, and ops alias no input
+        if torch._C._len_torch_dispatch_stack() or not _overwrites(gate_up, ctx.overwrite):
             return _backward(dy, gate_up, ctx.act), None, None
         torch.autograd.graph.increment_version(gate_up)
         gradient = gate_up.detach()
         with torch.cuda.device_of(gradient):
-            _backward_into(gradient, dy, gradient, ctx.act)
+            _backward_into(gradient, None, dy, gradient, ctx.act)
         return gradient, None, None
 
 
@@ -187,5 +229,9 @@ def gated_act(
         raise ValueError(f"gate_up {tuple(gate_up.shape)} has no two halves: make its end even")
     if not runs_triton(gate_up):
         return gated_act_ref(gate_up, act)
-    overwrite = overwrite and not torch.compiler.is_compiling() and _may_overwrite(gate_up)
-    return _GatedAct.apply(gate_up, act, overwrite)
+    compiling = torch.compiler.is_compiling()
+    overwrite = overwrite and not compiling and _may_overwrite(gate_up)
+    y = _GatedAct.apply(gate_up, act, overwrite)
+    if not compiling and y.requires_grad:
+        note(y, _forward, (gate_up,), act, gated=Gated(gate_up, act, y.grad_fn))
+    return y

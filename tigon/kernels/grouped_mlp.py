@@ -17,6 +17,7 @@ from tigon.kernels._grouped_gemm import (
     must_not_wait,
     product_by_row,
 )
+from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import (
     autocast_dtype,
     check_devices,
@@ -278,7 +279,10 @@ class _GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
         y, *saved = _forward(*given)
         x, gate_up, down, _, weights, ctx.act = given
-        ctx.save_for_backward(x, gate_up, down, weights, *saved)
+        recipe = recipe_of(x)
+        ctx.again = None if recipe is None else recipe.how
+        kept = (x,) if recipe is None else recipe.kept
+        ctx.save_for_backward(gate_up, down, weights, *saved, *kept)
         return y
 
     @staticmethod
@@ -287,8 +291,14 @@ class _GroupedMLP(torch.autograd.Function):
         needs = ctx.needs_input_grad
         wanted = [*needs[:3], needs[4]]
         # Read once: with activation checkpointing they are there only once
-        x, gate_up, down, weights, *saved = ctx.saved_tensors
-        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy.contiguous(), ctx.act)
+        gate_up, down, weights, hidden, order, inverse, ends, *kept = ctx.saved_tensors
+        dy = dy.contiguous()
+        if ctx.again is None:
+            x = kept[0]
+        else:  # without the gradient of gate_up its shape and dtype alone are asked
+            x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] else dy
+        saved = hidden, order, inverse, ends
+        grads = _backward(x, gate_up, down, weights, wanted, *saved, dy, ctx.act)
         dx, dgate_up, ddown, dweights = (
             g if want else None for g, want in zip(grads, wanted, strict=True)
         )

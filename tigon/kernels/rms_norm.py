@@ -28,6 +28,7 @@ from tigon.kernels._norm import (
     sum_partials,
     tile,
 )
+from tigon.kernels._rebuilt import note
 from tigon.kernels._triton import (
     DTYPES,
     check_devices,
@@ -106,6 +107,7 @@ def _forward_kernel(
     BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    AGAIN: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
@@ -122,9 +124,12 @@ def _forward_kernel(
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if gate is not None:
         z = load_rows(gate, rows, columns, mask).to(tl.float32)
-    r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
-    if rstd is not None:
-        tl.store(rstd + rows, r, mask=inside)
+    if AGAIN:
+        r = tl.load(rstd + rows, mask=inside, other=0.0)
+    else:
+        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+        if rstd is not None:
+            tl.store(rstd + rows, r, mask=inside)
     h *= r
     if weight is not None:
         h = _scaled(h, weight, scale, dtype, BEFORE, gate is not None)
@@ -213,8 +218,27 @@ def _forward(
     before: bool,  # round before the weight
 ) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N]
     outputs = _outputs(x, residual, save)
+    y, total = outputs[0], None if residual is None else outputs[1]
+    rstd = outputs[-1] if save else None
+    _launch_forward(x, residual, gate, weight, y, total, rstd, eps, offset, before)
+    return outputs
+
+
+def _launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    y: Tensor,
+    total: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    offset: float,
+    before: bool,
+    again: bool = False,
+) -> None:
     if x.numel() == 0:
-        return outputs
+        return
     C = x.shape[-1]
     N = x.numel() // C
     launch = launch_forward(C)
@@ -223,9 +247,9 @@ def _forward(
         rows_of(residual, C),
         rows_of(gate, C),
         None if weight is None else weight.contiguous(),
-        outputs[0],
-        None if residual is None else outputs[1],
-        outputs[-1] if save else None,
+        y,
+        total,
+        rstd,
         N,
         eps,
         C,
@@ -233,10 +257,29 @@ def _forward(
         before,
         launch.block,
         launch.rows,
+        again,
         num_warps=launch.warps,
         **pdl_options(x),
     )
-    return outputs
+
+
+def _normed(x: Tensor, *_: Any) -> Tensor:
+    return empty_like(x)
+
+
+@operator("rms_norm_again", _normed)
+def normed_again(
+    x: Tensor,  # [..., C]: what was normalised
+    rstd: Tensor,  # [N]
+    gate: Tensor | None,  # [..., C]
+    weight: Tensor | None,  # [C]
+    offset: float,
+    before: bool,
+) -> Tensor:
+    """The normed tensor: the bits of the forward pass, as nothing is summed up anew."""
+    y = _normed(x)
+    _launch_forward(x, None, gate, weight, y, None, rstd, 0.0, offset, before, again=True)
+    return y
 
 
 def _gradients(
@@ -306,11 +349,11 @@ class _RMSNorm(torch.autograd.Function):
         x, _, _, gate, weight, _, *constants = given
         ctx.constants = constants
         y, *total, rstd = _forward(*given)
-        if not total:
-            ctx.save_for_backward(x, gate, weight, rstd)
-            return y
-        ctx.save_for_backward(total[0], gate, weight, rstd)
-        return y, total[0]
+        stream = total[0] if total else x
+        ctx.save_for_backward(stream, gate, weight, rstd)
+        if not torch.compiler.is_compiling():
+            note(y, normed_again, (stream, rstd, gate, weight), *constants)
+        return (y, stream) if total else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:

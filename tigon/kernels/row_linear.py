@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._linear_autograd import trained_linear
 from tigon.kernels._triton import (
     num_sms,
     operator,
@@ -219,7 +220,12 @@ def _in_parts(x: Tensor, weight: Tensor) -> int:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU."""
+    """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
+
+    In training it does not keep an `x` that backward can compute again: see `trained_linear`.
+    """
+    if torch.is_grad_enabled():
+        return trained_linear(x, weight, bias)
     if takes_row(x, weight):
         return row_linear(x, weight, bias)
     if (parts := _in_parts(x, weight)) > 1:

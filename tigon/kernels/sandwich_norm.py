@@ -27,6 +27,7 @@ from tigon.kernels._norm import (
     sum_partials,
     tile,
 )
+from tigon.kernels._rebuilt import note
 from tigon.kernels._triton import (
     DTYPES,
     check_devices,
@@ -39,7 +40,7 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
-from tigon.kernels.rms_norm import rms_norm_ref
+from tigon.kernels.rms_norm import normed_again, rms_norm_ref
 
 WIDEST = 8192  # a program holds a row and two weights' gradients; wider rows take the reference
 
@@ -299,6 +300,9 @@ class _SandwichNorm(torch.autograd.Function):
         ctx.constants = constants
         y, total, rstd = _forward(*given)
         ctx.save_for_backward(x, post_weight, weight, total, rstd)
+        if not torch.compiler.is_compiling():
+            of_total = rstd[len(rstd) // 2 :]
+            note(y, normed_again, (total, of_total, None, weight), *constants)
         return y, total
 
     @staticmethod

@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from tigon.kernels._rebuilt import recipe_of
 from tigon.kernels.gated_act import Activation
-from tigon.layers.linear import GatedLinear, Linear
+from tigon.layers.linear import GatedLinear, Linear, calls_only
 
 
 class GatedMLP(nn.Module):
@@ -15,4 +16,8 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x))
+        y = self.gate_up_proj(x)
+        if (recipe := recipe_of(y)) is not None:
+            both = calls_only(self.gate_up_proj, GatedLinear) and calls_only(self.down_proj, Linear)
+            recipe.alone = both
+        return self.down_proj(y)

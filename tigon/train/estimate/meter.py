@@ -26,8 +26,8 @@ WORKSPACES: dict[str, Callable[..., int]] = {
     "tigon::grouped_mlp": forward_workspace,
     "tigon::grouped_mlp_backward": backward_workspace,
 }
-# Operators that write their output over this argument, except where a dispatch mode is at work
-OVERWRITES = {"tigon::gated_act_backward": 1}
+# Operators that write outputs over these arguments, except where a dispatch mode is at work
+OVERWRITES = {"tigon::gated_act_backward": (1,), "tigon::gated_act_backward_product": (0, 1)}
 
 
 class Ledger:
@@ -69,8 +69,8 @@ class Meter(TorchDispatchMode):
         name = func._schema.name
         size = WORKSPACES[name](*args) if name in WORKSPACES else 0
         out = func(*args, **(kwargs or {}))
-        if name in OVERWRITES:
-            self._forget(args[OVERWRITES[name]])
+        for index in OVERWRITES.get(name, ()):
+            self._forget(args[index])
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._track(tensor)

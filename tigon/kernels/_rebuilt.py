@@ -1,0 +1,121 @@
+"""Tensors that backward computes again from what it keeps anyway, instead of keeping them.
+
+An operator whose output is cheap to compute from what its own backward keeps notes on the output
+how. A product with that output then keeps what the operator keeps, and computes the output again
+when it needs it for its weight's gradient: the same bits, from less memory.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+# Bytes; what is smaller is kept: a few MiB are not worth the host's microseconds
+LEAST = 8 * 2**20
+
+_least: float = LEAST
+
+
+@contextlib.contextmanager
+def rebuilding(least: float) -> Iterator[None]:
+    """Outputs of `least` bytes and more are noted inside; infinity: none. For tests and timing."""
+    global _least
+    before, _least = _least, least
+    try:
+        yield
+    finally:
+        _least = before
+
+
+class Gated(NamedTuple):
+    """What `gated_act` was given, and its node in the graph."""
+
+    gate_up: Tensor  # differentiable
+    act: Any
+    node: Any
+
+
+class How(NamedTuple):
+    """`compute(*kept, *constants)` gives the tensor."""
+
+    compute: Callable[..., Tensor]
+    constants: tuple[Any, ...]
+
+
+class Recipe:
+    """How to compute a tensor again; an attribute of it, so that it ends with it."""
+
+    __slots__ = ("alone", "gated", "how", "kept", "owner", "version", "versions")
+
+    def __init__(self, x: Tensor, how: How, kept: Any, gated: "Gated | None"):
+        self.owner, self.version = id(x), x._version  # a copy of x has the attribute, too
+        self.how, self.kept = how, kept
+        self.versions = [None if t is None else t._version for t in kept]
+        self.gated = gated
+        self.alone = False  # nobody but one product reads the tensor, or can see it
+
+    def holds(self) -> bool:
+        """Whether everything that is kept is as it was; FSDP empties weights that it shards."""
+        for t, version in zip(self.kept, self.versions, strict=True):
+            if t is not None and (t._version != version or not t.untyped_storage().nbytes()):
+                return False
+        return True
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # of a tensor that is copied or written to a file, nothing
+
+
+def note(
+    x: Tensor,
+    compute: Callable[..., Tensor],
+    kept: tuple[Tensor | None, ...],
+    *constants: Any,
+    gated: Gated | None = None,
+) -> None:
+    """Notes that `compute(*kept, *constants)` gives the bits of `x`, which is contiguous.
+
+    `kept` is what the backward pass of `x` keeps in any case, and not under torch.compile.
+    """
+    if x.numel() * x.element_size() >= _least:
+        # Their graph may lead to x one day, which would be a cycle
+        kept = tuple(t if t is None or type(t) is Parameter else t.detach() for t in kept)
+        x._rebuilt = Recipe(x, How(compute, constants), kept, gated)  # type: ignore[attr-defined]
+
+
+def recipe_of(x: Tensor) -> Recipe | None:
+    """How to compute `x` again, or that of which it is a view of the whole; None: keep it.
+
+    Not where `x` or what it is made of was changed since. Under torch.compile never: Inductor
+    decides itself what it computes again.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    base = x if x._base is None else x._base
+    recipe: Recipe | None = getattr(base, "_rebuilt", None)
+    if not recipe or recipe.owner != id(base) or recipe.version != x._version:
+        return None
+    whole = base is x or (x.dtype == base.dtype and x.numel() == base.numel() and x.is_contiguous())
+    return recipe if whole and recipe.holds() else None
+
+
+def compute_again(how: How, kept: Sequence[Tensor | None]) -> Tensor:
+    """The tensor, in backward, from what the graph has saved of `recipe.kept`."""
+    if any(t is not None and t.untyped_storage().nbytes() == 0 for t in kept):
+        raise RuntimeError(
+            "a norm's weight is sharded again before the product behind it is differentiated: "
+            "shard both as one group"
+        )
+    return how.compute(*kept, *how.constants)
+
+
+def sees_products() -> bool:
+    """Whether a torch-function mode other than the default device may replace products."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

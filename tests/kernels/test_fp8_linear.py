@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.numbers import relative_error
 from tigon.kernels import _fp8_casts as casts
-from tigon.kernels import fp8_linear, fp8_linear_ref
+from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
 from tigon.kernels._fp8_casts import Scaled, cast_both, cast_columns, cast_rows
+from tigon.kernels._rebuilt import rebuilding
 
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
@@ -226,3 +227,31 @@ def test_ops_are_registered_rightly(path: str) -> None:
         pytest.skip("plain torch has no ops")
     for op in (casts._cast_rows.op, casts._cast_columns.op, casts._cast_both.op):
         torch.library.opcheck(op, (spread(3, 16),), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("what", ["normed", "gated"])
+def test_an_input_that_is_computed_again_has_the_same_bits(path: str, what: str) -> None:
+    if path == "reference":
+        pytest.skip("plain torch notes nothing")
+    x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
+    weight, scale = torch.randn(16, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
+    if what == "normed":
+        x = x.detach()[..., :32].contiguous().requires_grad_()
+
+    def gradients(least: float) -> tuple[list[int], list[Tensor]]:
+        saved: list[int] = []
+
+        def pack(t: Tensor) -> Tensor:
+            saved.append(t.data_ptr())
+            return t
+
+        with rebuilding(least), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            h = rms_norm(x, scale, 1e-6) if what == "normed" else gated_act(x * 1, "silu")
+            y = fp8_linear(h, weight)
+        held = saved.count(h.data_ptr())
+        return [held], list(torch.autograd.grad(y.square().sum(), (x, weight)))
+
+    (kept, expected), (rebuilt, found) = gradients(math.inf), gradients(0)
+    assert kept == [1] and rebuilt == [0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._fp8_casts import ALIGN, Scaled, cast_both, cast_columns, cast_rows
+from tigon.kernels._rebuilt import Recipe, compute_again, recipe_of
 from tigon.kernels._triton import check_devices, refuse_second_derivative, runs_triton
 
 OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
@@ -47,22 +48,25 @@ def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, K] and weight [N, K] -> y [T, N]."""
+    """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, fused: bool) -> Tensor:
-        of_x, of_weight, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe | None, fused: bool) -> Tensor:
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        kept = () if not of_weight else (x,) if recipe is None else recipe.kept
+        ctx.save_for_backward(weight if of_x else None, *kept)
+        ctx.how = None if recipe is None else recipe.how
         ctx.fused = fused
         factors = cast_rows(x, fused=fused), cast_rows(weight, fused=fused)
         return _product(*factors, fast=FAST_FORWARD, fused=fused)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
-        x, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         how: dict[str, Any] = {"fused": ctx.fused}
-        if x is None:
+        of_weight = ctx.needs_input_grad[1]
+        if not of_weight:
             rows, columns = cast_rows(dy, **how), None
         elif weight is None:
             rows, columns = None, cast_columns(dy, **how)
@@ -72,8 +76,9 @@ class _Fp8Linear(torch.autograd.Function):
         if rows is not None:
             dx = _product(rows, cast_columns(weight, **how), fast=FAST_BACKWARD, **how)
         if columns is not None:
+            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).flatten(0, -2)
             dw = _product(columns, cast_columns(x, **how), fast=FAST_BACKWARD, **how)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -92,7 +97,10 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    y = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, fused)
+    recipe = recipe_of(x) if weight.requires_grad else None
+    if recipe is not None and recipe.gated is not None and not recipe.alone:
+        recipe.gated.node.overwrite = False  # others may have to compute x again after it
+    y = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, recipe, fused)
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
     return y if bias is None else y + bias

@@ -14,6 +14,7 @@ from tigon.kernels import (
     KVBuffers,
     append_attention,
     attention,
+    fp8_linear,
     gated_act,
     grouped_mlp,
     qk_norm_rope,
@@ -54,6 +55,7 @@ CASES: dict[str, Callable[[], Case]] = {
         (r(2, 3, 64), r(1, 3, 4), r(1, 3, 4), r(8), r(8)),
     ),
     "gated_act": lambda: (lambda x: gated_act(x, "gelu"), (r(3, 8),)),
+    "fp8_linear": lambda: (fp8_linear, (r(3, 32).bfloat16(), r(16, 32).bfloat16())),
     "row_linear": lambda: (lambda x, w: row_linear(x, w).detach(), (r(1, 8), r(4, 8))),
     "grouped_mlp": lambda: (
         lambda x, up, down, e, w: grouped_mlp(x, up, down, e, w, "silu"),

@@ -7,6 +7,7 @@ from tigon.kernels.append_attention import append_attention, append_attention_re
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref, divergence, kl_ref
+from tigon.kernels.fp8_linear import fp8_linear, fp8_linear_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.kv_buffers import KVBuffers
@@ -40,6 +41,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_ref",
     "divergence",
+    "fp8_linear",
+    "fp8_linear_ref",
     "gated_act",
     "gated_act_ref",
     "grouped_mlp",

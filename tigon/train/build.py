@@ -28,7 +28,7 @@ from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
 from tigon.train.measure import Meter
-from tigon.train.model import build_model, compute_dtype
+from tigon.train.model import build_model, check_fp8, compute_dtype, projections
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.optim.schedule import count
@@ -169,7 +169,7 @@ def prepare(config: Config, world: World) -> Run:
     )
     if chosen is not None:
         world.say(str(chosen))
-    for notice in without_effect(config, steps):
+    for notice in [*without_effect(config, steps), *without_fp8(config, model)]:
         world.say(f"note: {notice}")
     return make_run(config, world, inputs, model, optimizer, ema, prompts)
 
@@ -232,8 +232,18 @@ def without_effect(config: Config, steps: int) -> list[str]:
     return found
 
 
+def without_fp8(config: Config, model: CausalLM) -> list[str]:
+    """A line that names the projections which `fp8` leaves in bfloat16, if there are any."""
+    left = [name for name, layer in projections(model) if config.fp8 and not layer.fp8]
+    if not left:
+        return []
+    listed = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")
+    return [f"fp8=true leaves in bfloat16 what has sizes that 16 does not divide: {listed}"]
+
+
 def check_machine(config: Config, world: World) -> None:
-    """Raises ValueError for an attention backend that cannot train here."""
+    """Raises ValueError for an attention backend or products that cannot train here."""
+    check_fp8(config, world.device)
     dtype = compute_dtype(config, world.device)
     check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
 

@@ -111,7 +111,9 @@ def check_budget(config: Config) -> None:
 
 
 def check_precision(config: Config) -> None:
-    """Raises ValueError for what is not there for an optimizer."""
+    """Raises ValueError for what is not there for an optimizer or a dtype."""
+    if config.fp8 and config.dtype == "float32":
+        raise ValueError("fp8=true needs dtype=bfloat16 (or auto), not float32")
     if not config.ema_decay < 1:
         raise ValueError(f"ema_decay={config.ema_decay} must be below 1")
     if config.optimizer != "muon":

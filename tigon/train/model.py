@@ -1,5 +1,6 @@
 """The model of a run: built from a checkpoint or a config.json, sharded, on its device."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
-from tigon.layers import SparseMoE
+from tigon.kernels.fp8_linear import OLDEST, fits
+from tigon.layers import Attention, GatedMLP, Linear, SparseMoE
 from tigon.models import (
     MODELS,
     CausalLM,
@@ -87,6 +89,8 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
+    for _, layer in projections(model):
+        layer.fp8 = config.fp8 and fits(layer.weight)
     model.use_attention(config.attention)
     export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()
@@ -160,6 +164,30 @@ def set_balance(model: CausalLM, coef: float) -> None:
         )
     settings: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
     model.config = replace(model.config, **settings)
+
+
+def projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:
+    """The layers of attention and MLPs that `fp8` is of, by name: no router, no head."""
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        if isinstance(module, Attention | GatedMLP):
+            for own, layer in module.named_children():
+                if isinstance(layer, Linear):
+                    yield f"{name}.{own}", layer
+
+
+def check_fp8(config: Config, device: torch.device) -> None:
+    """Raises ValueError where there are no products of 8-bit floats. On a CPU their definition
+    runs, which is slow."""
+    if not config.fp8:
+        return
+    if (dtype := compute_dtype(config, device)) != torch.bfloat16:
+        raise ValueError(f"fp8=true needs dtype=bfloat16, not {str(dtype).removeprefix('torch.')}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
+        name, (major, minor) = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
+        raise ValueError(f"fp8=true needs a GPU from sm_89 on; {name} is sm_{major}{minor}")
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:

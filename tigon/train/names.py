@@ -56,6 +56,7 @@ OTHERS = {
     "ddp": SHARDING,
     "deepspeed": SHARDING,
     "early_stopping_patience": "patience",
+    "enable_fp8_training": "fp8",
     "eval_dataset": "eval_data",
     "eval_steps": "eval_every",
     "eval_strategy": "eval_every: steps between evaluations",
@@ -264,6 +265,7 @@ FEW = "none; adamw_bf16 and adamw_8bit have states of few bytes"
 DTYPES = {
     **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "32", "torch.float32"), "float32"),
+    "fp8": "bfloat16, with fp8=true",
     **dict.fromkeys(
         ("fp16", "float16", "half", "16-mixed", "torch.float16"),
         "bfloat16; float16 would need its gradients scaled",

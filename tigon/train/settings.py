@@ -42,10 +42,14 @@ class ModelSettings:
         "auto", "of the computation; auto: bfloat16 on cuda, param_dtype on cpu"
     )
     param_dtype: Literal["float32", "bfloat16"] = option("float32", "of the weights being trained")
+    fp8: bool = option(
+        False,
+        "products of attention and MLPs, forward and backward, of 8-bit floats: docs/training.md",
+    )
     sharding: Literal["full", "gradients"] = option(
         "full",
         "what ranks divide; full: weights, gradients and optimizer states (FSDP2); gradients: all "
-        "but the weights (ZeRO-2), which is faster where they fit",
+        "but the weights (ZeRO-2), which moves fewer bytes where they fit",
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"

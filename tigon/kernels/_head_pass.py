@@ -183,12 +183,11 @@ def _head_pass(
     if not overwrite:
         d_hidden = hidden.new_empty(hidden.shape if needs[0] else (0,))
     d_bias: Tensor | None = None
-    d_weights: list[Tensor | None] = [None]
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
     first = 0 if weight is None else _rows_of_first(weight, only=only)
-    if weight is not None and first < len(weight):
-        d_weights = [None, None]
+    halves = weight is not None and first < len(weight)
+    d_weights: list[Tensor | None] = [None, None] if halves else [None]
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
@@ -215,7 +214,7 @@ def _head_pass(
             if needs[1]:
                 if live is not None:  # where the gradient is 0, not 0 * NaN
                     h = h.where(live[part, None], 0)
-                parts = (out,) if len(d_weights) == 1 else (out[:, :first], out[:, first:])
+                parts = (out[:, :first], out[:, first:]) if halves else (out,)
                 d_weights = [
                     add_product(total, part.T, h, only=only)
                     for total, part in zip(d_weights, parts, strict=True)

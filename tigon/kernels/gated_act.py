@@ -192,7 +192,7 @@ class _GatedAct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
-        # Modes see ops, which alias no input. Under Dynamo nothing is overwritten: it is asked first
+        # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
         if not _overwrites(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
             return _backward(dy, gate_up, ctx.act), None, None
         torch.autograd.graph.increment_version(gate_up)

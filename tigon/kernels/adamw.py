@@ -266,7 +266,7 @@ def _tensors(slot: Slot) -> tuple[Tensor, ...]:
 
 
 def _addresses(slot: Slot) -> tuple[int, ...]:
-    return tuple(t.data_ptr() for t in _tensors(slot))
+    return tuple([t.data_ptr() for t in _tensors(slot)])
 
 
 def _kind(slot: Slot, addresses: Sequence[int]) -> Kind:

@@ -74,7 +74,8 @@ class Fused:
 def _slot(parameter: Tensor, state: Mapping[str, Tensor], position: int) -> Slot:
     assert parameter.grad is not None
     weight, gradient = local(parameter), local(parameter.grad).contiguous()
-    m, v = (state.get(kind, state.get(f"{kind}_codes")) for kind in ("exp_avg", "exp_avg_sq"))
-    assert m is not None and v is not None
-    scales = state.get("exp_avg_scale"), state.get("exp_avg_sq_scale")
-    return Slot(weight, gradient, m, v, position, *scales)
+    if "exp_avg" in state:
+        return Slot(weight, gradient, state["exp_avg"], state["exp_avg_sq"], position)
+    codes = state["exp_avg_codes"], state["exp_avg_sq_codes"]
+    scales = state["exp_avg_scale"], state["exp_avg_sq_scale"]
+    return Slot(weight, gradient, *codes, position, *scales)

@@ -103,6 +103,16 @@ def test_an_update_is_that_of_the_definition(param, states, stochastic, kernel_c
             assert_near(own.state[p][kind], state, f"{kind} of {name}")
 
 
+def test_autograd_sees_that_weights_have_changed():
+    """A backward of a pass before the step would have the gradients of neither weights."""
+    model, optimizer = learner()
+    loss = sum((p.square().sum() for p in model.parameters()), torch.zeros((), device=DEVICE))
+    model.learn(0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def assert_near(found: Tensor, expected: Tensor, what: str) -> None:
     if found.dtype == torch.float32:
         # Six operations that round differ by at most 2 units each; a weight's update is 1e-2

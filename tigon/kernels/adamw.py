@@ -202,6 +202,7 @@ class FusedAdamW:
         `name`: of the set. `scale`: one float32 on the device, by which gradients are multiplied;
         where it is NaN, nothing changes.
         """
+        torch.autograd.graph.increment_version([slot.weight for slot in slots])
         kinds: dict[Kind, list[tuple[Slot, tuple[int, ...]]]] = {}
         for slot in slots:
             addresses = _addresses(slot)

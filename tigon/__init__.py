@@ -30,6 +30,7 @@ PACKAGES = (
     "kernels",
     "layers",
     "models",
+    "parallel",
     "report",
     "tokenizer",
     "train",

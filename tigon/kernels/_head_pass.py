@@ -214,11 +214,7 @@ def _head_pass(
             if needs[1]:
                 if live is not None:  # where the gradient is 0, not 0 * NaN
                     h = h.where(live[part, None], 0)
-                columns = out.split([first, out.shape[1] - first], 1) if halves else (out,)
-                d_weights = [
-                    add_product(total, own.T, h, only=only)
-                    for total, own in zip(d_weights, columns, strict=True)
-                ]
+                d_weights = _add_products(d_weights, out, h, first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
@@ -349,6 +345,16 @@ def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return torch.mm(h, weight.T, out=logits)
     return torch.addmm(bias, h, weight.T, out=logits)
+
+
+def _add_products(
+    totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
+) -> list[Tensor | None]:
+    """The weight's gradient with a chunk's, in one tensor or in two, `first` rows in the first."""
+    columns = d_logits.split([first, d_logits.shape[1] - first], 1)
+    return [
+        add_product(total, own.T, h, only=only) for total, own in zip(totals, columns, strict=False)
+    ]
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:

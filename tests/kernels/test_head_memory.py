@@ -83,7 +83,9 @@ def test_no_row_counts(rows: int) -> None:
     hidden, weight, _ = learned()
     targets = torch.full((rows,), -100)
     loss = linear_cross_entropy(hidden[:rows], weight, targets)[0]
-    for leaf, gradient in zip((hidden, weight), torch.autograd.grad(loss, (hidden, weight))):
+    for leaf, gradient in zip(
+        (hidden, weight), torch.autograd.grad(loss, (hidden, weight)), strict=True
+    ):
         assert gradient.shape == leaf.shape and not gradient.any()
 
 

@@ -146,7 +146,7 @@ class Stored(Optimizer):
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
         self.formats: dict[Tensor, dict[str, Format]] = {}
         self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
-        # What the next step multiplies gradients by, on the device; used once
+        # What the next step multiplies the gradients that are there by, on the device; used once
         self.scale: Tensor | None = None
         may = isinstance(rule, AdamW) and not memory.on_host
         self.fused = Fused(seed, stochastic) if may else None
@@ -160,6 +160,10 @@ class Stored(Optimizer):
             if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
                 self.converted.add(p)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.scale = None
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
@@ -168,6 +172,8 @@ class Stored(Optimizer):
         for i, group in enumerate(self.param_groups):
             given = [p for p in group["params"] if p.grad is not None]
             self._count(given)
+            # Fused updates do not: a backward pass that needs the weights as they were raises
+            torch.autograd.graph.increment_version([local(p) for p in given])
             if self.fused is not None:
                 by_kernel = [p for p in given if runs_fused(p)]
                 self.fused.update(i, group, by_kernel, self.state, self.positions, scale)

@@ -131,12 +131,13 @@ class Zero:
         self.mesh, self.compute, self.sums = mesh, compute, sums
         self.reduces = True  # the gradients of the next backward, else they only add up here
         self.gathered = self.allocated = False
+        self.versions: list[int] = []  # of the rows that were gathered
         self.running: deque[Reduction] = deque()
         self.waiting: list[Group] | None = None  # in a backward: groups still to be reduced
         self.hooked: set[Weight] = set()
         self.groups: list[Group] = []
         seen: dict[nn.Parameter, Weight] = {}
-        model.register_forward_pre_hook(lambda *_: self.gather())
+        model.register_forward_pre_hook(lambda *_: self._begin())
         for modules in in_order(model):
             new: list[Weight] = []
             for module in (inner for outer in modules for inner in outer.modules()):
@@ -180,6 +181,24 @@ class Zero:
                 weight.whole.register_post_accumulate_grad_hook(
                     lambda _, group=group, weight=weight: self._accumulated(group, weight)
                 )
+
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Whoever changes rows in place counts up that of the DTensor or that of its tensor."""
+        rows = [w.rows for group in self.groups for w in group.weights]
+        return [own._version + own._local_tensor._version for own in rows]
+
+    def _begin(self) -> None:
+        """Before a forward of the model."""
+        if self.waiting is not None:
+            raise RuntimeError(
+                "a backward pass before this one has failed, and left gradients that are reduced "
+                "in part: begin again, from a checkpoint"
+            )
+        if self.gathered and self.versions != self._versions():
+            self.release()  # the rows were changed after a forward without a backward
+        self.gather()
 
     def release(self) -> None:
         """Parameters are this rank's rows again, which optimizers may change."""

@@ -168,7 +168,7 @@ def test_an_update_after_an_evaluation_is_seen(workspace, world):
     model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
     zero = shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)
     zero.allocate()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     ids = torch.randint(0, 300, (1, 16))
     model(ids, labels=ids).loss.backward()
     with torch.no_grad():

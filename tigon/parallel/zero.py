@@ -30,6 +30,7 @@ one host: `_gather` and `_reduce` are where it would go.
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tigon.models import CausalLM
 
@@ -131,7 +133,6 @@ class Zero:
         self.mesh, self.compute, self.sums = mesh, compute, sums
         self.reduces = True  # the gradients of the next backward, else they only add up here
         self.gathered = self.allocated = False
-        self.versions: list[int] = []  # of the rows that were gathered
         self.running: deque[Reduction] = deque()
         self.waiting: list[Group] | None = None  # in a backward: groups still to be reduced
         self.hooked: set[Weight] = set()
@@ -155,6 +156,10 @@ class Zero:
             raise ValueError(f"{', '.join(others[:3])}: neither of a block nor of one end")
         for weight in seen.values():
             weight.register(weight.rows)
+        # Or the next forward would not gather, after one without a backward, what a step changes
+        own = weakref.ref(self)
+        hook = register_optimizer_step_pre_hook(lambda *_: (zero := own()) and zero.release())
+        weakref.finalize(self, hook.remove)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -182,13 +187,6 @@ class Zero:
                     lambda _, group=group, weight=weight: self._accumulated(group, weight)
                 )
 
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        """Whoever changes rows in place counts up that of the DTensor or that of its tensor."""
-        rows = [w.rows for group in self.groups for w in group.weights]
-        return [own._version + own._local_tensor._version for own in rows]
-
     def _begin(self) -> None:
         """Before a forward of the model."""
         if self.waiting is not None:
@@ -196,8 +194,6 @@ class Zero:
                 "a backward pass before this one has failed, and left gradients that are reduced "
                 "in part: begin again, from a checkpoint"
             )
-        if self.gathered and self.versions != self._versions():
-            self.release()  # the rows were changed after a forward without a backward
         self.gather()
 
     def release(self) -> None:

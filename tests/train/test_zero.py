@@ -194,3 +194,19 @@ def test_a_backward_that_does_not_end(workspace, world):
     handle.remove()
     with pytest.raises(RuntimeError, match="a backward pass before this one has failed"):
         model(ids, labels=ids)
+
+
+def test_a_state_dict_after_an_evaluation_has_the_rows(workspace, world):
+    """Not the gathered weights, which may be of fewer bits and are overwritten by the next pass."""
+    model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
+    shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)
+    expected = {name: local(p).clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        ids = torch.randint(0, 300, (1, 16))
+        loss = model(ids, labels=ids).loss
+        found = model.state_dict()
+        assert all(torch.equal(local(found[name]), p) for name, p in expected.items())
+        model(ids)
+        changed = {name: p.clone().mul_(2) for name, p in found.items()}
+        model.load_state_dict(changed)
+        assert model(ids, labels=ids).loss != loss

@@ -156,6 +156,8 @@ class Zero:
             raise ValueError(f"{', '.join(others[:3])}: neither of a block nor of one end")
         for weight in seen.values():
             weight.register(weight.rows)
+        model.register_state_dict_pre_hook(lambda *_: self.release())
+        model.register_load_state_dict_pre_hook(lambda *_: self.release())
         # Or the next forward would not gather, after one without a backward, what a step changes
         own = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(lambda *_: (zero := own()) and zero.release())

@@ -160,8 +160,12 @@ class Zero:
         model.register_load_state_dict_pre_hook(lambda *_: self.release())
         # Or the next forward would not gather, after one without a backward, what a step changes
         own = weakref.ref(self)
-        hook = register_optimizer_step_pre_hook(lambda *_: (zero := own()) and zero.release())
-        weakref.finalize(self, hook.remove)
+
+        def release(*_: Any) -> None:
+            if (zero := own()) is not None:
+                zero.release()
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(release).remove)
 
     @torch.no_grad()
     def gather(self) -> None:

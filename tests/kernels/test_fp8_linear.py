@@ -229,6 +229,21 @@ def test_ops_are_registered_rightly(path: str) -> None:
         torch.library.opcheck(op, (spread(3, 16),), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("shape", [(64,), (3, 128), (2, 3, 2, 64)], ids=str)
+def test_an_input_of_any_shape_is_computed_again(shape: tuple[int, ...]) -> None:
+    columns, scale = 128 if len(shape) > 1 else 64, torch.ones(128).bfloat16()
+    x = torch.randn(shape).bfloat16().view(-1 if len(shape) == 1 else (-1, columns))
+    x.requires_grad_()
+    weight = torch.randn(16, shape[-1]).bfloat16().requires_grad_()
+    results = []
+    for least in (math.inf, 0):
+        with rebuilding(least):
+            h = rms_norm(x.view(-1, columns) if len(shape) > 1 else x, scale[:columns], 1e-6)
+            y = fp8_linear(h.view(shape), weight)
+        results.append(torch.autograd.grad(y.square().sum(), (x, weight)))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("what", ["normed", "gated"])
 def test_an_input_that_is_computed_again_has_the_same_bits(path: str, what: str) -> None:
     if path == "reference":

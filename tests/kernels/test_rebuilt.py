@@ -154,6 +154,7 @@ def test_who_has_a_product_of_its_own(path: str) -> None:
     assert uses(linear(y, nn.Parameter(torch.randn(K, C).as_subclass(Quantised)))) not in (
         "_RebuiltBackward"
     )
+    assert uses(linear(y.as_subclass(Quantised), own.weight)) != "_RebuiltBackward"
     parametrised = nn.utils.parametrize.register_parametrization(Linear(C, K), "weight", Doubled())
     assert uses(parametrised(y)) != "_RebuiltBackward"
     with torch.autocast(x.device.type, torch.bfloat16):
@@ -192,6 +193,25 @@ def test_changes_in_place_are_seen(what: str, path: str) -> None:
     else:
         (found,) = torch.autograd.grad(out, weight, upstream)
         assert torch.equal(found, upstream.view(-1, K).T @ values.view(-1, C))
+
+
+def test_a_view_with_other_columns(path: str) -> None:
+    """As that of heads, which a product takes one by one."""
+    x, w, weight = leaf(2, 3, C), leaf(C), nn.Parameter(torch.randn(K, C // 2))
+    results = []
+    for least in (0, math.inf):
+        with rebuilding(least):
+            y = linear(rms_norm(x, w, 1e-6).unflatten(-1, (2, -1)), weight)
+        results.append(torch.autograd.grad(y.square().sum(), [x, w, weight]))
+    assert all(map(torch.equal, *results))
+
+
+def test_other_memory_of_the_same_tensor(path: str) -> None:
+    """No version tells of it."""
+    y, weight = rms_norm(leaf(2, 3, C), leaf(C), 1e-6), nn.Parameter(torch.randn(K, C))
+    y.data = torch.randn(2, 3, C)
+    (found,) = torch.autograd.grad(linear(y, weight).sum(), weight)
+    assert torch.equal(found, torch.ones(K, 6) @ y.detach().view(6, C))
 
 
 def test_weights_that_are_sharded_again(path: str) -> None:
@@ -288,6 +308,20 @@ def test_readers_that_are_differentiated_apart(path: str) -> None:
             a, b = (linear(y, weight) for weight in weights)
         first = torch.autograd.grad(a.sum(), [x, weights[0]])
         results.append([*first, *torch.autograd.grad(b.sum(), weights[1])])
+    assert all(map(torch.equal, *results))
+
+
+def test_experts_that_are_differentiated_apart(path: str) -> None:
+    x, experts, weights = leaf(6, 2 * C), torch.tensor([[0, 2]] * 6), torch.rand(6, 2)
+    up, down = leaf(4, 20, C), leaf(4, C, 10)
+    results = []
+    for least in (0, math.inf):
+        with rebuilding(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
+            y = gated_act(x * 1.0, "silu", overwrite=True)
+            a = linear(y, torch.ones(K, C))
+            b = grouped_mlp(y, up, down, experts, weights, "silu")
+        first = torch.autograd.grad(a.sum(), x)
+        results.append([*first, *torch.autograd.grad(b.sum(), up)])
     assert all(map(torch.equal, *results))
 
 

@@ -369,6 +369,64 @@ def test_the_norm_is_exact_and_the_factor_is_left_to_the_update(monkeypatch):
             assert ((p.float() - q.float()).abs() <= far + 1e-7).all()
 
 
+def test_an_update_between_forward_and_backward_is_seen():
+    """Autograd must not differentiate with weights that are not those of the forward pass."""
+    for mode in ("reference", "triton"):
+        with tigon.kernels.use(mode):
+            model, optimizer = learner({"a": (4, 64), "b": (5,)})
+            model.learn(0)
+            x = torch.ones(64, requires_grad=True, device=DEVICE)
+            y = model.a @ x
+            optimizer.scale = torch.tensor(0.5, device=DEVICE)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_a_factor_is_of_the_gradients_that_it_was_made_of():
+    """A step that is skipped leaves none behind for the next one."""
+    expected, its = learner()
+    expected.learn(1)
+    its.step()
+    for how in ("zero_grad", "clip_gradients"):
+        model, optimizer = learner()
+        model.learn(0)
+        model.a.grad.fill_(math.nan)
+        assert clip(model, optimizer, 1.0).isnan()
+        if how == "zero_grad":
+            optimizer.zero_grad()
+        model.learn(1)
+        if how == "clip_gradients":
+            with tigon.kernels.use("reference"):
+                clip(model, optimizer, 1e9)
+        optimizer.step()
+        assert all(map(torch.equal, model.parameters(), expected.parameters())), how
+
+
+@pytest.mark.parametrize("mode", ["reference", "triton"])
+@pytest.mark.parametrize("states", ["adamw", "adamw_bf16", "adamw_8bit"])
+def test_states_are_loaded_as_they_are_kept(mode, states):
+    """torch would give them the dtype of their parameters."""
+    changes = {"param_dtype": "bfloat16", "optimizer": states}
+    model, optimizer = stepped(mode, 1, **changes)
+    other, its = learner(**changes)
+    other.load_state_dict(model.state_dict())
+    its.load_state_dict(optimizer.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for name, state in optimizer.state[p].items():
+            loaded = its.state[q][name]
+            assert loaded.dtype == state.dtype and torch.equal(loaded, state)
+            assert loaded is not state
+    with tigon.kernels.use(mode):
+        for one, of in ((model, optimizer), (other, its)):
+            one.learn(1)
+            of.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    with pytest.raises(ValueError, match="are not those of this optimizer"):
+        kind = "adamw_bf16" if states == "adamw_8bit" else "adamw_8bit"
+        learner(**changes | {"optimizer": kind})[1].load_state_dict(optimizer.state_dict())
+
+
 def test_what_has_another_gradient_goes_by_the_definition():
     """Of float64, which no setting makes but a caller may: the factor is applied at once."""
     model, optimizer = learner({"a": (4, 64), "b": (5,)})

@@ -161,3 +161,52 @@ def test_a_parameter_without_a_gradient_has_zeros(workspace, world):
     embedding = gradients.pop("model.embed_tokens.weight")
     assert embedding[:4, 0].tolist() == [0.0, 1.0, 2.0, 0.0]
     assert len(gradients) > 8 and not any(gradient.any() for gradient in gradients.values())
+
+
+def test_an_update_after_an_evaluation_is_seen(workspace, world):
+    """Which has gathered the weights and not given them up."""
+    model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
+    zero = shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)
+    zero.allocate()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    ids = torch.randint(0, 300, (1, 16))
+    model(ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        before = model(ids, labels=ids).loss
+        optimizer.step()
+        found = model(ids, labels=ids).loss
+        zero.release()
+        assert torch.equal(found, model(ids, labels=ids).loss) and found != before
+
+
+def test_a_backward_that_does_not_end(workspace, world):
+    """Its gradients are reduced in part: nothing may be made of them, nor of what is left."""
+    model = of_one_rank(workspace, torch.float32)
+    ids = torch.randint(0, 300, (1, 16))
+    loss = model(ids, labels=ids).loss
+
+    def fail(_: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    handle = model.model.layers[0].mlp.down_proj.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="a backward pass before this one has failed"):
+        model(ids, labels=ids)
+
+
+def test_a_state_dict_after_an_evaluation_has_the_rows(workspace, world):
+    """Not the gathered weights, which may be of fewer bits and are overwritten by the next pass."""
+    model = tigon.from_pretrained(workspace.model, dtype=torch.float32).train()
+    shard_gradients(model, init_device_mesh("cpu", (1,)), torch.bfloat16, torch.float32)
+    expected = {name: local(p).clone() for name, p in model.state_dict().items()}
+    with torch.no_grad():
+        ids = torch.randint(0, 300, (1, 16))
+        loss = model(ids, labels=ids).loss
+        found = model.state_dict()
+        assert all(torch.equal(local(found[name]), p) for name, p in expected.items())
+        model(ids)
+        changed = {name: p.clone().mul_(2) for name, p in found.items()}
+        model.load_state_dict(changed)
+        assert model(ids, labels=ids).loss != loss

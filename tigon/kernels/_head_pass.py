@@ -313,7 +313,7 @@ def _chunk(
     rows = min(most, max(CHUNK_ROWS, chunk_rows(vocab, hidden, CHUNK_BYTES // buffers)))
     # All rows at once need 2 V (buffers m + C) bytes, chunks of n 2 V (buffers n + 2 C)
     sums = needs[1] and hidden.dtype == torch.bfloat16
-    return count if sums and buffers * (count - rows) <= hidden.shape[1] else rows
+    return max(1, count) if sums and buffers * (count - rows) <= hidden.shape[1] else rows
 
 
 def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:

@@ -37,7 +37,7 @@ class _Rebuilt(torch.autograd.Function):
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         # The weight's gradient first: x is gone when its gradient comes
-        x = compute_again(ctx.how, kept)
+        x = compute_again(ctx.how, kept).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
         return rows.mm(weight).view(ctx.shape) if needs_x else None, dweight, dbias, None
@@ -86,5 +86,5 @@ def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         gate_up, act, node = recipe.gated
         if recipe.alone:
             return _GatedLinear.apply(gate_up, x.detach(), weight, bias, act, node.overwrite)
-        node.overwrite = False  # others may have to compute x again when it has its gradient
+        recipe.keep_gate_up()
     return _Rebuilt.apply(x, weight, bias, recipe)

@@ -51,10 +51,11 @@ class How(NamedTuple):
 class Recipe:
     """How to compute a tensor again; an attribute of it, so that it ends with it."""
 
-    __slots__ = ("alone", "gated", "how", "kept", "owner", "version", "versions")
+    __slots__ = ("alone", "gated", "how", "kept", "owner", "storage", "version", "versions")
 
     def __init__(self, x: Tensor, how: How, kept: Any, gated: "Gated | None"):
         self.owner, self.version = id(x), x._version  # a copy of x has the attribute, too
+        self.storage = x.untyped_storage()._cdata  # that x.data = y replaces, and no version tells
         self.how, self.kept = how, kept
         self.versions = [None if t is None else t._version for t in kept]
         self.gated = gated
@@ -66,6 +67,12 @@ class Recipe:
             if t is not None and (t._version != version or not t.untyped_storage().nbytes()):
                 return False
         return True
+
+    def keep_gate_up(self) -> None:
+        """For a reader that computes the tensor again, perhaps after its gradient has come: that
+        must not take the memory of gate_up."""
+        if self.gated is not None:
+            self.gated.node.overwrite = False
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()  # of a tensor that is copied or written to a file, nothing
@@ -94,11 +101,13 @@ def recipe_of(x: Tensor) -> Recipe | None:
     Not where `x` or what it is made of was changed since. Under torch.compile never: Inductor
     decides itself what it computes again.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(x) is not Tensor:  # a subclass has its own products
         return None
     base = x if x._base is None else x._base
     recipe: Recipe | None = getattr(base, "_rebuilt", None)
     if not recipe or recipe.owner != id(base) or recipe.version != x._version:
+        return None
+    if recipe.storage != x.untyped_storage()._cdata:
         return None
     whole = base is x or (x.dtype == base.dtype and x.numel() == base.numel() and x.is_contiguous())
     return recipe if whole and recipe.holds() else None

@@ -56,7 +56,7 @@ class _Fp8Linear(torch.autograd.Function):
         kept = () if not of_weight else (x,) if recipe is None else recipe.kept
         ctx.save_for_backward(weight if of_x else None, *kept)
         ctx.how = None if recipe is None else recipe.how
-        ctx.fused = fused
+        ctx.fused, ctx.columns = fused, x.shape[1]
         factors = cast_rows(x, fused=fused), cast_rows(weight, fused=fused)
         return _product(*factors, fast=FAST_FORWARD, fused=fused)
 
@@ -76,7 +76,7 @@ class _Fp8Linear(torch.autograd.Function):
         if rows is not None:
             dx = _product(rows, cast_columns(weight, **how), fast=FAST_BACKWARD, **how)
         if columns is not None:
-            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).flatten(0, -2)
+            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
             dw = _product(columns, cast_columns(x, **how), fast=FAST_BACKWARD, **how)
         return dx, dw, None, None
 
@@ -98,8 +98,8 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
     recipe = recipe_of(x) if weight.requires_grad else None
-    if recipe is not None and recipe.gated is not None and not recipe.alone:
-        recipe.gated.node.overwrite = False  # others may have to compute x again after it
+    if recipe is not None and not recipe.alone:
+        recipe.keep_gate_up()
     y = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, recipe, fused)
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))

@@ -279,7 +279,8 @@ class _GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
         y, *saved = _forward(*given)
         x, gate_up, down, _, weights, ctx.act = given
-        recipe = recipe_of(x)
+        if (recipe := recipe_of(x)) is not None:
+            recipe.keep_gate_up()
         ctx.again = None if recipe is None else recipe.how
         kept = (x,) if recipe is None else recipe.kept
         ctx.save_for_backward(gate_up, down, weights, *saved, *kept)

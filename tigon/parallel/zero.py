@@ -30,6 +30,7 @@ one host: `_gather` and `_reduce` are where it would go.
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tigon.models import CausalLM
 
@@ -136,7 +138,7 @@ class Zero:
         self.hooked: set[Weight] = set()
         self.groups: list[Group] = []
         seen: dict[nn.Parameter, Weight] = {}
-        model.register_forward_pre_hook(lambda *_: self.gather())
+        model.register_forward_pre_hook(lambda *_: self._begin())
         for modules in in_order(model):
             new: list[Weight] = []
             for module in (inner for outer in modules for inner in outer.modules()):
@@ -154,6 +156,16 @@ class Zero:
             raise ValueError(f"{', '.join(others[:3])}: neither of a block nor of one end")
         for weight in seen.values():
             weight.register(weight.rows)
+        model.register_state_dict_pre_hook(lambda *_: self.release())
+        model.register_load_state_dict_pre_hook(lambda *_: self.release())
+        # Or the next forward would not gather, after one without a backward, what a step changes
+        own = weakref.ref(self)
+
+        def release(*_: Any) -> None:
+            if (zero := own()) is not None:
+                zero.release()
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(release).remove)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -180,6 +192,15 @@ class Zero:
                 weight.whole.register_post_accumulate_grad_hook(
                     lambda _, group=group, weight=weight: self._accumulated(group, weight)
                 )
+
+    def _begin(self) -> None:
+        """Before a forward of the model."""
+        if self.waiting is not None:
+            raise RuntimeError(
+                "a backward pass before this one has failed, and left gradients that are reduced "
+                "in part: begin again, from a checkpoint"
+            )
+        self.gather()
 
     def release(self) -> None:
         """Parameters are this rank's rows again, which optimizers may change."""

@@ -17,6 +17,7 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     gradients as they are."""
     if not isinstance(optimizer, Stored) or optimizer.fused is None:
         return clip_gradients(model, max_norm)
+    optimizer.scale = None  # of a step that was skipped
     given = [p for p in model.parameters() if p.grad is not None]
     if not all(map(runs_fused, given)):
         return clip_gradients(model, max_norm)

@@ -3,9 +3,9 @@
 R rows, C columns: a rank's part of a parameter as a matrix.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,3 +70,44 @@ class EightBit:
         codes, scale = eight_bit.quantize(value, self.signed)
         kept[f"{kind}_codes"].copy_(codes)
         kept[f"{kind}_scale"].copy_(scale)
+
+
+def zeros(
+    formats: Mapping[str, Format], shape: Shape, make: Callable[[Shape, torch.dtype], Tensor]
+) -> dict[str, Tensor]:
+    """The states of a parameter before its first step."""
+    states = {"step": torch.zeros(())}
+    for kind, form in formats.items():
+        states |= {name: make(*how) for name, how in form.tensors(kind, shape).items()}
+    return states
+
+
+def filled(states: dict[str, Tensor], given: States) -> dict[str, Tensor]:
+    """With the given numbers. ValueError unless they are of the same names, dtypes and shapes."""
+    found, expected = (
+        {name: (tuple(t.shape), t.dtype) for name, t in of.items()} for of in (given, states)
+    )
+    if found != expected:
+        raise ValueError(f"states {found} are not those of this optimizer: {expected}")
+    for name, state in states.items():
+        state.copy_(given[name])
+    return states
+
+
+def states_of(
+    groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[Tensor, States]]:
+    """Each parameter of an optimizer's groups that has states in a `state_dict`, and these.
+
+    That there are as many of both is for the caller to check.
+    """
+    parameters = [p for group in groups for p in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=False):
+        if number in state_dict["state"]:
+            yield parameter, state_dict["state"][number]
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """[..., C] as [R, C]; a vector has rows of one element."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)

@@ -15,8 +15,8 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
-from tigon.train.optim import eight_bit
-from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States
+from tigon.train.optim import eight_bit, formats
+from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States, as_matrix
 from tigon.train.optim.fused import Fused, runs_fused
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
@@ -146,7 +146,7 @@ class Stored(Optimizer):
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
         self.formats: dict[Tensor, dict[str, Format]] = {}
         self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
-        # What the next step multiplies gradients by, on the device; used once
+        # What the next step multiplies the gradients that are there by, on the device; used once
         self.scale: Tensor | None = None
         may = isinstance(rule, AdamW) and not memory.on_host
         self.fused = Fused(seed, stochastic) if may else None
@@ -160,6 +160,10 @@ class Stored(Optimizer):
             if not (whole and all(isinstance(f, Float32) for f in self.formats[p].values())):
                 self.converted.add(p)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.scale = None
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
@@ -168,6 +172,8 @@ class Stored(Optimizer):
         for i, group in enumerate(self.param_groups):
             given = [p for p in group["params"] if p.grad is not None]
             self._count(given)
+            # Fused updates do not: a backward pass that needs the weights as they were raises
+            torch.autograd.graph.increment_version([local(p) for p in given])
             if self.fused is not None:
                 by_kernel = [p for p in given if runs_fused(p)]
                 self.fused.update(i, group, by_kernel, self.state, self.positions, scale)
@@ -190,12 +196,19 @@ class Stored(Optimizer):
         for p in parameters:
             state = self.state[p]
             if not state:
-                state["step"] = torch.zeros(())
-                for kind, form in self.formats[p].items():
-                    for name, (shape, dtype) in form.tensors(kind, local(p).shape).items():
-                        state[name] = self.memory.zeros(shape, dtype)
+                state |= self._zeros(p)
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
+
+    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        return formats.zeros(self.formats[parameter], local(parameter).shape, self.memory.zeros)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own gives states the dtypes and the device of their parameters."""
+        given = formats.states_of(self.param_groups, state_dict)
+        states = {p: formats.filled(self._zeros(p), own) for p, own in given}
+        super().load_state_dict(state_dict)
+        self.state.update(states)
 
     def _update_whole(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """In place and by one call, as nothing is converted."""
@@ -215,8 +228,8 @@ class Stored(Optimizer):
             if not own.numel():
                 continue
             assert p.grad is not None
-            weight, gradient = _rows(own), _rows(local(p.grad).contiguous())
-            rows = {name: _rows(tensor) for name, tensor in state.items() if name != "step"}
+            weight, gradient = as_matrix(own), as_matrix(local(p.grad).contiguous())
+            rows = {name: as_matrix(tensor) for name, tensor in state.items() if name != "step"}
             columns = weight.shape[1]
             count = max(1, SIZE // columns // ROWS) * ROWS
             for row in range(0, len(weight), count):
@@ -332,8 +345,3 @@ def _buckets(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         size += piece.weight.numel()
     if bucket:
         yield bucket
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., C] as [R, C]; a vector has rows of one element."""
-    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)

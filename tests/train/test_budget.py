@@ -148,7 +148,9 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     losses = workspace.metrics("plain", "loss")
     sizes = {}
     auto = same | {"activation_checkpointing": "auto", "resume": "auto"}
-    with pytest.raises(SystemExit, match="GiB are there: give a smaller micro_batch_size"):
+    with pytest.raises(SystemExit, match="there is no GPU here: give memory_budget="):
+        main(workspace.settings("auto", steps=2, data="nowhere.jsonl", **auto))  # before the data
+    with pytest.raises(SystemExit, match="and 1e-05 GiB are there: give a smaller micro_batch"):
         main(workspace.settings("auto", steps=2, memory_budget=1e-5, **auto))
     capsys.readouterr()
     main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])

@@ -49,11 +49,11 @@ def save_pretrained(
 
     In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
     directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
-    export may be there, which stays until the new one is whole. Under a process group every rank calls this and writes its own
-    rows, so that all need one file system; what stops one rank stops all of them.
-    `stacked_experts`: one tensor for all experts of a layer, or each expert apart; None is what the
-    checkpoint had that the model is from, else apart. `values`: in place of parameters, by their
-    names, such as an average of them; of a sharded parameter this rank's part.
+    export may be there, which stays until the new one is whole. Under a process group every rank
+    calls this and writes its own rows, so that all need one file system; what stops one rank stops
+    all of them. `stacked_experts`: one tensor for all experts of a layer, or each expert apart;
+    None is what the checkpoint had that the model is from, else apart. `values`: in place of
+    parameters, by their names, such as an average of them; of a sharded parameter this rank's part.
     """
     ranks = Ranks()
     with ranks.together():

@@ -91,6 +91,8 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
     for name, what in (("activation_offload", "memory"), ("optimizer_offload", "memory")):
         assert notes(**{name: "true"}) == f"{name}=true saves no {what} on a CPU"
         assert notes("cuda", **{name: "true"}) == ""
+    assert "accumulate_fp32=true changes nothing" in notes(accumulate_fp32="true")
+    assert notes(accumulate_fp32="true", param_dtype="bfloat16") == ""
     assert notes(fp8="true", dtype="bfloat16") == "fp8=true saves no time on a CPU"
     held_out = {"eval_data": workspace.data, "keep_best": 1}
     assert "keep_best=1: no step before the last" in notes(**held_out, eval_every=2)

@@ -231,6 +231,8 @@ def without_effect(config: Config, steps: int, device: torch.device) -> list[str
             for name, what in OF_GPUS.items()
             if getattr(config, name)
         ]
+    if config.accumulate_fp32 and config.param_dtype == "float32":
+        found.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
     if without_token(config):

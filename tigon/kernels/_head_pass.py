@@ -214,10 +214,10 @@ def _head_pass(
             if needs[1]:
                 if live is not None:  # where the gradient is 0, not 0 * NaN
                     h = h.where(live[part, None], 0)
-                parts = (out[:, :first], out[:, first:]) if halves else (out,)
+                columns = (out[:, :first], out[:, first:]) if halves else (out,)
                 d_weights = [
                     add_product(total, part.T, h, only=only)
-                    for total, part in zip(d_weights, parts, strict=True)
+                    for total, part in zip(d_weights, columns, strict=True)
                 ]
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)

@@ -231,6 +231,11 @@ def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
     return [case for case in cases if case in found]
 
 
+def split(only: str | None, cases: Sequence[str]) -> list[str]:
+    """The names in --only, at its commas; a case's own name may have some."""
+    return [only] if only in cases else only.split(",") if only else []
+
+
 def parser_of(bench: Bench) -> argparse.ArgumentParser:
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=bench.about, formatter_class=keep_lines)
@@ -254,7 +259,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
             report(bench, options)
             return
         usual = [case for case in bench.cases if case not in bench.unasked]
-        wanted = options.only.split(",") if options.only else getattr(options, "cases", None)
+        wanted = split(options.only, bench.cases) or getattr(options, "cases", None)
         options.only = chosen(wanted, bench.cases) if wanted else usual
     except (FileNotFoundError, ValueError) as error:
         parser.error(str(error))

@@ -71,6 +71,10 @@ def test_cases_are_chosen_by_name_or_by_a_part_of_it() -> None:
     names = ("rope", "qk_norm_rope", "rms_norm", "host")
     assert harness.chosen(["rope"], names) == ["rope"]
     assert harness.chosen(["host", "norm"], names) == ["qk_norm_rope", "rms_norm", "host"]
+    assert (
+        harness.split("host,norm", names) == ["host", "norm"] and harness.split(None, names) == []
+    )
+    assert harness.split("8B, fp8", ["8B", "8B, fp8"]) == ["8B, fp8"]
 
 
 def test_experts_agree_with_the_definition(clock: None) -> None:

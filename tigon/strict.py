@@ -131,7 +131,7 @@ def describe(kind: Any) -> str:
     if origin in (UnionType, Union):
         return " or ".join(map(describe, args))
     if origin is Literal:
-        return f"one of {', '.join(map(str, args))}"
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
         several = f"a list of {_plural(args[0])}"
         return several if origin is list else f"{describe(args[0])} or {several}"

@@ -144,10 +144,11 @@ def test_a_device_that_is_not_there(device: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(torch.nan, None), (-torch.inf, None), (7e4, torch.float16)]
+    ("value", "dtype"),
+    [(torch.nan, None), (-torch.inf, None), (7e4, torch.float16), (7e4, "float16")],
 )
 def test_weights_that_are_no_numbers_are_saved_with_a_warning(
-    value: float, dtype: torch.dtype | None, tmp_path: Path
+    value: float, dtype: torch.dtype | str | None, tmp_path: Path
 ) -> None:
     reference("llama", {"num_hidden_layers": 1}, tmp_path / "source")
     model = from_pretrained(tmp_path / "source", dtype=torch.float32)
@@ -155,7 +156,7 @@ def test_weights_that_are_no_numbers_are_saved_with_a_warning(
         model.save_pretrained(tmp_path / "good", dtype=dtype)
     with torch.no_grad():
         model.get_parameter("model.norm.weight")[3] = value
-    expected = str(dtype or torch.float32)
+    expected = "torch.float16" if dtype else "torch.float32"
     with pytest.warns(UserWarning, match=rf"infinite in {expected} are saved: model.norm.weight$"):
         model.save_pretrained(tmp_path / "bad", dtype=dtype)
     stored = load_file(tmp_path / "bad/model.safetensors")["model.norm.weight"]

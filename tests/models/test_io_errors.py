@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,13 +210,13 @@ def test_a_class_reads_its_own_family(sound: Path, tmp_path: Path) -> None:
         tigon.Llama.from_config(configure_qwen2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, 16])
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, 16])
 def test_dtype_argument(dtype: Any, sound: Path) -> None:
     with pytest.raises(TypeError, match=f"dtype.*{dtype}"):
         tigon.from_pretrained(sound / "single", dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", ["bf16", torch.int8, torch.float8_e4m3fn])
 def test_dtype_of_an_export(dtype: Any, sound: Path, tmp_path: Path) -> None:
     model = tigon.from_pretrained(sound / "single")
     with pytest.raises(TypeError, match=f"dtype must be a floating.*not .*{dtype}"):
@@ -231,6 +232,21 @@ def test_shard_sizes(size: Any, sound: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"max_shard_size={size!r} is no size"):
         model.save_pretrained(tmp_path / "new", max_shard_size=size)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_taken_directory_is_said_before_weights_are_looked_at(
+    sound: Path, tmp_path: Path
+) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").touch()
+    with warnings.catch_warnings(action="error"):
+        for name, hint in (("taken", "; replace=True replaces an earlier export"), ("file", "$")):
+            (tmp_path / "file").touch()
+            with pytest.raises(FileExistsError, match=f"choose another path{hint}"):
+                model.save_pretrained(tmp_path / name)
 
 
 def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_bad_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"memory_budget": 40}, "memory_budget=40 is for activation_checkpointing=auto, not false"),
         ({"memory_budget": 0, "activation_checkpointing": "auto"}, "no number of GiB above 0"),
         ({"memory_budget": ".inf", "activation_checkpointing": "auto"}, "no number of GiB above 0"),
-        ({"activation_checkpointing": "best"}, "activation_checkpointing='best' is not"),
+        ({"activation_checkpointing": "best"}, "='best' is not .* whole number or auto$"),
     ):
         with pytest.raises(ValueError, match=message):
             load(None, given(**changes))
@@ -148,7 +148,9 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     losses = workspace.metrics("plain", "loss")
     sizes = {}
     auto = same | {"activation_checkpointing": "auto", "resume": "auto"}
-    with pytest.raises(SystemExit, match="GiB are there: give a smaller micro_batch_size"):
+    with pytest.raises(SystemExit, match="there is no GPU here: give memory_budget="):
+        main(workspace.settings("auto", steps=2, data="nowhere.jsonl", **auto))  # before the data
+    with pytest.raises(SystemExit, match="and 1e-05 GiB are there: give a smaller micro_batch"):
         main(workspace.settings("auto", steps=2, memory_budget=1e-5, **auto))
     capsys.readouterr()
     main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])

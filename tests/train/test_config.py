@@ -102,6 +102,10 @@ def test_other_trainers_names_are_answered_with_settings_that_exist():
         ("schedule=constant_with_warmup", "here: constant, with warmup_steps"),
         ("param_dtype=bf16", "here: bfloat16"),
         ("attention=flash_attention_2", "here: auto, flash or fa4"),
+        ("sharding=zero2", "here: gradients"),
+        ("sharding=FULL_SHARD", "here: full"),
+        ("activation_checkpointing=full", "here: true"),
+        ("activation_checkpointing=selective", "here: auto, or N for every n-th block"),
     ],
 )
 def test_values_of_other_trainers_are_answered(given, message, tmp_path):
@@ -117,10 +121,24 @@ def test_no_value_is_another_trainers_and_ours():
     """And an answer begins with a value of ours, if it names any."""
     kinds = strict.hints(Config)
     for name, others in VALUES.items():
-        ours = set(get_args(kinds[name]))
+        kind = kinds[name]
+        ours = {v for part in get_args(kind) for v in get_args(part) or (part,)}
+        ours |= {"true", "false"} if bool in ours else set()
         assert ours and not ours & set(others)
         for text in others.values():
             assert re.split(r"[,;: ]", text)[0] in {*ours, "none"}, text
+
+
+def test_names_of_others_that_are_said_with_their_group():
+    """torchtitan's memory_budget is a share, and ours GiB."""
+    for given, message in (
+        ("activation_checkpoint.memory_budget=0.5", "auto, with memory_budget in GiB rather"),
+        ("activation_checkpoint.mode=full", "here: activation_checkpointing"),
+        ("parallelism.fsdp_reshard_after_forward=never", "here: sharding: full .* or gradients"),
+        ("mixed_precision=fp8", "fp8=true for products"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(None, [*NEEDED, given])
 
 
 def test_bad_pairs_of_settings():

@@ -245,6 +245,16 @@ def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
+def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:
+    """Of the GPUs that it is planned for, not of the CPU that it is planned on."""
+    monkeypatch.setattr("tigon.train.model.fits", lambda _: False)
+    settings = {"device": "cuda", "batch_size": 4, "activation_offload": "true", "fp8": "true"}
+    main(["--dry-run", "--nproc", "2", *workspace.settings("dry", **settings)])
+    said = capsys.readouterr().out
+    assert "note: fp8=true leaves in bfloat16 what has sizes that 16 does not divide" in said
+    assert "on a CPU" not in said
+
+
 def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
     monkeypatch.setattr("tigon.train.estimate.report.peak_flops", lambda *_: 1e9)

@@ -73,10 +73,10 @@ def test_what_is_left_out_says_why(workspace, capsys):
 
 
 def test_settings_without_effect_are_noted(workspace, tmp_path):
-    def notes(**settings):
+    def notes(device="cpu", **settings):
         given = {"steps": 6, "eval_data": "[]", **settings}
         config = load(None, workspace.settings("x", run_dir=tmp_path / "run", **given))
-        return " ".join(without_effect(config, 6))
+        return " ".join(without_effect(config, 6, torch.device(device)))
 
     assert notes() == notes(warmup_steps=6) == notes(spike="stop", spike_sigma=6) == ""
     assert notes(warmup_steps=7) == "lr=0.003 is not reached: warmup_steps=7"
@@ -88,6 +88,12 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
         "without eval_data, nothing comes of eval_every, eval_metrics"
     )
     assert "spike=stop needs spike_sigma" in notes(spike="stop")
+    for name, what in (("activation_offload", "memory"), ("optimizer_offload", "memory")):
+        assert notes(**{name: "true"}) == f"{name}=true saves no {what} on a CPU"
+        assert notes("cuda", **{name: "true"}) == ""
+    assert "accumulate_fp32=true changes nothing" in notes(accumulate_fp32="true")
+    assert notes(accumulate_fp32="true", param_dtype="bfloat16") == ""
+    assert notes(fp8="true", dtype="bfloat16") == "fp8=true saves no time on a CPU"
     held_out = {"eval_data": workspace.data, "keep_best": 1}
     assert "keep_best=1: no step before the last" in notes(**held_out, eval_every=2)
     assert "keep_best" in notes(**held_out, eval_every=2, save_every=3)

@@ -20,6 +20,7 @@ from tigon.weights import (
     Entry,
     Ranks,
     all_finite,
+    check_free,
     entries,
     local_part,
     new_directory,
@@ -38,7 +39,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     tokenizer: SavesItself | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
     replace: bool = False,
@@ -46,18 +47,19 @@ def save_pretrained(
 ) -> None:
     """Write a Hugging Face checkpoint that transformers loads at once.
 
-    In the model's dtype, or in another without touching the model. The directory must be new or
-    empty, and appears whole or not at all; with `replace`, an earlier export may be there, which
-    stays until the new one is whole. Under a process group every rank calls this and writes its own
-    rows, so that all need one file system; what stops one rank stops all of them.
-    `stacked_experts`: one tensor for all experts of a layer, or each expert apart; None is what the
-    checkpoint had that the model is from, else apart. `values`: in place of parameters, by their
-    names, such as an average of them; of a sharded parameter this rank's part.
+    In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
+    directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
+    export may be there, which stays until the new one is whole. Under a process group every rank
+    calls this and writes its own rows, so that all need one file system; what stops one rank stops
+    all of them. `stacked_experts`: one tensor for all experts of a layer, or each expert apart;
+    None is what the checkpoint had that the model is from, else apart. `values`: in place of
+    parameters, by their names, such as an average of them; of a sharded parameter this rank's part.
     """
     ranks = Ranks()
     with ranks.together():
-        if replace and ranks.first:
-            _check_export(Path(directory).expanduser())
+        if ranks.first:
+            _check_target(Path(directory).expanduser(), replace)
+    dtype = _named_dtype(model, dtype)
     tensors, describe = prepare_save(
         model,
         tokenizer=tokenizer,
@@ -66,7 +68,7 @@ def save_pretrained(
         values=values,
         ranks=ranks,
     )
-    _warn_unless_finite(model, dtype or model.dtype, values or {})
+    _warn_unless_finite(model, dtype, values or {})
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "replace": replace}
     write_model(directory, tensors, describe, ranks=ranks, **options)
 
@@ -81,11 +83,7 @@ def prepare_save(
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Entry], Callable[[Path], None]]:
     """What save_pretrained writes: tensors, and what adds the other files to a directory."""
-    dtype = model.dtype if dtype is None else dtype
-    if str(dtype) not in (f"torch.{name}" for name in DTYPES):
-        raise TypeError(
-            f"dtype must be a floating torch.dtype of {', '.join(DTYPES)}, not {dtype!r}"
-        )
+    dtype = _named_dtype(model, dtype)
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
@@ -98,6 +96,18 @@ def prepare_save(
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
+
+
+def _named_dtype(model: LanguageModel, dtype: torch.dtype | str | None) -> torch.dtype:
+    """A dtype that may be named by a text; None is the model's."""
+    dtype = model.dtype if dtype is None else dtype
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise TypeError(
+            f"dtype must be a floating torch.dtype ({', '.join(DTYPES)}, also as a text), not "
+            f"{dtype!r}"
+        )
+    return getattr(torch, name)
 
 
 def _warn_unless_finite(
@@ -117,6 +127,18 @@ def _warn_unless_finite(
         f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
         stacklevel=3,
     )
+
+
+def _check_target(directory: Path, replace: bool) -> None:
+    """Raises FileExistsError, before any work, if the directory is taken."""
+    if replace:
+        _check_export(directory)
+        return
+    try:
+        check_free(directory)
+    except FileExistsError as error:
+        hint = "; replace=True replaces an earlier export" if directory.is_dir() else ""
+        raise FileExistsError(f"{error}{hint}") from None
 
 
 def _check_export(directory: Path) -> None:

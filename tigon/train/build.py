@@ -23,7 +23,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
-from tigon.train.estimate.budget import decide
+from tigon.train.estimate.budget import budget_of, decide, memory_of
 from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.matching import check_context, stop_at
@@ -32,11 +32,13 @@ from tigon.train.model import build_model, check_fp8, compute_dtype, projections
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.optim.schedule import count
-from tigon.train.parallel import InputError, World, pick_device
+from tigon.train.parallel import InputError, World
 from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
 from tigon.train.state import State
+
+OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
 
 @dataclass
@@ -105,6 +107,8 @@ def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
     with world.together():
         if here:
             check_machine(config, world)
+        if config.activation_checkpointing == "auto":
+            budget_of(config, memory_of(world.device))  # an error before the data are read
         check_sinks(config.log_to)
         objective = find_objective(config.task)(config, world)
         if world.main:
@@ -169,7 +173,7 @@ def prepare(config: Config, world: World) -> Run:
     )
     if chosen is not None:
         world.say(str(chosen))
-    for notice in [*without_effect(config, steps), *without_fp8(config, model)]:
+    for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
         world.say(f"note: {notice}")
     return make_run(config, world, inputs, model, optimizer, ema, prompts)
 
@@ -198,8 +202,8 @@ def make_run(
     )  # fmt: skip
 
 
-def without_effect(config: Config, steps: int) -> list[str]:
-    """Settings that cannot do what they are for, given the others."""
+def without_effect(config: Config, steps: int, device: torch.device) -> list[str]:
+    """Settings that cannot do what they are for on such a device, given the others."""
     found = []
     if config.warmup_steps > steps > 0:
         found.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
@@ -221,8 +225,14 @@ def without_effect(config: Config, steps: int) -> list[str]:
             f"keep_best={config.keep_best}: no step before the last is both evaluated and saved; "
             "give eval_every and save_every a common multiple"
         )
-    if config.activation_offload and pick_device(config.device).type == "cpu":
-        found.append("activation_offload=true saves no memory on a CPU")
+    if device.type == "cpu":
+        found += [
+            f"{name}=true saves no {what} on a CPU"
+            for name, what in OF_GPUS.items()
+            if getattr(config, name)
+        ]
+    if config.accumulate_fp32 and config.param_dtype == "float32":
+        found.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
     if without_token(config):

@@ -12,7 +12,9 @@ SHARDING = (
     "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
     "sharding=gradients leaves each rank all weights"
 )
+STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
+EIGHT_BITS = "fp8=true, whose scales are of rows"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
 LEARNED = "train_on: assistant (the default), last or all"
 AHEAD = "nothing to set: a thread makes the next batches ahead"
@@ -32,6 +34,14 @@ END = "nothing to set: what ends the template's turns is learned, and exported a
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
     "accelerate": SHARDING,
+    "sharding_strategy": STAGE,
+    "fsdp_sharding_strategy": STAGE,
+    "reshard_after_forward": STAGE,
+    "fsdp_reshard_after_forward": STAGE,
+    "data_parallel_shard_degree": STAGE,
+    "use_distributed_optimizer": STAGE,
+    "zero_optimization": STAGE,
+    "zero_stage": STAGE,
     "adapter": ADAPTERS,
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
@@ -57,6 +67,11 @@ OTHERS = {
     "deepspeed": SHARDING,
     "early_stopping_patience": "patience",
     "enable_fp8_training": "fp8",
+    "enable_float8": "fp8",
+    "float8": EIGHT_BITS,
+    "fp8_recipe": EIGHT_BITS,
+    "fp8_recipe_name": EIGHT_BITS,
+    "mixed_precision": f"{DTYPE}; fp8=true for products of 8-bit floats",
     "eval_dataset": "eval_data",
     "eval_steps": "eval_every",
     "eval_strategy": "eval_every: steps between evaluations",
@@ -76,6 +91,9 @@ OTHERS = {
     "gradient_checkpointing_kwargs": "activation_checkpointing: true, or N for every n-th block",
     "activation_checkpoint": "activation_checkpointing",
     "selective_ac_option": "activation_checkpointing: N recomputes every n-th block",
+    "activation_checkpoint.memory_budget": (
+        "activation_checkpointing=auto, with memory_budget in GiB rather than as a share"
+    ),
     "enable_activation_offloading": "activation_offload",
     "activation_offloading": "activation_offload",
     "cpu_offload_activations": "activation_offload",
@@ -136,7 +154,9 @@ OTHERS = {
     "fsdp_cpu_offload": OFFLOAD,
     "freeze": FREEZE,
     "frozen_parameters": FREEZE,
-    "accumulate_allreduce_grads_in_fp32": "accumulate_fp32; over ranks they always add up so",
+    "accumulate_allreduce_grads_in_fp32": (
+        "accumulate_fp32; with sharding=full, sums over ranks are in float32 anyway"
+    ),
     "ema": AVERAGE,
     "use_ema": AVERAGE,
     "ema_beta": AVERAGE,
@@ -303,6 +323,23 @@ VALUES: dict[str, dict[str, str]] = {
         "cosine_with_restarts": "cosine, which has no restarts",
         "inverse_sqrt": "none; wsd with decay_type=sqrt is the nearest",
         "reduce_lr_on_plateau": "none; patience ends a run whose eval loss does not fall",
+    },
+    "activation_checkpointing": {
+        "full": "true",
+        "none": "false",
+        "memory_budget": "auto, with memory_budget in GiB",
+        **dict.fromkeys(("selective", "op"), "auto, or N for every n-th block"),
+    },
+    "sharding": {
+        **dict.fromkeys(("zero3", "fsdp", "fsdp2", "full_shard", "FULL_SHARD"), "full"),
+        **dict.fromkeys(("zero2", "shard_grad_op", "SHARD_GRAD_OP"), "gradients"),
+        **dict.fromkeys(
+            ("zero1", "ddp", "no_shard", "NO_SHARD"),
+            "gradients, which leaves each rank all weights and nothing else",
+        ),
+        **dict.fromkeys(
+            ("hsdp", "hybrid_shard", "HYBRID_SHARD"), "full, over all ranks of all hosts"
+        ),
     },
     "dtype": DTYPES,
     "param_dtype": DTYPES,

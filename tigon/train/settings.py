@@ -226,7 +226,9 @@ class OptimizerSettings:
         least=0,
     )  # fmt: skip
     accumulate_fp32: bool = option(
-        False, "add up the gradients of bfloat16 weights over micro-batches in float32"
+        False,
+        "add up the gradients of bfloat16 weights in float32: over micro-batches and, with "
+        "sharding=gradients, ranks",
     )
 
 

@@ -45,8 +45,13 @@ class Choice:
         away = ", with activation_offload" if self.offload else ""
         return (
             f"activation_checkpointing=auto: {which} computed again{away}; "
-            f"{self.total / GIB:.2f} of {self.budget / GIB:.2f} GiB, estimated"
+            f"{gib(self.total)} of {gib(self.budget)} GiB, estimated"
         )
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB, in digits enough for tiny models."""
+    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
 
 
 def spread(count: int, of: int) -> frozenset[int]:
@@ -60,7 +65,7 @@ def budget_of(config: Config, room: int | None) -> int:
         return int(config.memory_budget * GIB)
     if room is None:
         raise ValueError(
-            "activation_checkpointing=auto needs to know a GPU's memory, and there is none here: "
+            "activation_checkpointing=auto needs the memory of a GPU, and there is no GPU here: "
             "give memory_budget=, in GiB"
         )
     return int(room * (1 - SHARE)) - CONTEXT
@@ -83,9 +88,9 @@ def choose(weigh: Callable[[int, bool], int], blocks: int, budget: int, *, offlo
         if away <= budget:
             return Choice(blocks, blocks, True, away, budget)
         raise ValueError(
-            f"activation_checkpointing=auto: a step takes {none / GIB:.2f} GiB of a GPU, "
-            f"{every / GIB:.2f} with every block computed again and {away / GIB:.2f} with "
-            f"activation_offload too, and {budget / GIB:.2f} GiB are there: give a smaller "
+            f"activation_checkpointing=auto: a step takes {gib(none)} GiB of a GPU, "
+            f"{gib(every)} with every block computed again and {gib(away)} with "
+            f"activation_offload too, and {gib(budget)} GiB are there: give a smaller "
             "micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
             "optimizer_offload=true, or more GPUs"
         )

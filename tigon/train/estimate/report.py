@@ -7,7 +7,7 @@ import torch
 from tigon.layers import SparseMoE
 from tigon.models import CausalLM
 from tigon.report.figures import duration
-from tigon.train.build import Inputs, make_run, read_inputs, without_effect
+from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
@@ -45,9 +45,10 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
-        for notice in without_effect(config, inputs.steps(config)):
-            world.say(f"note: {notice}")
         device = torch.device("cuda") if on_gpu(config) else world.device
+        idle = without_effect(config, inputs.steps(config), device)
+        for notice in [*idle, *without_fp8(config, model)]:
+            world.say(f"note: {notice}")
         chosen = decide(config, world, inputs.objective, inputs.source, gpus, device)
         if chosen is not None:
             world.say(str(chosen))

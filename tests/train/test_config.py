@@ -6,7 +6,8 @@ import yaml
 
 from tigon import strict
 from tigon.train.config import Config, dump, help_text, load
-from tigon.train.names import OTHERS, VALUES
+from tigon.train.names import OTHERS
+from tigon.train.values import VALUES
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
 

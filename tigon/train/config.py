@@ -10,7 +10,7 @@ import yaml
 
 from tigon import strict
 from tigon.hub import check_repository
-from tigon.train.names import VALUES, answer
+from tigon.train.names import answer
 from tigon.train.settings import (
     SECTIONS,
     DataSettings,
@@ -19,6 +19,7 @@ from tigon.train.settings import (
     OptimizerSettings,
     RunSettings,
 )
+from tigon.train.values import VALUES
 
 USAGE = """\
 tigon train config.yaml [key=value | --key value ...]

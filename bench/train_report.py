@@ -75,8 +75,8 @@ def rate(case: Record, side: str) -> float | None:
 
 
 def disagreement(case: Record) -> str:
-    """How the first step of both sides differs beyond bf16, or nothing. Later ones also depend on how
-    weights are rounded: to nearest, a bf16 weight loses most updates."""
+    """How the first step of both sides differs beyond bf16, or nothing. Later ones also depend on
+    how weights are rounded: to nearest, a bf16 weight loses most updates."""
     rows = [good(case, side) for side in sides_of(case)]
     if not all(rows):
         return ""

@@ -50,7 +50,7 @@ def write(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     tokenizer = OurTokenizer.from_pretrained(folder)
-    ids = tokenizer.encode("Hello 123\r\n  " + "a" * 500)
+    ids = tokenizer.encode("Hello 123\r\n  \u00e9 \u65e5 " + "a" * 500)
     tokenizer.decode(ids)
     try:
         tokenizer.apply_chat_template(CHAT)

@@ -179,7 +179,7 @@ def test_what_fails_on_some_texts_names_the_file(byte_level: Path, tmp_path: Pat
     folder = changed(byte_level, tmp_path, "tokenizer.json", normalizer=look, decoder=strip)
     tokenizer = Tokenizer.from_pretrained(folder)
     named = r"/tokenizer\.json: the tokenizer failed: index out of bounds"
-    assert tokenizer.encode("the quick fox")
+    assert tokenizer.encode("the quick fox")  # it may insert, but not before the first character
     with pytest.raises(ValueError, match=named):
         tokenizer.encode("quick fox")
     with pytest.raises(ValueError, match=named):
@@ -189,6 +189,20 @@ def test_what_fails_on_some_texts_names_the_file(byte_level: Path, tmp_path: Pat
         tokenizer.decode(ids)
     with pytest.raises(ValueError, match=named):
         tokenizer.decode_stream().step(ids[0])
+
+
+def test_an_added_token_of_which_the_normalizer_leaves_nothing(
+    byte_level: Path, tmp_path: Path
+) -> None:
+    """The library finds it inside of a character: such a tokenizer is fit for ASCII alone."""
+    token = {"id": 256, "content": "\n", "normalized": True, "special": False}
+    token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    strip = {"type": "Strip", "strip_left": False, "strip_right": True}
+    parts = {"normalizer": strip, "added_tokens": [token]}
+    tokenizer = Tokenizer.from_pretrained(changed(byte_level, tmp_path, "tokenizer.json", **parts))
+    assert tokenizer.decode(tokenizer.encode("the fox", add_special_tokens=False)) == "the fox"
+    with pytest.raises(ValueError, match=r"/tokenizer\.json: the tokenizer failed: "):
+        tokenizer.encode("caf\u00e9")
 
 
 def test_a_text_without_tokens_is_an_error_that_names_the_file(

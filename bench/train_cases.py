@@ -41,8 +41,6 @@ MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Li
 OURS, PEER, FP8 = "tigon", "transformers + Liger", "fp8"
 RAGGED_MEAN, SUPERVISED = 700, 0.4  # tokens of a chat; the share of its tokens that is learned
 STD = 0.02  # of all matrices
-# Of both sides' AdamW. A step this small leaves the first losses comparable: what one side rounds
-# away of it and the other does not is far below a loss's third digit
 ADAM = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 

@@ -236,7 +236,7 @@ def test_verdicts_are_of_the_rounds_medians(record: Record) -> None:
     case["rounds"][OURS][0] |= {"losses": [11.85, 11.7], "gradient_norm": 2.1}
     *_, wrong = train_report.verdicts(case)
     assert wrong == (
-        f"WRONG: {FIRST}: the sides disagree: loss 1 11.8000 and 11.8500; "
+        f"WRONG: {FIRST}: the sides disagree: first loss 11.8000 and 11.8500; "
         "norm of the first gradients 2 and 2.1"
     )
     case["rounds"][OURS] = [{"error": "OutOfMemoryError: no room"}] * 3

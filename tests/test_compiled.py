@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 # knows of an alignment, and elements are moved one by one. AdamW in bfloat16 reads 4 tensors and
 # writes 3 of 8 elements a thread, in float32 each by two accesses.
 WIDE = {
-    "float32 _table_kernel": 14,
-    "bfloat16 _table_kernel": 7,
-    "8 bits _table_kernel": 3,  # of weight and gradient; 8 codes are 8 bytes
+    "float32 _adamw_table_kernel": 14,
+    "bfloat16 _adamw_table_kernel": 7,
+    "8 bits _adamw_table_kernel": 3,  # of weight and gradient; 8 codes are 8 bytes
     "_squares_kernel": 8,
     "_rows_kernel": 6,
     "_maxima_kernel": 4,

@@ -2,12 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.fuzz.junk import altered, damaged, dump, raw, values
+from tests.fuzz.pipelines import backends
 from tests.fuzz.target import Case, Files, Target
 from tigon.data.encoders import ChatEncoder
 from tigon.data.formats import Format
@@ -50,7 +50,7 @@ def write(folder: Path) -> None:
 
 def load(folder: Path) -> None:
     tokenizer = OurTokenizer.from_pretrained(folder)
-    ids = tokenizer.encode("Hello 123\r\n  " + "a" * 500)
+    ids = tokenizer.encode("Hello 123\r\n  \u00e9 \u65e5 " + "a" * 500)
     tokenizer.decode(ids)
     try:
         tokenizer.apply_chat_template(CHAT)
@@ -63,38 +63,6 @@ def load_rows(folder: Path) -> None:
     encoder = ChatEncoder(tokenizer, skip_bad_rows=True)
     for block in encoder.open(JsonFile(str(folder / ROWS), Format())).blocks():
         encoder(block).report.lines()
-
-
-PATTERNS = [
-    "(a+)+$",
-    "(a|a)*$",
-    "a{1,9}+b",
-    r"(.*)\1",
-    "(",
-    "",
-    r"\p{L}+|\s+",
-    "[^\\x00]",
-    "a" * 5000,
-]
-patterns = st.one_of(st.sampled_from(PATTERNS), st.text("ab()[]{}|*+?\\^$.,1p<>=!:#", max_size=12))
-
-
-@st.composite
-def backends(draw: Any, content: bytes) -> bytes:
-    """Other parts of the pipeline, known and unknown."""
-    changed = json.loads(content)
-    split = {"type": "Split", "pattern": {"Regex": draw(patterns)}, "behavior": "Isolated"}
-    replace = {"type": "Replace", "pattern": {"Regex": draw(patterns)}, "content": draw(patterns)}
-    many = draw(st.sampled_from([1, 2, 30, 200]))
-    parts = {
-        "pre_tokenizer": [split | {"invert": False}, {"type": "FixedLength", "length": 0}],
-        "normalizer": [replace, {"type": "Sequence", "normalizers": [replace] * many}],
-        "decoder": [replace, {"type": "Sequence", "decoders": [replace] * many}],
-        "post_processor": [{"type": "ByteLevel"}],
-    }
-    part = draw(st.sampled_from(sorted(parts)))
-    changed[part] = draw(st.one_of(st.sampled_from(parts[part]), values))
-    return dump(changed)
 
 
 NAMES = [

@@ -114,7 +114,7 @@ def test_autograd_keeps_it_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_memory_at_the_sizes_of_a_large_model() -> None:
     """Chunks at their budget, the fp32 sum, and in backward nothing beside it."""
-    n, c, v = 8192, 4096, 128256
+    n, c, v = 16384, 4096, 128256
     options = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     hidden, weight = torch.empty(n, c, **options), torch.empty(v, c, **options)
     targets = torch.zeros(n, dtype=torch.int64, device="meta")
@@ -138,11 +138,11 @@ def test_rows_of_a_chunk() -> None:
         )
         return PASS._chunk(hidden, weight, plans, most, needs, n)
 
-    assert rows(16384, 2048, 128256) == rows(16384, 2560, 151936) == 2048
-    assert rows(16384, 1152, 262144) == 2048  # 1 GiB
+    assert rows(16384, 2048, 128256) == 4096
+    assert rows(16384, 2560, 151936) == 3072 and rows(16384, 1152, 262144) == 2048  # 1 GiB
     assert rows(16384, 576, 49152) == 5120  # 512 MiB
-    assert rows(6144, 4096, 128256) == 6144  # all: a chunk of 2048 and the sum take no less
-    assert rows(6145, 4096, 128256) == 2048
-    assert rows(6144, 4096, 128256, (True, False, False)) == 2048  # without a sum they do
+    assert rows(8192, 4096, 128256) == 8192  # all: a chunk of 4096 and the sum take no less
+    assert rows(8193, 4096, 128256) == 4096
+    assert rows(8192, 4096, 128256, (True, False, False)) == 4096  # without a sum they do
     assert rows(16384, 4096, 128256, (False,) * 3) == 4096  # 1 GiB, where nothing else is held
     assert rows(16384, 4096, 128256, most=2**28) == 1024

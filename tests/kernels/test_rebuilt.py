@@ -1,6 +1,7 @@
 """Products that compute their input again: the bits of those that keep it, and when they must."""
 
 import copy
+import importlib
 import io
 import math
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels import gated_act, grouped_mlp, rms_norm, sandwich_norm
 from tigon.kernels._rebuilt import rebuilding, recipe_of
@@ -295,6 +297,37 @@ def test_who_sees_the_gated_product(hook: str, bias: bool, path: str) -> None:
 
     found, expected = run(0), run(math.inf)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_recomputed_block_has_no_last_product(
+    fp8: bool, bias: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads what a checkpointed block returns when it is computed again."""
+    dtype = torch.bfloat16 if fp8 else torch.float32
+    mlp = GatedMLP(32, 48, "silu", bias=bias).to(dtype)
+    mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = fp8
+    x, w = leaf(2, 3, 32, dtype=dtype), leaf(32, dtype=dtype)
+    fp8_linear = importlib.import_module("tigon.kernels.fp8_linear")
+    module: Any = fp8_linear if fp8 else F
+    name = "_forward" if fp8 else "linear"
+    product, made = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda *args: made.append(args[1]) or product(*args))
+
+    def run(again: bool) -> list[Tensor]:
+        made.clear()
+        block: Callable[[Tensor], Tensor] = lambda x: mlp(rms_norm(x, w, 1e-6))  # noqa: E731
+        y = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        torch.manual_seed(4)
+        return [y, *torch.autograd.grad(y, [x, w, *mlp.parameters()], torch.randn_like(y))]
+
+    expected = run(False)
+    assert len(made) == 2
+    assert all(map(torch.equal, run(True), expected))
+    weights = [mlp.gate_up_proj.weight, mlp.down_proj.weight, mlp.gate_up_proj.weight]
+    if fp8 or path == "triton":  # F.linear itself keeps its tensors before it computes
+        assert [id(w) for w in made] == [id(w) for w in weights]
 
 
 def test_readers_that_are_differentiated_apart(path: str) -> None:

@@ -128,16 +128,6 @@ def test_what_would_hang(
         Tokenizer.from_pretrained(folder)
 
 
-def test_a_panic_is_an_error(byte_level: Path, tmp_path: Path) -> None:
-    folder = changed(
-        byte_level, tmp_path, "tokenizer.json", pre_tokenizer={"type": "FixedLength", "length": 0}
-    )
-    tokenizer = Tokenizer.from_pretrained(folder)
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(ValueError, match=r"the tokenizer failed: .*chunk size"):
-            encode("some text")
-
-
 @pytest.mark.parametrize(
     "pattern",
     [

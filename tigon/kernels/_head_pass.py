@@ -17,9 +17,11 @@ from tigon.kernels._triton import operator, runs_triton
 
 # Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
 LOGITS_BYTES = 2**30
-# A chunk that nobody bounds has this many rows, or as many as these bytes hold if they are more.
-# For each chunk the weight's gradient in fp32 is read and written.
-CHUNK_ROWS, CHUNK_BYTES = 2048, 2**29
+# A chunk that nobody bounds has this many rows, or as many as these bytes hold if they are more,
+# and at most LOGITS_BYTES. For each chunk the weight's gradient in fp32 is read and written: on an
+# H200 with 1B's head, 16384 rows take 50 ms in chunks of 1024, 44.5 of 2048, 42.7 of 4096, and 41.8
+# at once.
+CHUNK_ROWS, CHUNK_BYTES = 4096, 2**29
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 

@@ -5,8 +5,15 @@
 Bytes in bf16 that a pre-norm block of a Llama keeps less: 2 N C for each of two normed inputs and
 2 N I for what goes into down_proj. Bytes that it moves more: 4 N C for each of the two (the stream
 is read, the normed rows are written), and 2 N I, which the gated activation's backward writes.
+
+A checkpointed block is computed again in backward until it has kept all that it kept the first time
+(torch.utils.checkpoint's early stop), and nobody reads what it returns. But a Function keeps its
+tensors after its forward, so that its last product, a tenth of a block's operations or more, would
+be made once more in vain. There a product is two nodes: one that keeps, and returns no numbers, and
+one behind it that computes (`computes_later`, `later`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,24 +30,53 @@ def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Ten
     return dy.t().mm(x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
+def computes_later() -> bool:
+    """Whether this forward pass runs inside a backward pass, as that of a checkpointed block."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def without_numbers(x: Tensor, columns: int) -> Tensor:
+    """[..., columns] for x [..., C], of no memory: what a node returns that only keeps."""
+    return x.new_empty(()).expand(*x.shape[:-1], columns)
+
+
+class _Later(torch.autograd.Function):
+    """`compute()`, whose gradient is that of `place`."""
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def later(place: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """The product that the node of `place` did not compute."""
+    y: Tensor = _Later.apply(place, compute)
+    return y
+
+
 class _Rebuilt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weight, bias, recipe, apart = given
         ctx.how, ctx.shape = recipe.how, x.shape
         ctx.save_for_backward(weight, *recipe.kept)
-        return F.linear(x, weight, bias)
+        return without_numbers(x, weight.shape[0]) if apart else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product that computes its input again")
         weight, *kept = ctx.saved_tensors
-        needs_x, _, needs_bias, _ = ctx.needs_input_grad
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         # The weight's gradient first: x is gone when its gradient comes
         x = compute_again(ctx.how, kept).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
-        return rows.mm(weight).view(ctx.shape) if needs_x else None, dweight, dbias, None
+        return rows.mm(weight).view(ctx.shape) if needs_x else None, dweight, dbias, None, None
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -48,10 +84,12 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *given: Any) -> Tensor:
-        weight, bias, ctx.act, ctx.overwrite = given
+        weight, bias, ctx.act, ctx.overwrite, apart = given
         ctx.shape = product.shape
         ctx.save_for_backward(gate_up, weight)
-        return F.linear(product, weight, bias)
+        return (
+            without_numbers(product, weight.shape[0]) if apart else F.linear(product, weight, bias)
+        )
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,7 +100,7 @@ class _GatedLinear(torch.autograd.Function):
         gradient, product = gradient_and_product(d, gate_up, ctx.act, ctx.overwrite)
         del d
         dweight, dbias = _parameter_gradients(rows, product, ctx.needs_input_grad[3])
-        return gradient, None, dweight, dbias, None, None
+        return gradient, None, dweight, dbias, None, None, None
 
 
 def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,9 +120,12 @@ def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         or sees_products()
     ):
         return F.linear(x, weight, bias)
-    if recipe.gated is not None:
+    apart = computes_later()
+    if recipe.gated is not None and recipe.alone:
         gate_up, act, node = recipe.gated
-        if recipe.alone:
-            return _GatedLinear.apply(gate_up, x.detach(), weight, bias, act, node.overwrite)
+        own = act, node.overwrite, apart
+        y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *own)
+    else:
         recipe.keep_gate_up()
-    return _Rebuilt.apply(x, weight, bias, recipe)
+        y = _Rebuilt.apply(x, weight, bias, recipe, apart)
+    return later(y, lambda: F.linear(x, weight, bias)) if apart else y

@@ -133,7 +133,7 @@ def _update(
 
 
 @triton.jit(do_not_specialize=["stream"])
-def _table_kernel(
+def _adamw_table_kernel(
     rows, owners, scale, numbers, stream, codes,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
@@ -161,7 +161,7 @@ def _table_kernel(
 
 
 @triton.jit(do_not_specialize=["position", "stream"])
-def _tensor_kernel(
+def _adamw_tensor_kernel(
     tensors, count, position, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ class FusedAdamW:
     ) -> None:
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
-            _tensor_kernel[(triton.cdiv(count, BLOCK),)](
+            _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
                 _tensors(slot), count, slot.position, scale,
                 _numbers(settings), settings.stream, self._codes(kind, slot.weight),
                 **self._options(kind),
@@ -242,7 +242,7 @@ class FusedAdamW:
     ) -> None:
         with torch.cuda.device_of(like):
             placed, owners = table.place(rows, like.device)
-            _table_kernel[(len(owners),)](
+            _adamw_table_kernel[(len(owners),)](
                 placed, owners, scale, _numbers(settings), settings.stream,
                 self._codes(kind, placed), W=TYPES[kind.weight], G=TYPES[kind.gradient],
                 S=TYPES[kind.states], WIDE=kind.wide, **self._options(kind),

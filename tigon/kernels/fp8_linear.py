@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._fp8_casts import ALIGN, Scaled, cast_both, cast_columns, cast_rows
-from tigon.kernels._rebuilt import Recipe, compute_again, recipe_of
+from tigon.kernels._linear_autograd import computes_later, later, without_numbers
+from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import check_devices, refuse_second_derivative, runs_triton
 
 OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
@@ -47,18 +48,26 @@ def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
     )
 
 
+def _forward(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
+    factors = cast_rows(x, fused=fused), cast_rows(weight, fused=fused)
+    return _product(*factors, fast=FAST_FORWARD, fused=fused)
+
+
 class _Fp8Linear(torch.autograd.Function):
-    """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward."""
+    """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward.
+
+    `apart`: y is not computed; see `later`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe | None, fused: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+        recipe, fused, apart = given
         of_x, of_weight, *_ = ctx.needs_input_grad
         kept = () if not of_weight else (x,) if recipe is None else recipe.kept
         ctx.save_for_backward(weight if of_x else None, *kept)
         ctx.how = None if recipe is None else recipe.how
         ctx.fused, ctx.columns = fused, x.shape[1]
-        factors = cast_rows(x, fused=fused), cast_rows(weight, fused=fused)
-        return _product(*factors, fast=FAST_FORWARD, fused=fused)
+        return without_numbers(x, weight.shape[0]) if apart else _forward(x, weight, fused)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +87,7 @@ class _Fp8Linear(torch.autograd.Function):
         if columns is not None:
             x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
             dw = _product(columns, cast_columns(x, **how), fast=FAST_BACKWARD, **how)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -100,7 +109,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     recipe = recipe_of(x) if weight.requires_grad else None
     if recipe is not None and not recipe.alone:
         recipe.keep_gate_up()
-    y = _Fp8Linear.apply(x.reshape(-1, x.shape[-1]), weight, recipe, fused)
+    rows, apart = x.reshape(-1, x.shape[-1]), computes_later()
+    y = _Fp8Linear.apply(rows, weight, recipe, fused, apart)
+    if apart:
+        y = later(y, lambda: _forward(rows, weight, fused))
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
     return y if bias is None else y + bias

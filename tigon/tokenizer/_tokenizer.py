@@ -14,7 +14,8 @@ import tokenizers
 
 from tigon.hub import Repository, Source
 from tigon.tokenizer import chat, source
-from tigon.tokenizer.backend import PANICS, read_backend
+from tigon.tokenizer.backend import read_backend
+from tigon.tokenizer.failures import Failures
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.stream import DecodeStream
 
@@ -52,6 +53,7 @@ class Tokenizer:
         self.model_max_length = model_max_length
         # Where links lead now: what an export copies hours later is what was checked and read
         self._files = {name: Path(os.path.realpath(path)) for name, path in (files or {}).items()}
+        self._failures = Failures((files or {}).get("tokenizer.json"))
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -125,7 +127,7 @@ class Tokenizer:
     ) -> list[list[int]]:
         """`encode` of many texts, in parallel."""
         try:
-            with PANICS:
+            with self._failures:
                 encode = self.backend.encode_batch_fast
                 encodings = encode(list(texts), add_special_tokens=add_special_tokens)
         except TypeError:
@@ -138,12 +140,13 @@ class Tokenizer:
         self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        with PANICS:
+        with self._failures:
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
         """A decoder for tokens that come one at a time."""
-        return DecodeStream(self.backend, self._special_ids if skip_special_tokens else frozenset())
+        ignored = self._special_ids if skip_special_tokens else frozenset()
+        return DecodeStream(self.backend, ignored, self._failures)
 
     def pad(
         self, list_of_ids: Sequence[Sequence[int]], *, side: str = "left"
@@ -305,7 +308,7 @@ class Tokenizer:
 
     def _encoding(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
         try:
-            with PANICS:
+            with self._failures:
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
             chat.check_unicode(text)

@@ -1,6 +1,5 @@
 """The tokenizers library on files that others have written."""
 
-import base64
 import json
 import re
 import re._constants as sre  # type: ignore[import-not-found]
@@ -8,18 +7,18 @@ import re._parser as sre_parser  # type: ignore[import-not-found]
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import tokenizers
 
 from tigon.json_file import escaped, read_bytes, shown
+from tigon.tokenizer.failures import check_runs, is_panic
+from tigon.tokenizer.growth import LONGEST_AFFIX, check_growth
+from tigon.tokenizer.unread import check_unread, plain
 
 MOST_BYTES = 2**28  # of a tokenizer.json; the largest that are known have 35 MB
 LONGEST_PATTERN = 4000  # characters
 MOST_STEPS = 32  # of a pipeline
-MOST_GROWTH = 64  # how many times longer a text may become
-LONGEST_AFFIX = 64  # characters around each word
 MOST_ADDED = 256  # tokens around each text
 
 # What Python writes otherwise than Oniguruma, for reading a pattern's structure
@@ -40,56 +39,38 @@ _ENDLESS = 1000  # repetitions of one without an end, of a run of letters in a t
 MOST_WAYS = 10**8  # of matching a run of letters: those of two repeats, and of some options
 
 
-class _Panics:
-    """`with PANICS:` makes a ValueError of a Rust panic, which is no Exception."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and kind.__name__ == "PanicException":
-            raise ValueError(f"the tokenizer failed: {escaped(error)}") from None
-
-
-PANICS = _Panics()
-
-
 def read_backend(path: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a file; ValueError if it is none, or could run for ever on a text."""
     try:
-        text = read_bytes(path, MOST_BYTES).decode()
+        text = plain(read_bytes(path, MOST_BYTES).decode(), path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{escaped(path)} is not UTF-8 text: {error.reason}") from None
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
+    check_unread(text, path)
     try:
-        with PANICS:
-            backend = tokenizers.Tokenizer.from_str(text)
-            backend.no_truncation()
-            backend.no_padding()
-            check_backend(backend)
-    except Exception as error:  # the library raises nothing narrower
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.no_truncation()
+        backend.no_padding()
+        check_backend(backend)
+        check_runs(backend)
+    except BaseException as error:  # the library raises nothing narrower
+        if not isinstance(error, Exception) and not is_panic(type(error)):
+            raise
         raise ValueError(f"{escaped(path)} is not a tokenizer: {escaped(error)}") from error
     return backend
 
 
 def check_backend(backend: tokenizers.Tokenizer) -> None:
     """ValueError for a pipeline whose time or memory grows too fast with the text."""
-    for name in ("normalizer", "decoder"):
-        growth = 1.0
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
         steps = list(_steps(_state(getattr(backend, name))))
         _check_count(name, len(steps))
         for step in steps:
             _check_patterns(step)
-            growth *= _growth(step)
-        if growth > MOST_GROWTH:
-            raise ValueError(f"its {name} could make a text {growth:.0f} times longer")
-    steps = list(_steps(_state(backend.pre_tokenizer)))
-    _check_count("pre_tokenizer", len(steps))
-    for step in steps:
-        _check_patterns(step)
+            if step["type"] == "FixedLength" and not step["length"]:
+                raise ValueError(f"its {name} {step['type']} has length 0, and needs 1 at least")
+        check_growth(name, steps)
     steps = list(_steps(_state(backend.post_processor)))
     _check_count("post_processor", len(steps))
     added = sum(map(_added, steps))
@@ -208,28 +189,20 @@ def _check_patterns(step: dict[str, Any]) -> None:
         check_pattern(pattern["Regex"])
 
 
-def _growth(step: dict[str, Any]) -> float:
-    """How many times longer a step can make a text."""
-    if step["type"] == "Replace":
-        content, pattern = len(step["content"].encode()), step["pattern"]
-        if pattern.get("String"):
-            return max(1.0, content / len(pattern["String"].encode()))
-        return 1.0 + content  # it may match nothing, before each character
-    if step["type"] == "Precompiled":
-        blob = base64.b64decode(step["precompiled_charsmap"])
-        texts = blob[4 + int.from_bytes(blob[:4], "little") :].split(b"\0")
-        return max(1.0, max(map(len, texts)) / 3)
-    return 1.0
-
-
 def _added(step: dict[str, Any]) -> int:
     """Tokens that a step of the post-processor adds to a text."""
     if step["type"] != "TemplateProcessing":
         return 2
     special = step["special_tokens"]
     pieces = step["single"]
-    texts = sum("Sequence" in piece for piece in pieces)
-    if texts > 1:
-        raise ValueError(f"its post_processor writes each text {texts} times")
-    names = (piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece)
+    texts = [piece["Sequence"]["id"] for piece in pieces if "Sequence" in piece]
+    if len(texts) > 1:
+        raise ValueError(f"its post_processor writes each text {len(texts)} times")
+    if "B" in texts:
+        raise ValueError("its post_processor.single has a second text, B, and there is only A")
+    names = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
+    if missing := [name for name in names if name not in special]:
+        raise ValueError(
+            f"its post_processor.single adds {shown(missing[0])}, which special_tokens lacks"
+        )
     return sum(len(special[name]["ids"]) for name in names)

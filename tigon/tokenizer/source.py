@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, read_bytes, read_json, shown
-from tigon.tokenizer.backend import PANICS
+from tigon.tokenizer.failures import Failures
 
 _FILES = (
     "tokenizer.json",
@@ -139,7 +139,7 @@ def add_tokens(
     new += [token for token in others if token.content not in known]
     for token in new:
         token.special = token.special or token.content in special
-    with PANICS:
+    with Failures(files.get("tokenizer.json")):
         backend.add_tokens(new)
     return {key: token.content for key, token in named.items()}
 

@@ -4,7 +4,7 @@ import re
 
 import tokenizers
 
-from tigon.tokenizer.backend import PANICS
+from tigon.tokenizer.failures import Failures
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -15,9 +15,12 @@ class DecodeStream:
     A piece never ends inside a character: text comes late rather than wrong.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, ignored: frozenset[int]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, ignored: frozenset[int], failures: Failures
+    ) -> None:
         self._backend = backend
         self._ignored = ignored
+        self._failures = failures
         # A run of byte tokens is text, or one U+FFFD a byte; which, is known only at its end
         decoder = backend.decoder
         self._byte_fallback = decoder is not None and b"ByteFallback" in decoder.__getstate__()
@@ -54,5 +57,5 @@ class DecodeStream:
         return rest
 
     def _text(self) -> str:
-        with PANICS:
+        with self._failures:
             return self._backend.decode(self._ids, skip_special_tokens=False)

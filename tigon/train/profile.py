@@ -20,7 +20,7 @@ TABLE = "table.json"
 KINDS = {
     "attention": r"flash|fmha|attention|sdpa|fa[34]_",
     "collectives": r"nccl|all_?gather|reduce_?scatter|all_?reduce|c10d|gloo",
-    "optimizer": r"adam|multi_tensor_apply|lpnorm|foreach|sgd|muon|newton",
+    "optimizer": r"adam|multi_tensor_apply|lpnorm|_squares_kernel|foreach|sgd|muon|newton",
     "matrix products": r"gemm|gemv|cutlass|nvjet|cublas|splitk|wgmma|mkldnn|linear|matmul"
     r"|_grouped_(product|weight_gradient)|::(add)?(b?mm|mv)$",
     "fused kernels": r"^tigon::|^_?[a-z_]+_kernel(_\w+)?$|^_(weight_gradient|rope|sum)_",

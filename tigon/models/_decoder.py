@@ -114,7 +114,9 @@ class Decoder(nn.Module):
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
                     x, residual, counts = checkpoint(
-                        block, x, residual, ropes[rope], state, ctx, use_reentrant=False
+                        *(block, x, residual, ropes[rope], state, ctx),
+                        use_reentrant=False,
+                        preserve_rng_state=False,  # no block draws any; a CUDA graph has none
                     )
                 else:
                     x, residual, counts = block(x, residual, ropes[rope], state, ctx)

@@ -164,6 +164,29 @@ def test_what_is_a_kind(model, played):
     assert kinds(inputs()) == 0
 
 
+def test_gradients_without_a_graph_are_added_to(played):
+    """Those of passes with and without move to and fro; kinds come in any place of a step."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(tigon.Llama.from_config(LLAMA).train())
+    made = Graphs(models[1])
+    for lengths in ((20,), (20, 20), (20, 20), (9, 20), (9, 20), (20, 9, 5), (5, 20, 9)):
+        found = []
+        for model in models:
+            losses = []
+            for tokens in lengths:
+                loss = model(**inputs(tokens)).loss
+                loss.backward()
+                losses.append(loss.detach())
+            gradients = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            found.append([*losses, *gradients])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs), lengths
+    assert len(made.captured) == 5
+
+
 def test_a_pass_that_another_has_overwritten_is_an_error(model, played):
     Graphs(model)
     model(**inputs()).loss.backward()

@@ -116,7 +116,9 @@ class Decoder(nn.Module):
                     if residual is not None:  # one tensor is kept for the block, not two
                         x, residual = residual + x, None
                     x, residual, counts = checkpoint(
-                        block, x, residual, ropes[rope], state, ctx, use_reentrant=False
+                        *(block, x, residual, ropes[rope], state, ctx),
+                        use_reentrant=False,
+                        preserve_rng_state=False,  # no block draws any; a CUDA graph has none
                     )
                 else:
                     x, residual, counts = block(x, residual, ropes[rope], state, ctx)

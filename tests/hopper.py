@@ -20,6 +20,7 @@ from tigon.kernels._fp8_casts import cast_both, cast_rows
 from tigon.kernels._logits import rescale_and_join
 from tigon.kernels.adamw import FusedAdamW, Settings, Slot
 from tigon.kernels.gated_act import gradient_and_product
+from tigon.kernels.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rms_norm import normed_again
 from tigon.kernels.squared_norm import SquaredNorm
 from tigon.train.optim import eight_bit
@@ -42,17 +43,32 @@ class Hopper:
         return 0
 
 
-found: dict[str, dict[int, int]] = {}  # of a launch: how many accesses have so many bytes
+# Of a launch: how many accesses have so many bytes, and writes before which no barrier stands
+# behind the reads
+found: dict[str, dict[int | str, int]] = {}
 label = ""  # of the launches to come
 
 
 def compiling(kernel: JITFunction, grid: Any) -> Any:
     def launch(*args: Any, **options: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        sizes = (int(v or 1) * int(bits) // 8 for v, bits in ACCESS.findall(compiled.asm["ptx"]))
-        found[f"{label} {kernel.fn.__name__}".strip()] = collections.Counter(sizes)
+        ptx = compiled.asm["ptx"]
+        sizes = (int(v or 1) * int(bits) // 8 for v, bits in ACCESS.findall(ptx))
+        counts: dict[int | str, int] = collections.Counter(sizes)
+        found[f"{label} {kernel.fn.__name__}".strip()] = counts | {"exposed": exposed(ptx)}
 
     return launch
+
+
+def exposed(ptx: str) -> int:
+    """Writes of a kernel before whose threads have all read what they read before."""
+    count, reading = 0, False
+    for name in re.findall(r"\b(ld\.global|st\.global|bar\.sync)\b", ptx):
+        if name == "st.global":
+            count += reading
+        else:
+            reading = name == "ld.global"
+    return count
 
 
 def slot(weight: torch.dtype, states: torch.dtype) -> Slot:
@@ -64,6 +80,13 @@ def slot(weight: torch.dtype, states: torch.dtype) -> Slot:
 
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=BF16)
+
+
+def rotate_in_place(kv_heads: int, width: int) -> None:
+    qkv = bf16(1, 8, (2 + 2) * kv_heads * width).requires_grad_() * 1
+    angles = bf16(1, 8, width // 2)
+    sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads}
+    qk_norm_rope(qkv, angles, angles, **sizes, overwrite=True)
 
 
 def main() -> None:
@@ -86,6 +109,10 @@ def main() -> None:
         cast_rows(bf16(64, 2048), fused=True)
         cast_both(bf16(64, 2048), fused=True)
         gradient_and_product(bf16(8, 2048), bf16(8, 4096), "silu", True)
+        for name, sizes in {"whole": (8, 128), "narrow": (1, 32)}.items():
+            label = name
+            rotate_in_place(*sizes)
+        label = ""
         normed_again(bf16(8, 2048), torch.ones(8), None, bf16(2048), 0.0, True)
         rescale_and_join(torch.zeros(64, 64), torch.zeros(60, 64), torch.ones(()), BF16)
     print(json.dumps(found))

@@ -22,6 +22,8 @@ WIDE = {
     "_tiles_kernel": 8,
     "_gated_act_backward_kernel": 0,  # 8 bytes
     "_forward_kernel": 6,
+    "whole _rope_kernel": 12,
+    "narrow _rope_kernel": 0,  # fewer numbers than threads
     "_rescale_kernel": 3,
 }
 
@@ -36,3 +38,6 @@ def test_kernels_compile_for_hopper_with_wide_accesses(tmp_path):
     assert found.keys() == WIDE.keys()
     short = {name: sizes for name, sizes in found.items() if sizes.get("16", 0) < WIDE[name]}
     assert not short
+    # Of few numbers, several threads read the same one: none may have been written over by then
+    in_place = [sizes for name, sizes in found.items() if name.endswith("_rope_kernel")]
+    assert len(in_place) == 2 and not any(sizes["exposed"] for sizes in in_place)

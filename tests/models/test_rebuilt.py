@@ -1,4 +1,4 @@
-"""Whole models that compute inputs of products again: no bit changes, and the bytes are as said."""
+"""Whole models that keep less for backward: no bit changes, and the bytes are as said."""
 
 import gc
 import math
@@ -12,12 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
-from tigon.kernels import _triton, rms_norm, use
+from tigon.kernels import _triton, qk_norm_rope, rms_norm, use
 from tigon.kernels._rebuilt import LEAST, rebuilding
-from tigon.layers import GatedMLP, offload
+from tigon.layers import Attention, GatedMLP, offload
 from tigon.models import MODELS, CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate import memory
+from tigon.train.estimate.meter import Ledger, Meter
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 
@@ -155,3 +156,28 @@ def test_the_estimate_knows_it(model_type: str, case: str) -> None:
     """The peak is at the head, where all that is kept is there, or in a block's backward."""
     found, without = (peak(on_meta(model_type, case), least) for least in (LEAST, math.inf))
     assert 0.5 * predicted(on_meta(model_type, case)) <= without - found
+
+
+@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
+def test_rotated_heads_are_kept_once(
+    model_type: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no norm needs them as they were; the estimate says so, too."""
+    found = saved(on_meta(model_type, case)), peak(on_meta(model_type, case), LEAST)
+    monkeypatch.setattr(Attention, "_alone", lambda self: False)
+    model = on_meta(model_type, case)
+    c, normed = model.config, model_type in ("gemma3_text", "qwen3_moe")
+    heads = 0 if normed else c.num_attention_heads + c.num_key_value_heads
+    less = c.num_hidden_layers * B * T * heads * c.head_dim * 2
+    assert saved(model) - found[0] == less
+    # Where no layer's backward holds more, the peak is at the head
+    assert less / 2 <= peak(on_meta(model_type, case), LEAST) - found[1] <= less
+
+
+def test_what_is_rotated_is_never_there_twice() -> None:
+    ledger = Ledger()
+    with Meter(ledger, []), use("triton"):
+        x = torch.ones(1, 256, 6 * 32, device="meta", requires_grad=True)
+        cos = torch.ones(1, 256, 16, device="meta")
+        qk_norm_rope(x * 2, cos, cos, heads=4, kv_heads=1, overwrite=True)
+    assert ledger.peak == 2 * x.nbytes + cos.nbytes

@@ -43,6 +43,13 @@ def has_values(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether a transform of torch.func is at work on one of them."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
+
+
 def on_host(x: Tensor) -> bool:
     """Whether looking at a value costs nothing: no device sync, no graph break."""
     return x.device.type == "cpu" and has_values(x)

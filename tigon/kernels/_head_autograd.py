@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import is_transformed
 from tigon.kernels._head_pass import SLOTS, Inputs, Pass, Slots, run_pass
 from tigon.kernels._logits import rescale, rescale_, rescale_and_join, rescale_and_join_
 from tigon.kernels._triton import refuse_second_derivative, retains_graph
@@ -161,13 +162,6 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func is at work on one of them."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
 
 
 def _same(ups: Sequence[Tensor | None]) -> bool:

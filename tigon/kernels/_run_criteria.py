@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tigon.kernels._check import check, has_values, integer_labels
+from tigon.kernels._check import check, has_values, integer_labels, is_transformed
 from tigon.kernels._cross_entropy_rows import cross_entropy_ref, loss_rows
-from tigon.kernels._head_autograd import Criteria, is_transformed
+from tigon.kernels._head_autograd import Criteria
 from tigon.kernels._head_pass import Pass, Plan
 from tigon.kernels._logits import (
     IGNORE_INDEX,

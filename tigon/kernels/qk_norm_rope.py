@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import is_transformed
 from tigon.kernels._norm import Cast, check_norm
+from tigon.kernels._rebuilt import sees_products
 from tigon.kernels._triton import (
     check_devices,
     num_sms,
@@ -248,6 +250,37 @@ def _forward(
     return q, k
 
 
+def _packed_output(qkv: Tensor, *_: Any) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+@operator("packed_rope", _packed_output)
+def _packed_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
+) -> Tensor:
+    """q and k rotated and v as it is, packed as `qkv` is."""
+    y, d = _packed_output(qkv), qkv.shape[-1] // (heads + 2 * kv_heads)
+    parts, outputs = (_parts(x, heads, kv_heads, d) for x in (qkv, y))
+    launch(parts, outputs, cos, sin, heads, kv_heads, d, interleaved)
+    return y
+
+
+def _rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
+) -> Tensor:
+    """`packed_rope` over `qkv` itself, which is contiguous."""
+    if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
+        return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
+    if not qkv.is_meta:
+        d = qkv.shape[-1] // (heads + 2 * kv_heads)
+        inputs, nowhere = (packed(qkv), packed(qkv, heads * d), None), (None, None, None)
+        with torch.cuda.device_of(qkv):
+            launch(inputs, nowhere, cos, sin, heads, kv_heads, d, interleaved)
+    # Whoever has saved qkv nevertheless gets an error, not other numbers
+    torch.autograd.graph.increment_version(qkv)
+    return qkv
+
+
 def _gradients(
     dq: Tensor,
     dk: Tensor,
@@ -325,22 +358,36 @@ def _backward(
 
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:  # what `_forward` takes
-        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = given
+    def forward(ctx: Any, overwrite: bool, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        qkv, cos, sin, q_weight, k_weight, heads, kv_heads, *options = given  # as of `_forward`
         ctx.save_for_backward(q_weight, k_weight, None if q_weight is None else qkv, cos, sin)
         ctx.options = options
+        if overwrite:
+            packed = _rotated(qkv, cos, sin, heads, kv_heads, options[-1])
+            return _split(packed, heads, kv_heads)
         q, k = _forward(*given)
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("qk_norm_rope")
-        wanted = ctx.needs_input_grad[3:5]
+        wanted = ctx.needs_input_grad[4:6]
         q_weight, k_weight, *rest = ctx.saved_tensors
         found = _backward(dq, dk, dv, q_weight, k_weight, any(wanted), *rest, *ctx.options)
         dx, dwq, dwk = found
         weights = dwq if wanted[0] else None, dwk if wanted[1] else None
-        return dx, None, None, *weights, *6 * (None,)
+        return None, dx, None, None, *weights, *6 * (None,)
+
+
+def _may_overwrite(qkv: Tensor) -> bool:
+    """Whether nobody else can be seen to need the memory of `qkv`, and a graph would keep it."""
+    if torch.compiler.is_compiling() or type(qkv) is not Tensor or is_transformed(qkv):
+        return False
+    base = qkv if qkv._base is None else qkv._base
+    of_a_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
+    whole = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
+    own = whole and not of_a_leaf and qkv.is_contiguous()  # what has no gradient is a leaf
+    return own and torch.is_grad_enabled() and not sees_products()
 
 
 def qk_norm_rope(
@@ -356,12 +403,17 @@ def qk_norm_rope(
     offset: float = 0.0,
     cast: Cast = "before_weight",
     interleaved: bool = False,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, T, H, D], k and v [B, T, K, D]: normed if there are weights, and rotated.
 
     `rms_norm` of every head of q and k, then `rope`; v is a view of `qkv`. The backward pass
     writes the gradient of `qkv` in one piece. The norm before the rotation is that of Qwen3
     (arXiv 2505.09388) and Gemma 3 (arXiv 2503.19786).
+
+    With `overwrite` the caller promises that nothing else reads `qkv`. Where a graph would keep it
+    and there are no weights, whose gradient needs it, q and k may then be rotated where they are:
+    all three are views of it.
     """
     check_devices(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
     total = heads + 2 * kv_heads
@@ -393,4 +445,5 @@ def qk_norm_rope(
         )
     after = cast == "after_weight"
     options = heads, kv_heads, eps, offset, after, interleaved
-    return _QKNormRope.apply(adjacent(qkv), cos, sin, q_weight, k_weight, *options)
+    overwrite = overwrite and q_weight is None and _may_overwrite(qkv)
+    return _QKNormRope.apply(overwrite, adjacent(qkv), cos, sin, q_weight, k_weight, *options)

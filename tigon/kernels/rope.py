@@ -143,21 +143,32 @@ def _weigh(h, w, dtype, AFTER):
 
 @triton.jit
 def _turn_heads(x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK):
-    """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first."""
+    """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first.
+
+    Without `y` they are rotated where they are, and dims that pass through are left alone.
+    """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
     BLOCK: tl.constexpr = DIMS[2]
     REST: tl.constexpr = DIMS[3]
     INTERLEAVED: tl.constexpr = DIMS[4]
+    COPY: tl.constexpr = y is not None
     heads = block * HEADS + tl.arange(0, HEADS)
     keep = heads < COUNT
     x, rows = locate(x, batch, token, heads, D)
-    y, to_rows = locate(y, batch, token, heads, D)
+    if COPY:
+        y, to_rows = locate(y, batch, token, heads, D)
+    else:
+        y, to_rows = x, rows
     c, s = load_angles(angles, batch, token, HEADS, HALF, BLOCK)
     if BACK:
         s = -s
     a, b = load_pairs(x, rows, keep, HALF, BLOCK, INTERLEAVED)
-    if 2 * HALF < D:
+    if not COPY:
+        # Of a tile with fewer elements than the program has threads, several threads load the same
+        # one: all of them before the first writes
+        tl.debug_barrier()
+    if COPY and 2 * HALF < D:
         rest = load_rest(x, rows, keep, 2 * HALF, D, REST)
     if weight is not None:
         dtype: tl.constexpr = y.dtype.element_ty
@@ -172,13 +183,13 @@ def _turn_heads(x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, D
             w = load_rest(weight, heads * 0, keep, 2 * HALF, D, REST)
             rest = _weigh(rest * rstd, effective(w, norm[1], AFTER), dtype, AFTER)
     store_pairs(y, to_rows, keep, a * c - b * s, b * c + a * s, HALF, BLOCK, INTERLEAVED)
-    if 2 * HALF < D:
+    if COPY and 2 * HALF < D:
         store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
 
 
 @triton.jit
 def _rope_kernel(
-    q,  # the six tensors as `Heads`; v and yv may be None
+    q,  # the six tensors as `Heads`; v and yv may be None, and yq and yk to write over q and k
     k,
     v,
     yq,
@@ -260,7 +271,7 @@ def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
 
 def launch(
     inputs: tuple[Heads, Heads, Heads | None],  # q, k and, to be copied, v
-    outputs: tuple[Heads, Heads, Heads | None],
+    outputs: tuple[Heads | None, Heads | None, Heads | None],  # None: in place, without weights
     cos: Tensor,
     sin: Tensor,
     heads: int,

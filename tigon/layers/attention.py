@@ -13,7 +13,7 @@ from tigon.kernels.attention import attention
 from tigon.kernels.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope import rope
 from tigon.layers.context import Context
-from tigon.layers.linear import FusedLinear, Linear
+from tigon.layers.linear import FusedLinear, Linear, calls_only
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
 from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
@@ -90,6 +90,8 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        # Asked before the call, since a hook may keep what it sees and take itself away
+        alone = self.q_norm is None and self._alone()
         qkv, (cos, sin, _) = self.qkv_proj(x), rotation
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
             sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
@@ -102,4 +104,11 @@ class Attention(nn.Module):
             n = self.q_norm
             options |= {"q_weight": n.weight, "k_weight": self.k_norm.weight}
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        return qk_norm_rope(qkv, cos, sin, interleaved=self.interleaved, **options)
+        options |= {"interleaved": self.interleaved, "overwrite": alone}
+        return qk_norm_rope(qkv, cos, sin, **options)
+
+    def _alone(self) -> bool:
+        """Whether a graph would keep what qkv_proj returns and nobody else sees it."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        return calls_only(self.qkv_proj, FusedLinear)

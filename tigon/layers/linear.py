@@ -25,10 +25,14 @@ class Linear(nn.Linear):
         return self.product(x)
 
 
-def calls_only(module: nn.Module, kind: type[nn.Module]) -> bool:
+def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
     """Whether a call of the module is `kind.forward` alone: no hook sees what comes and goes."""
-    return type(module).forward is kind.forward and not (
-        "forward" in module.__dict__
+    own, known = type(module), module.__dict__
+    if own.forward is not kind.forward or getattr(own, "product", None) is not kind.product:
+        return False
+    return not (
+        "forward" in known
+        or "product" in known
         or module._forward_pre_hooks
         or module._forward_hooks
         or module._backward_pre_hooks

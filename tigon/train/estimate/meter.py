@@ -27,7 +27,11 @@ WORKSPACES: dict[str, Callable[..., int]] = {
     "tigon::grouped_mlp_backward": backward_workspace,
 }
 # Operators that write outputs over these arguments, except where a dispatch mode is at work
-OVERWRITES = {"tigon::gated_act_backward": (1,), "tigon::gated_act_backward_product": (0, 1)}
+OVERWRITES = {
+    "tigon::gated_act_backward": (1,),
+    "tigon::gated_act_backward_product": (0, 1),
+    "tigon::packed_rope": (0,),
+}
 
 
 class Ledger:

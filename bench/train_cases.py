@@ -24,6 +24,7 @@ from bench.moe import tune_briefly
 from bench.peers import imported
 from tigon.train import load
 from tigon.train.config import Config
+from tigon.train.graphs import Graphs
 from tigon.train.model import finish
 from tigon.train.optim import build_optimizer
 
@@ -72,6 +73,7 @@ class Case:
 LONG = 8192
 TINY_TOKENS = 48
 VARLEN, LIGER = "torch_varlen", "Liger"
+GRAPHS = ("cuda_graphs=true",)
 CASES = {
     "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96),
     "Llama-3.2-1B 2 x 8192": Case("Llama-3.2-1B", 2, LONG, 1.18, 0.85, 0.95),
@@ -79,8 +81,8 @@ CASES = {
         *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True
     ),
     "Qwen3-4B 2 x 8192": Case("Qwen3-4B", 2, LONG, 1.14, 0.85, 0.98),
-    "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98),
-    "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5),
+    "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98, settings=GRAPHS),
+    "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5, settings=GRAPHS),
     "ragged chats, Llama-3.1-8B": Case(*("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True),
     "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
     "Llama-3.1-8B 1 x 8192, fp8": Case(
@@ -219,6 +221,8 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     )
     fill(parts_of(made))
     model = finish(made, chosen)
+    if chosen.cuda_graphs and device != "cpu":
+        Graphs(model)
     return model, adamw(model) if theirs else build_optimizer(model, chosen)
 
 

@@ -56,8 +56,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any)
 
 def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [weigh(spread(n, LAYERS)) for n in range(LAYERS + 1)]
-    assert all(more > less for more, less in pairwise(sizes[:-1]))
-    assert sizes[-1] > sizes[-2]  # so the last block would be recomputed in vain
+    assert all(more > less for more, less in pairwise(sizes))
     for n in (0, 3):
         found = decided(monkeypatch, sizes[n])
         assert (found.blocks, found.of, found.offload) == (n, LAYERS, False)
@@ -85,7 +84,7 @@ def test_spread_blocks_need_less_than_others() -> None:
     ]  # fmt: skip
     assert spread(3, LAYERS) == set(range(0, LAYERS, 2))
     spread_out = weigh(spread(3, LAYERS))
-    assert spread_out < weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
+    assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
 @pytest.mark.parametrize("least", range(7))

@@ -93,6 +93,13 @@ def must_not_wait(x: Tensor, rows: int) -> bool:
     return x.device.type == "cuda" and (rows <= FEW or torch.cuda.is_current_stream_capturing())
 
 
+def waits(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training with experts' matrices [E, O, K] may ask the device how many of the rows
+    each has; in a capture that fails, or computes every row with every expert."""
+    fits = device.type == "cuda" and dtype == torch.bfloat16 and hopper(device.index)
+    return not fits or any(size * dtype.itemsize % 16 for size in shape[1:])
+
+
 def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
     """Rows x [S, K] times matrices [E, K, O], each with that of its expert [S] -> [S, O].
 

@@ -113,8 +113,12 @@ class Decoder(nn.Module):
             # Backward begins with the last block: it would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
+                    if residual is not None:  # one tensor is kept for the block, not two
+                        x, residual = residual + x, None
                     x, residual, counts = checkpoint(
-                        block, x, residual, ropes[rope], state, ctx, use_reentrant=False
+                        *(block, x, residual, ropes[rope], state, ctx),
+                        use_reentrant=False,
+                        preserve_rng_state=False,  # no block draws any; a CUDA graph has none
                     )
                 else:
                     x, residual, counts = block(x, residual, ropes[rope], state, ctx)

@@ -3,7 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
@@ -49,6 +49,7 @@ class LanguageModel(nn.Module):
         # Blocks that backward computes again: True each, n every n-th, False none, or their indices
         self.activation_checkpointing: bool | int | Collection[int] = False
         self.activation_offload = False  # what backward needs waits in host memory
+        self.graphs: Callable[..., Any] | None = None  # called in place of `model`, to replay it
         self.attention: Backend = "auto"
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
@@ -188,7 +189,8 @@ class LanguageModel(nn.Module):
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
         x, position_ids, mask, places = batch.without_padding(x)
         balanced = aux_loss_coef(self.config) is not None
-        hidden, tallies = self.model(
+        run = self.model if self.graphs is None else self.graphs
+        hidden, tallies = run(
             x,
             position_ids,
             mask,

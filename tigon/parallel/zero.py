@@ -135,6 +135,7 @@ class Zero:
         self.gathered = self.allocated = False
         self.running: deque[Reduction] = deque()
         self.waiting: list[Group] | None = None  # in a backward: groups still to be reduced
+        self.weights: dict[nn.Parameter, Weight] = {}  # by their whole parameters, once allocated
         self.hooked: set[Weight] = set()
         self.groups: list[Group] = []
         seen: dict[nn.Parameter, Weight] = {}
@@ -222,6 +223,7 @@ class Zero:
                 module, name = weight.places[0]
                 weight.rows = module._parameters[name]  # a loader's, perhaps
                 weight.allocate(self.compute)
+                self.weights[weight.whole] = weight
         self.allocated = True
 
     def _enter(self, group: Group) -> None:
@@ -238,16 +240,26 @@ class Zero:
         weight.add_up(self.sums)
         if not self.reduces:
             return
-        if self.waiting is None:  # the first one
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish)
-            self.waiting = [g for g in self.groups if g.trained]
-            for other in self.waiting:
-                other.missing = len(other.trained)
+        self.arrived()
         group.missing -= 1
         # All ranks in one order, from the head to the embedding
         while self.waiting and not self.waiting[-1].missing:
             self._begin_reduction(self.waiting.pop())
+
+    def arrived(self) -> None:
+        """In a backward, when the first gradient is there: at its end all are reduced."""
+        if not self.reduces or self.waiting is not None:
+            return
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self.waiting = [g for g in self.groups if g.trained]
+        for group in self.waiting:
+            group.missing = len(group.trained)
+
+    def holder(self, whole: nn.Parameter) -> tuple[Any, str]:
+        """The object and the attribute that hold a whole parameter's gradient between the backwards
+        of a step."""
+        weight = self.weights[whole]
+        return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
     def _begin_reduction(self, group: Group) -> None:
         with torch.no_grad():

@@ -26,6 +26,7 @@ from tigon.train.data import build_loader
 from tigon.train.estimate.budget import budget_of, decide, memory_of
 from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
+from tigon.train.graphs import Graphs, check_run
 from tigon.train.matching import check_context, stop_at
 from tigon.train.measure import Meter
 from tigon.train.model import build_model, check_fp8, compute_dtype, projections
@@ -187,6 +188,8 @@ def make_run(
     ema: Ema | None,
     prompts: Sequence[Prompt] = (),
 ) -> Run:
+    if config.cuda_graphs:
+        Graphs(model, world.say)
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
@@ -254,6 +257,7 @@ def without_fp8(config: Config, model: CausalLM) -> list[str]:
 def check_machine(config: Config, world: World) -> None:
     """Raises ValueError for an attention backend or products that cannot train here."""
     check_fp8(config, world.device)
+    check_run(config, world)
     dtype = compute_dtype(config, world.device)
     check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
 

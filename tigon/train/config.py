@@ -93,6 +93,7 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
         check_optimizer(self)
         check_precision(self)
         check_budget(self)
+        check_graphs(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 
@@ -108,6 +109,24 @@ def check_budget(config: Config) -> None:
         raise ValueError(
             f"memory_budget={budget} is for activation_checkpointing=auto, not "
             f"{str(config.activation_checkpointing).lower()}"
+        )
+
+
+def check_graphs(config: Config) -> None:
+    """Raises ValueError for what a CUDA graph of a pass cannot have."""
+    if not config.cuda_graphs:
+        return
+    if config.device == "cpu":
+        raise ValueError("cuda_graphs=true with device=cpu: only a GPU has them")
+    if not config.packing:
+        raise ValueError(
+            "cuda_graphs=true with packing=false: padded micro-batches have lengths without end, "
+            "and a graph has one; give packing=true"
+        )
+    if config.activation_offload:
+        raise ValueError(
+            "cuda_graphs=true with activation_offload=true: copies to host memory take longer than "
+            "Python does; leave one out"
         )
 
 

@@ -54,6 +54,11 @@ class ModelSettings:
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"
     )
+    cuda_graphs: bool = option(
+        False,
+        "launch the blocks of a pass as one: for short rows and small models, whose steps wait for "
+        "Python; one GPU, packed rows: docs/training.md",
+    )
     memory_budget: float | None = option(
         None,
         "GiB of tensors that a GPU may hold, for activation_checkpointing=auto; null: what it has, "

@@ -1,6 +1,7 @@
 """The passes of one step, over all micro-batches and ranks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ def backward(run: Run, step: int) -> dict[str, float]:
         batch = watch.ask(batch)
         part = objective.loss(model, batch, sums)
         part.loss.backward()
+        # What autograd knew of it goes: nodes of an eager pass must not be there in a capture
+        part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
     norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()

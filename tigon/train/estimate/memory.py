@@ -116,7 +116,8 @@ def _weigh(
                     lambda p: meter.relabel(p.grad, GRADIENTS)
                 )
     count = max(1, -(-config.batch_size // (world * config.micro_batch_size)))
-    last = min(count, 2) - 1
+    # The gradients that graphs write stay, as if there had been another one
+    last = 1 if config.cuda_graphs else min(count, 2) - 1
     objective.begin(model)
     model.train()
     with use("triton"), meter:

@@ -146,6 +146,10 @@ def not_counted(config: Config) -> list[str]:
         found.append("what an evaluation keeps of its logits")
     if config.hooks:
         found.append("what hooks are given and keep")
+    if config.cuda_graphs:
+        found.append(
+            "the activations of the first micro-batch of each further kind, which has no graph yet"
+        )
     if config.activation_offload:
         found.append("host memory for the activations of activation_offload")
     return found

@@ -1,0 +1,278 @@
+"""Passes from graphs have the bits of passes without.
+
+There is no GPU here: each replay runs the pass again, into the memory that a graph would write to.
+tests/gpu/test_graphs_cuda.py has the graphs themselves.
+"""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tigon
+from tests.small import EXPERTS, LLAMA, write_model
+from tests.train import watching
+from tigon.kernels._grouped_gemm import waits
+from tigon.layers import KVCache
+from tigon.train import load, prepare, train
+from tigon.train.graphs import Graphs, check_run
+from tigon.train.parallel import local
+
+captured = importlib.import_module("tigon.train.captured")
+graphs = importlib.import_module("tigon.train.graphs")
+
+GEMMA3 = LLAMA | {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+}
+# Four micro-batches of a packed row each
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one micro-batch": {"micro_batch_size": 4},
+    "checkpointing": {"activation_checkpointing": 2},
+    "windows": {"model": GEMMA3},
+    "experts": {"model": EXPERTS, "router_aux_loss_coef": 0.5},
+    "experts, unbalanced": {"model": EXPERTS, "router_aux_loss_coef": 0},
+    "bfloat16 over float32": {"dtype": "bfloat16", "sharding": "gradients"},
+    "sums in float32": {
+        "param_dtype": "bfloat16", "accumulate_fp32": "true", "sharding": "gradients",
+    },
+    "bfloat16": {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"},
+    "frozen embedding": {"parameter_groups": "[{match: '*embed_tokens*', freeze: true}]"},
+    "frozen block and head": {
+        "model": LLAMA | {"tie_word_embeddings": False}, "sharding": "gradients",
+        "dtype": "bfloat16",
+        "parameter_groups": "[{match: ['*.layers.0.*', '*embed*', 'lm_head*'], freeze: true}]",
+    },
+    "deterministic": {"deterministic": "true"},
+    "watched": {"hooks": f"{watching.__file__}:keep", "hook_every": 2, "eval_every": 2},
+}  # fmt: skip
+STEPS = 6
+
+
+def again(run, device, pool):
+    """In place of a capture, which computes nothing and changes no memory."""
+    own, gradients = run.__self__, run.__self__.gradients
+    before = [None if t is None else t.clone() for t in gradients.memory]
+    run()
+    with torch.no_grad():
+        for kept, was in zip(gradients.memory if before else [], before, strict=True):
+            if kept is not None:
+                kept.copy_(was)
+    if run == own._run_forward:
+        return run
+
+    def replay():
+        with gradients.capturing(adds=own.adds):
+            run()
+
+    return replay
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(captured, "capture", again)
+    monkeypatch.setattr(graphs, "waits", lambda *_: False)
+
+
+def trained(workspace, world, run_dir, case, *, with_graphs: bool):
+    """The run, its metrics, and its graphs."""
+    model = case.get("model", LLAMA)
+    if not (workspace.root / f"model of {run_dir}").exists():
+        write_model(workspace.root / f"model of {run_dir}", **model)
+    given = {"steps": STEPS, "eval_data": workspace.held_out, **case}
+    given["model"] = workspace.root / f"model of {run_dir}"
+    name = f"{run_dir}-{with_graphs}"
+    torch.manual_seed(0)
+    run = prepare(load(None, workspace.settings(name, **given)), world)
+    made = Graphs(run.model, lambda text: said.append(text)) if with_graphs else None
+    assert train(run) == 0
+    keys = "loss", "grad_norm", "accuracy", "eval_loss", "expert_imbalance", "aux_loss"
+    return run, {key: workspace.metrics(name, key) for key in keys}, made
+
+
+said: list[str] = []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_have_the_same_bits(workspace, world, played, name):
+    said.clear()
+    watching.SEEN.clear()
+    case, directory = CASES[name], name.replace(",", "")
+    plain, expected, _ = trained(workspace, world, directory, case, with_graphs=False)
+    seen = len(watching.SEEN)
+    run, found, made = trained(workspace, world, directory, case, with_graphs=True)
+    assert found == expected and len(found["loss"]) == STEPS
+    for (key, p), q in zip(run.model.named_parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(local(p), local(q)), key
+    assert len(watching.SEEN) == 2 * seen
+    # Both graphs of a kind were at work: most passes are replays
+    assert {adds for _, adds in made.captured} == {False, name != "one micro-batch"}
+    micro_batches = 1 if name == "one micro-batch" else 4
+    assert made.passes > STEPS * micro_batches / 3
+    assert len(made.learned) < 8 and not said
+
+
+def test_kinds_beyond_the_most_run_without(workspace, world, played, monkeypatch):
+    said.clear()
+    monkeypatch.setattr(graphs, "MOST", 1)
+    case = {"batch_size": 6, "seq_len": 64}
+    _, expected, _ = trained(workspace, world, "most", case, with_graphs=False)
+    _, found, made = trained(workspace, world, "most", case, with_graphs=True)
+    assert found == expected
+    assert len(made.learned) == 1 and 0 < made.passes < 6 * STEPS
+    assert len(said) == 1 and "graphs for 1 kinds of micro-batches" in said[0]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tigon.Llama.from_config(LLAMA).train()
+
+
+def inputs(tokens: int = 20, **more: Any) -> dict[str, Any]:
+    ids = torch.arange(2 * tokens).view(2, tokens) % LLAMA["vocab_size"]
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def test_what_is_a_kind(model, played):
+    made = Graphs(model)
+
+    def kinds(*given: dict[str, Any]) -> int:
+        made.learned.clear()
+        for one in given:
+            model(**one)
+        return len(made.learned)
+
+    def packed(*ends: int) -> dict[str, Any]:
+        cu = torch.tensor(sorted([0, *ends, 20, 40]), dtype=torch.int32)
+        return inputs(cu_seq_lens=cu, max_length_q=int(cu.diff().max()))
+
+    assert kinds(inputs(), inputs(), inputs(21)) == 2
+    assert kinds(packed(3), packed(5, 7), packed(1, 2, 3, 30, 31)) == 1
+    assert kinds(packed(3), packed(1, 2, 3, 4, 30, 31, 32, 33)) == 2  # more than there is room for
+    assert kinds(packed(3), packed(10, 30)) == 2  # of one length, computed as rows
+    with torch.no_grad():
+        assert kinds(inputs()) == 0
+    assert kinds(inputs(past_key_values=KVCache())) == 0
+    model.eval()
+    assert kinds(inputs()) == 0
+
+
+def test_gradients_without_a_graph_are_added_to(played):
+    """Those of passes with and without move to and fro; kinds come in any place of a step."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(tigon.Llama.from_config(LLAMA).train())
+    made = Graphs(models[1])
+    for lengths in ((20,), (20, 20), (20, 20), (9, 20), (9, 20), (20, 9, 5), (5, 20, 9)):
+        found = []
+        for model in models:
+            losses = []
+            for tokens in lengths:
+                loss = model(**inputs(tokens)).loss
+                loss.backward()
+                losses.append(loss.detach())
+            gradients = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            found.append([*losses, *gradients])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs), lengths
+    assert len(made.captured) == 5
+
+
+def test_a_pass_that_another_has_overwritten_is_an_error(model, played):
+    Graphs(model)
+    model(**inputs()).loss.backward()
+    model.zero_grad()
+    first, second = model(**inputs()).loss, model(**inputs()).loss
+    second.backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="another forward has taken the memory of this one"):
+        first.backward()
+
+
+def test_gradients_that_come_between_are_an_error(model, played):
+    Graphs(model)
+    model(**inputs()).loss.backward()
+    model.zero_grad()
+    loss = model(**inputs()).loss
+    model.model.norm.weight.grad = torch.zeros_like(model.model.norm.weight)
+    with pytest.raises(RuntimeError, match="gradients have come or gone"):
+        loss.backward()
+
+
+def test_settings_that_do_not_fit(workspace):
+    def settings(**changes: Any) -> list[str]:
+        return workspace.settings("x", cuda_graphs="true", **{"device": "auto", **changes})
+
+    for changes, why in (
+        ({"device": "cpu"}, "cuda_graphs=true with device=cpu: only a GPU"),
+        ({"packing": "false"}, "cuda_graphs=true with packing=false: .*; give packing=true"),
+        ({"activation_offload": "true"}, "with activation_offload=true: .*; leave one out"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            load(None, settings(**changes))
+    one = SimpleNamespace(device=torch.device("cuda"), size=1)
+    for world, changes, why in (
+        (SimpleNamespace(device=torch.device("cpu"), size=1), {}, "needs a GPU, and device=auto"),
+        (SimpleNamespace(device=one.device, size=2), {}, "for one GPU, and there are 2 ranks"),
+        (one, {}, "with sharding=full: .*param_dtype=float32 .*; give sharding=gradients"),
+        (one, {"param_dtype": "bfloat16", "accumulate_fp32": "true"}, "with sharding=full"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            check_run(load(None, settings(**changes)), world)  # type: ignore[arg-type]
+    for changes in (
+        {"sharding": "gradients"},
+        {"param_dtype": "bfloat16"},
+        {"dtype": "float32"},
+        {"param_dtype": "bfloat16", "accumulate_fp32": "true", "sharding": "gradients"},
+    ):
+        check_run(load(None, settings(**changes)), one)  # type: ignore[arg-type]
+
+
+def test_models_that_do_not_fit(model, monkeypatch):
+    model.activation_offload = True
+    with pytest.raises(ValueError, match="activation_offload"):
+        Graphs(model)
+    experts = tigon.Qwen3Moe.from_config(EXPERTS)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts asks the GPU"):
+        Graphs(experts)
+    gemm = importlib.import_module("tigon.kernels._grouped_gemm")
+    monkeypatch.setattr(gemm, "hopper", lambda _: True)
+    shape, gpu = torch.Size((5, 80, 64)), torch.device("cuda", 0)
+    assert not waits(shape, torch.bfloat16, gpu)
+    assert waits(shape, torch.float32, gpu) and waits(shape, torch.bfloat16, torch.device("cpu"))
+    assert waits(torch.Size((5, 80, 60)), torch.bfloat16, gpu)
+    monkeypatch.setattr(gemm, "hopper", lambda _: False)
+    assert waits(shape, torch.bfloat16, gpu)
+
+
+def test_a_capture_that_fails_says_the_way_out(monkeypatch):
+    class Broken:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Broken)
+    monkeypatch.setattr(captured, "side_stream", lambda _: None)
+
+    def fail(error: Exception) -> None:
+        def run() -> None:
+            raise error
+
+        captured.capture(run, torch.device("cuda"), None)
+
+    with pytest.raises(RuntimeError, match=r"\(ValueError: no\); cuda_graphs=false trains without"):
+        fail(ValueError("no"))
+    with pytest.raises(torch.OutOfMemoryError, match="room"):
+        fail(torch.OutOfMemoryError("room"))

@@ -82,11 +82,11 @@ def bf16(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=BF16)
 
 
-def rotate_in_place(kv_heads: int, width: int) -> None:
+def rotate(kv_heads: int, width: int, *, overwrite: bool) -> list[Tensor]:
     qkv = bf16(1, 8, (2 + 2) * kv_heads * width).requires_grad_() * 1
     angles = bf16(1, 8, width // 2)
     sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads}
-    qk_norm_rope(qkv, angles, angles, **sizes, overwrite=True)
+    return list(qk_norm_rope(qkv, angles, angles, **sizes, overwrite=overwrite))
 
 
 def main() -> None:
@@ -111,7 +111,11 @@ def main() -> None:
         gradient_and_product(bf16(8, 2048), bf16(8, 4096), "silu", True)
         for name, sizes in {"whole": (8, 128), "narrow": (1, 32)}.items():
             label = name
-            rotate_in_place(*sizes)
+            rotate(*sizes, overwrite=True)
+        label = "away"
+        outputs = rotate(8, 128, overwrite=False)
+        label = "back"
+        torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
         label = ""
         normed_again(bf16(8, 2048), torch.ones(8), None, bf16(2048), 0.0, True)
         rescale_and_join(torch.zeros(64, 64), torch.zeros(60, 64), torch.ones(()), BF16)

@@ -142,17 +142,20 @@ def _weigh(h, w, dtype, AFTER):
 
 
 @triton.jit
-def _turn_heads(x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK):
+def _turn_heads(
+    x, y, weight, angles, norm, batch, token, block, COUNT, HEADS, DIMS, AFTER, BACK,
+    COPY: tl.constexpr,
+):  # fmt: skip
     """Rotates heads `block * HEADS` and on, of one token's COUNT; a weight norms them first.
 
-    Without `y` they are rotated where they are, and dims that pass through are left alone.
+    Without COPY they are rotated where they are, not to y, and dims that pass through are left
+    alone.
     """
     D: tl.constexpr = DIMS[0]
     HALF: tl.constexpr = DIMS[1]
     BLOCK: tl.constexpr = DIMS[2]
     REST: tl.constexpr = DIMS[3]
     INTERLEAVED: tl.constexpr = DIMS[4]
-    COPY: tl.constexpr = y is not None
     heads = block * HEADS + tl.arange(0, HEADS)
     keep = heads < COUNT
     x, rows = locate(x, batch, token, heads, D)
@@ -207,6 +210,7 @@ def _rope_kernel(
     WHOLE: tl.constexpr,
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
+    COPY: tl.constexpr,  # to yq and yk; Triton 3.6 compares no tuple that has a None with None
     PDL: tl.constexpr,
 ):
     """A tile is some heads of one token's q, of its k, or of its v, which is only copied."""
@@ -218,10 +222,14 @@ def _rope_kernel(
     i = tl.program_id(0) % BLOCKS
     b, t = (at // T).to(tl.int64), (at % T).to(tl.int64)
     if i < Q_BLOCKS:
-        _turn_heads(q, yq, weights[0], angles, norm, b, t, i, H, HEADS, DIMS, AFTER, BACK)
+        _turn_heads(
+            q, yq, weights[0], angles, norm, b, t, i, H, HEADS, DIMS, AFTER, BACK, COPY
+        )  # fmt: skip
     elif i < Q_BLOCKS + K_BLOCKS:
         i -= Q_BLOCKS
-        _turn_heads(k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK)
+        _turn_heads(
+            k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK, COPY
+        )  # fmt: skip
     elif v is not None:
         heads = (i - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
         x, rows = locate(v, b, t, heads, DIMS[0])
@@ -308,6 +316,7 @@ def launch(
         WHOLE=triton.next_power_of_2(head_dim),
         AFTER=after,
         BACK=back,
+        COPY=outputs[0] is not None,
         num_warps=warps,
         **pdl_options(q[0]),
     )

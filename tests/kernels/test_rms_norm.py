@@ -219,6 +219,28 @@ def test_half_precision_is_as_good_as_eager(
         assert ours_error <= slack * eager_error
 
 
+@pytest.mark.parametrize(("offset", "cast"), [(0.0, "before_weight"), (1.0, "after_weight")])
+def test_it_does_not_matter_who_makes_the_sum(path: str, offset: float, cast: str) -> None:
+    kernels_only(path)
+    x, residual, up, side = torch.randn(4, 33, 80).half()
+    weight = torch.randn(80).half()
+    options = {"offset": offset, "cast": cast}
+
+    def results(norm: Callable[..., Any]) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+        out = norm(*leaves)
+        return [*out, *torch.autograd.grad(out, leaves, [up, side])]
+
+    expected = results(lambda x, r, w: rms_norm(x, w, EPS, residual=r, **options))
+    found = results(lambda x, r, w: OWN.norm_of_stream(x + r, w, EPS, **options))
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 5
+    with pytest.raises(ValueError, match=r"eps=-1"):
+        OWN.norm_of_stream(x.clone().requires_grad_(), weight, -1.0)
+    only = x.clone().requires_grad_()
+    (OWN.norm_of_stream(only, weight, EPS)[1] * side).sum().backward()  # the norm is not used
+    assert torch.equal(only.grad, side)
+
+
 def test_dtypes_that_the_kernels_leave_to_torch() -> None:
     x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
     normed, total = rms_norm(x, torch.ones(16), EPS, residual=residual)

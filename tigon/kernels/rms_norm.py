@@ -343,7 +343,8 @@ def _backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Any:  # what `_forward` takes
+    def forward(ctx: Any, through: bool, *given: Any) -> Any:  # what `_forward` takes
+        """`through`: x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
         x, _, _, gate, weight, _, *constants = given
@@ -353,20 +354,22 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(stream, gate, weight, rstd)
         if not torch.compiler.is_compiling():
             note(y, normed_again, (stream, rstd, gate, weight), *constants)
+        if through:
+            return y, x.detach()
         return (y, stream) if total else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         refuse_second_derivative("rms_norm")
         x, gate, weight, rstd = ctx.saved_tensors
-        needs_x, needs_residual, _, needs_gate, needs_weight = ctx.needs_input_grad[:5]
+        needs_x, needs_residual, _, needs_gate, needs_weight = ctx.needs_input_grad[1:6]
         if dy is None:  # only the sum was used
-            return dtotal, dtotal, *6 * (None,)
+            return None, dtotal, dtotal if needs_residual else None, *6 * (None,)
         needs = [needs_x or needs_residual, needs_gate, needs_weight]
         found = iter(_backward(x, gate, weight, needs, rstd, dy, dtotal, *ctx.constants))
         dx, dgate, dweight = (next(found) if needed else None for needed in needs)
         of_x, of_residual = dx if needs_x else None, dx if needs_residual else None
-        return of_x, of_residual, None, dgate, dweight, None, None, None
+        return None, of_x, of_residual, None, dgate, dweight, None, None, None
 
 
 @overload
@@ -426,6 +429,24 @@ def rms_norm(
         return y if residual is None else (y, total)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _RMSNorm.apply(x, residual, True, gate, weight, eps, offset, before)
+        return _RMSNorm.apply(False, x, residual, True, gate, weight, eps, offset, before)
     outputs = _forward(x, residual, False, gate, weight, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])
+
+
+def norm_of_stream(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"
+) -> tuple[Tensor, Tensor]:
+    """`(rms_norm(x), x)`: what `rms_norm` with a residual returns, where the sum has been made.
+
+    The gradients of both are added up in the kernel and rounded once, as they are there: a block
+    that is given the sum has the gradients of one that makes it.
+    """
+    learns = x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    fits = weight.shape == x.shape[-1:] and weight.device == x.device and x.shape[-1] <= WIDEST
+    if not (learns and fits and weight.dtype in DTYPES and runs_triton(x)):
+        return rms_norm(x, weight, eps, offset=offset, cast=cast), x
+    check_norm(eps, offset, cast)
+    before = cast == "before_weight"
+    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, eps, offset, before)
+    return y, stream

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels._norm import Cast
-from tigon.kernels.rms_norm import rms_norm
+from tigon.kernels.rms_norm import norm_of_stream, rms_norm
 from tigon.kernels.sandwich_norm import sandwich_norm
 
 
@@ -40,7 +40,7 @@ class AddRMSNorm(RMSNorm):
         if residual is None:
             if post is not None:
                 raise ValueError("post norms what is added to a residual, but residual is None")
-            return super().forward(x), x
+            return norm_of_stream(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
         if post is None:
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual

@@ -4,6 +4,7 @@ There is no GPU here: each replay runs the pass again, into the memory that a gr
 tests/gpu/test_graphs_cuda.py has the graphs themselves.
 """
 
+import copy
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,134 @@ def test_a_pass_that_another_has_overwritten_is_an_error(model, played):
     model.zero_grad()
     with pytest.raises(RuntimeError, match="another forward has taken the memory of this one"):
         first.backward()
+
+
+def test_a_pass_goes_back_once(model, played):
+    Graphs(model)
+    for _ in range(3):
+        for _ in range(2):
+            loss = model(**inputs()).loss
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+    model(**inputs()).loss.backward()
+    loss = model(**inputs()).loss  # which adds
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="this pass has gone back once"):
+        loss.backward()
+
+
+def test_gradients_that_somebody_takes_away(played):
+    """Between a pass without a graph and one that adds: what was there a step before is gone."""
+    models, found = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(tigon.Llama.from_config(LLAMA).train())
+    Graphs(models[1])
+    for model in models:
+        weight = model.model.layers[1].mlp.down_proj.weight
+        for lengths in ((20, 20), (20, 20), (20, 20), (9, 20)):
+            model.zero_grad()
+            for i, tokens in enumerate(lengths):
+                model(**inputs(tokens)).loss.backward()
+                if i == 0:
+                    weight.grad = None
+        found.append([p.grad.clone() for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def on_a_module(model: Any, hook: Any) -> Any:
+    return model.model.layers[1].mlp.register_forward_hook(hook)
+
+
+def on_the_decoder(model: Any, hook: Any) -> Any:
+    return model.model.register_forward_pre_hook(hook)
+
+
+def on_a_parameter(model: Any, hook: Any) -> Any:
+    return model.model.layers[0].mlp.down_proj.weight.register_post_accumulate_grad_hook(hook)
+
+
+def on_a_gradient(model: Any, hook: Any) -> Any:
+    return model.model.norm.weight.register_hook(hook)
+
+
+def on_all_modules(model: Any, hook: Any) -> Any:
+    return torch.nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "register", [on_a_module, on_the_decoder, on_a_parameter, on_a_gradient, on_all_modules]
+)
+def test_hooks_are_called_in_every_pass(model, played, register):
+    said.clear()
+    made = Graphs(model, said.append)
+    for _ in range(3):
+        model(**inputs()).loss.backward()
+        model.zero_grad()
+    assert made.passes == 2 and not said
+    calls: list[int] = []
+    handle = register(model, lambda *_: calls.append(made.passes))
+    for _ in range(2):
+        before = len(calls)
+        model(**inputs()).loss.backward()
+        model.zero_grad()
+        assert len(calls) > before
+    assert set(calls) == {2} and len(said) == 1 and "passes run without graphs" in said[0]
+    handle.remove()
+    model(**inputs()).loss.backward()
+    assert made.passes == 3
+
+
+def test_autocast_runs_without(model, played):
+    said.clear()
+    made = Graphs(model, said.append)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**inputs()).loss.backward()
+    assert not made.learned and len(said) == 1 and "torch.autocast" in said[0]
+
+
+def replace(model: Any) -> None:
+    linear = model.model.layers[0].mlp.down_proj
+    linear.weight = torch.nn.Parameter(linear.weight.detach().clone())
+
+
+def move(model: Any) -> None:
+    model.double().float()
+
+
+def assign(model: Any) -> None:
+    values = {key: value.clone() for key, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+def freeze(model: Any) -> None:
+    model.model.layers[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [replace, move, assign, freeze])
+def test_parameters_that_are_not_what_graphs_read_are_an_error(model, played, change):
+    Graphs(model)
+    for _ in range(2):
+        model(**inputs()).loss.backward()
+        model.zero_grad()
+    model.load_state_dict(model.state_dict())  # in place
+    model(**inputs()).loss.backward()
+    model.zero_grad()
+    change(model)
+    with pytest.raises(RuntimeError, match=r"parameters have been .*: make Graphs\(model\) anew"):
+        model(**inputs())
+    with torch.no_grad():
+        model(**inputs())
+    Graphs(model)
+    model(**inputs()).loss.backward()
+
+
+def test_a_copy_of_a_model_runs_without(model, played):
+    made = Graphs(model)
+    model(**inputs()).loss.backward()
+    assert copy.deepcopy(model).graphs is None and model.graphs is made
 
 
 def test_gradients_that_come_between_are_an_error(model, played):

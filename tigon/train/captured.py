@@ -94,9 +94,11 @@ class Gradients:
         """What a pass without graphs has left moves to the memory that stays."""
         with torch.no_grad():
             for kept, found in zip(self.memory, self.read(), strict=True):
-                if kept is not None and found is not None and found is not kept:
+                if kept is not None and found is None:
+                    kept.zero_()  # it has those of the step before
+                elif kept is not None and found is not None and found is not kept:
                     kept.copy_(found)
-        self.write(self.memory)
+        self._give()
 
     @contextmanager
     def capturing(self, *, adds: bool) -> Iterator[None]:
@@ -122,6 +124,12 @@ class Gradients:
             if self.zero is not None:
                 self.zero.reduces = reduces
 
+    def _give(self) -> None:
+        """To the holders, but where no replay writes."""
+        for (_, owner, name), kept in zip(self.holders, self.memory, strict=True):
+            if kept is not None:
+                setattr(owner, name, kept)
+
     def _copying(self, index: int) -> Callable[[Tensor], None]:
         _, owner, name = self.holders[index]
 
@@ -135,7 +143,7 @@ class Gradients:
 
     def arrived(self) -> None:
         """In a backward pass, when a replay has left them in the memory that stays."""
-        self.write(self.memory)
+        self._give()
         if self.zero is not None:
             self.zero.arrived()
 

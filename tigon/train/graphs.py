@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.kernels._attention_room import with_room
 from tigon.kernels._grouped_gemm import waits
+from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import AttentionMask
 from tigon.layers import Attention
 from tigon.layers.moe import Experts
@@ -29,6 +30,7 @@ from tigon.train.captured import Captured, Gradients, Kind, Recompute, beside, i
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype, is_sharded
 from tigon.train.parallel import World
+from tigon.train.parts import Parts
 
 MOST = 8  # kinds of micro-batches that have graphs
 
@@ -38,7 +40,8 @@ class Graphs:
 
     The first micro-batch of a kind compiles and sets up what a capture cannot, on the stream of
     captures; kinds beyond `MOST` have no graphs, which `say` tells once. From then on the model
-    calls it in place of its decoder. Parameters stay where they are, and trained or frozen.
+    calls it in place of its decoder. Parameters stay where they are, and trained or frozen: a pass
+    that finds them otherwise raises RuntimeError.
     """
 
     def __init__(self, model: CausalLM, say: Callable[[str], None] = print) -> None:
@@ -51,7 +54,9 @@ class Graphs:
         self.passes = 0  # that have begun
         self.learned: dict[Kind, set[int]] = {}  # outputs that got a gradient in the first pass
         self.captured: dict[tuple[Kind, bool], Captured] = {}
-        self._full = False
+        self._said: set[str] = set()
+        self._parts = Parts(model)
+        self._places: list[Any] | None = None  # of parameters and buffers, in the first pass
         # The blocks learn, even where the embedding before them does not
         self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         model.graphs = self
@@ -69,8 +74,9 @@ class Graphs:
         """As Decoder.forward."""
         rest = cache, recompute, routing, offload
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
-        if not learns or offload or not self.gradients.holders:
+        if not learns or offload or self._must_not() or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
+        self._check_places()
         roomy = with_room(mask, x.shape[0] * x.shape[1], self.windows)
         kind = Kind.of(x, position_ids, roomy, recompute, routing)
         if kind not in self.learned and not self._add(kind):
@@ -87,17 +93,48 @@ class Graphs:
         hidden, *tallies = _Replayed.apply(self, self.captured[key], *given)
         return hidden, tallies
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the model has weights of its own, and runs without
+
+    def _must_not(self) -> bool:
+        """Whether a replay would pass over what this pass does."""
+        if torch.compiler.is_compiling():
+            return True
+        if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory
+            self._say_once("under torch.autocast passes run without graphs: cast the model instead")
+            return True
+        if self._parts.have_hooks():
+            self._say_once(
+                "there are hooks on the blocks or on their parameters, which a replay would not "
+                "call: passes run without graphs"
+            )
+            return True
+        return False
+
+    def _check_places(self) -> None:
+        found = self._parts.places()
+        if self._places is None:
+            self._places = found
+        elif found != self._places:
+            raise RuntimeError(
+                "cuda_graphs: parameters have been moved, replaced, frozen or unfrozen since the "
+                "first pass, and graphs read those of then: make Graphs(model) anew"
+            )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(f"note: cuda_graphs: {text}")
+
     def _add(self, kind: Kind) -> bool:
         """Whether there is room for one more."""
         if len(self.learned) < MOST:
             self.learned[kind] = set()
             return True
-        if not self._full:
-            self._full = True
-            self.say(
-                f"note: cuda_graphs has graphs for {MOST} kinds of micro-batches; those of other "
-                "shapes, or of other numbers and lengths of sequences, run without"
-            )
+        self._say_once(
+            f"there are graphs for {MOST} kinds of micro-batches; those of other shapes, or of "
+            "other numbers and lengths of sequences, run without"
+        )
         return False
 
     def _first(
@@ -122,6 +159,7 @@ class _Replayed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         graphs.passes += 1
         ctx.graphs, ctx.captured, ctx.number = graphs, captured, graphs.passes
+        ctx.done = False
         ctx.set_materialize_grads(False)
         return tuple(captured.forward(*given))
 
@@ -132,6 +170,12 @@ class _Replayed(torch.autograd.Function):
                 "cuda_graphs: another forward has taken the memory of this one: go back through "
                 "each before the next, or train without"
             )
+        if ctx.done:  # also where retain_graph asked for more
+            raise RuntimeError(
+                "cuda_graphs: this pass has gone back once, over the memory of its forward: go "
+                "back through the sum of losses, or train without"
+            )
+        ctx.done = True
         return None, None, None, ctx.captured.backward(gradients), None, None
 
 

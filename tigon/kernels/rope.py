@@ -211,13 +211,14 @@ def _rope_kernel(
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
     COPY: tl.constexpr,  # to yq and yk; Triton 3.6 compares no tuple that has a None with None
+    VALUES: tl.constexpr,  # there is a v
     PDL: tl.constexpr,
 ):
     """A tile is some heads of one token's q, of its k, or of its v, which is only copied."""
     pdl_wait(PDL)
     Q_BLOCKS: tl.constexpr = (H + HEADS - 1) // HEADS
     K_BLOCKS: tl.constexpr = (K + KV_HEADS - 1) // KV_HEADS
-    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (K_BLOCKS if v is not None else 0)
+    BLOCKS: tl.constexpr = Q_BLOCKS + K_BLOCKS + (K_BLOCKS if VALUES else 0)
     at = tl.program_id(0) // BLOCKS
     i = tl.program_id(0) % BLOCKS
     b, t = (at // T).to(tl.int64), (at % T).to(tl.int64)
@@ -230,7 +231,7 @@ def _rope_kernel(
         _turn_heads(
             k, yk, weights[1], angles, norm, b, t, i, K, KV_HEADS, DIMS, AFTER, BACK, COPY
         )  # fmt: skip
-    elif v is not None:
+    elif VALUES:
         heads = (i - Q_BLOCKS - K_BLOCKS) * KV_HEADS + tl.arange(0, KV_HEADS)
         x, rows = locate(v, b, t, heads, DIMS[0])
         y, to_rows = locate(yv, b, t, heads, DIMS[0])
@@ -317,6 +318,7 @@ def launch(
         AFTER=after,
         BACK=back,
         COPY=outputs[0] is not None,
+        VALUES=v is not None,
         num_warps=warps,
         **pdl_options(q[0]),
     )

@@ -1,0 +1,55 @@
+"""Forms of `append_attention`.
+
+# B rows, T new tokens of each, R cache slots, H query heads, K kv heads, D head dim
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.hopper.compiling import Forms
+from tests.hopper.tensors import BF16, FP16, FP32, zeros
+from tigon.kernels.append_attention import _forward
+
+
+def forms() -> Forms:
+    for name, options in FORMS.items():
+        yield f"append_attention {name}", partial(_append, **options)
+
+
+PACKED: dict[str, Any] = {"kept": torch.int8}
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16, window": {"dtype": FP16, "window": 300},
+    "several tokens, window, softcap": {"T": 4, "window": 300, "softcap": 50.0},
+    "fp32, several tokens, softcap": {"dtype": FP32, "T": 4, "softcap": 50.0},
+    "packed, window": PACKED | {"window": 300},
+    "packed, fp16, softcap": PACKED | {"dtype": FP16, "softcap": 50.0},
+    "packed, fp32, several tokens": PACKED | {"dtype": FP32, "T": 4},
+    "packed, several tokens, window, softcap": PACKED | {"T": 4, "window": 300, "softcap": 50.0},
+    "whole, odd": {"B": 16, "D": 80},
+    "packed, whole, odd": PACKED | {"B": 16, "D": 80},
+    "wide": {"D": 256},
+    "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
+}
+
+
+def _append(
+    B: int = 1,
+    T: int = 1,
+    H: int = 8,
+    K: int = 2,
+    D: int = 128,
+    dtype: torch.dtype = BF16,
+    kept: torch.dtype | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    q = zeros(B, T, H, D, dtype=dtype)
+    k, v = (zeros(B, T, K, D, dtype=dtype) for _ in range(2))
+    # What is not looked at need not be allocated for every row
+    keys, values = (zeros(1, K, 1024, D, dtype=kept or dtype).expand(B, -1, -1, -1) for _ in "kv")
+    scales = [None if kept is None else zeros(B, K, 1024, dtype=FP32) for _ in "kv"]
+    lengths = zeros(B, dtype=torch.int32)
+    _forward(q, k, v, keys, values, *scales, lengths, window, softcap, D**-0.5)

@@ -1,0 +1,102 @@
+"""Forms of what is computed of logits. N rows, V vocab."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.hopper.compiling import Forms
+from tests.hopper.tensors import BF16, FP16, FP32, zeros
+from tigon.kernels._cross_entropy_rows import loss_rows
+from tigon.kernels._divergence_rows import divergence_rows
+from tigon.kernels._logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
+
+
+def forms() -> Forms:
+    for name, options in LOSSES.items():
+        yield f"loss_rows {name}", partial(_loss_rows, **options)
+    for name, options in DIVERGENCES.items():
+        yield f"divergence_rows {name}", partial(_divergence_rows, **options)
+    factor = zeros(dtype=FP32)
+    for name, dtype in DTYPES.items():
+        x = zeros(64, 64, dtype=dtype)
+        yield f"rescale {name}", partial(rescale, x, factor, BF16)
+        yield f"rescale {name} in place", partial(rescale_, x, factor)
+    x, y = zeros(64, 64, dtype=FP32), zeros(60, 64, dtype=FP32)
+    yield "rescale and join", partial(rescale_and_join, x, y, factor, BF16)
+
+
+DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
+CAPPED = Options(softcap=30.0, logit_scale=0.5)
+ALL = Options(softcap=30.0, logit_scale=0.5, label_smoothing=0.1, z_loss=1e-4)
+METRICS = ("entropy", "nll", "predicted_tokens")
+LOSSES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32, metrics": {"dtype": FP32, "metrics": METRICS},
+    "gradient": {"grad": True},
+    "fp16, gradient added": {"dtype": FP16, "grad": True, "add": True},
+    "gradient, known mass": {"grad": True, "known": True},
+    "all options": {"options": ALL, "metrics": METRICS},
+    "fp32, all options, gradient added": {
+        "dtype": FP32, "options": ALL, "metrics": METRICS, "grad": True, "add": True,
+    },
+    "all options, gradient, known mass": {"options": ALL, "grad": True, "known": True},
+    "scale, smoothing, gradient": {
+        "options": Options(logit_scale=0.5, label_smoothing=0.1), "grad": True,
+    },
+    "softcap, z-loss, gradient": {"options": Options(softcap=30.0, z_loss=1e-4), "grad": True},
+    "holes": {"holes": True},
+    "holes, capped, gradient added, known mass": {
+        "holes": True, "options": CAPPED, "grad": True, "add": True, "known": True,
+    },
+    "many tokens": {"V": 32000, "grad": True},
+    "one token": {"V": 1, "grad": True},
+}  # fmt: skip
+DIVERGENCES: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "forward, capped, gradient": {"grad": True, "options": CAPPED},
+    "forward, normalized, gradient added": {"grad": True, "add": True, "normalized": True},
+    "reverse, gradient": {"beta": 1.0, "grad": True},
+    "reverse, normalized": {"beta": 1.0, "normalized": True},
+    "reverse, normalized, capped, gradient": {
+        "beta": 1.0, "normalized": True, "grad": True, "options": CAPPED,
+    },
+    "mixture": {"beta": 0.5},
+    "fp32, mixture, capped, gradient added": {
+        "dtype": FP32, "beta": 0.5, "grad": True, "add": True, "options": CAPPED,
+    },
+    "mixture, normalized, gradient": {"beta": 0.5, "normalized": True, "grad": True},
+    "many tokens": {"V": 32000, "grad": True, "beta": 0.5},
+    "one token": {"V": 1, "grad": True},
+}  # fmt: skip
+
+
+def _loss_rows(
+    V: int = 256,
+    dtype: torch.dtype = BF16,
+    options: Options = PLAIN,
+    metrics: tuple[str, ...] = (),
+    grad: bool = False,
+    add: bool = False,
+    known: bool = False,
+    holes: bool = False,
+) -> None:
+    logits, targets = zeros(8, V, dtype=dtype), zeros(8, dtype=torch.int64)
+    one = zeros(8, dtype=FP32)
+    gradient = Gradient(one, torch.zeros_like(logits), add) if grad else None
+    mass = (one, one) if known else None
+    loss_rows(logits, targets, options, metrics, gradient, mass, holes=holes)
+
+
+def _divergence_rows(
+    V: int = 256,
+    dtype: torch.dtype = BF16,
+    options: Options = PLAIN,
+    beta: float = 0.0,
+    grad: bool = False,
+    add: bool = False,
+    normalized: bool = False,
+) -> None:
+    student, teacher = zeros(8, V, dtype=dtype), zeros(8, V, dtype=dtype)
+    gradient = Gradient(zeros(8, dtype=FP32), torch.zeros_like(student), add) if grad else None
+    divergence_rows(student, teacher, options, options, beta, gradient, normalized=normalized)

@@ -1,0 +1,82 @@
+"""Forms of activations, products of one row, casts to 8 bits, and mixtures of experts."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.hopper.compiling import Forms
+from tests.hopper.tensors import BF16, FP16, FP32, backward, zeros
+from tigon.kernels import gated_act, grouped_mlp, row_linear
+from tigon.kernels._fp8_casts import cast_both, cast_columns, cast_rows
+from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
+
+
+def forms() -> Forms:
+    for act in ACTIVATIONS:
+        yield f"gated_act {act}", partial(_gated_act, act, 8, 2048, BF16)
+    yield "gated_act fp32", partial(_gated_act, "gelu", 8, 2048, FP32)
+    yield "gated_act with product", _with_product
+    yield "gated_act narrow", partial(_gated_act, "silu", 8, 100, BF16)
+    yield "gated_act large", partial(_gated_act, "silu", 300, 2048, BF16)
+    for name, options in ROWS.items():
+        yield f"row_linear {name}", partial(_row_linear, **options)
+    yield "fp8 rows", lambda: cast_rows(zeros(64, 2048), fused=True)
+    yield "fp8 wide rows", lambda: cast_rows(zeros(4, 20480), fused=True)
+    yield "fp8 columns", lambda: cast_columns(zeros(64, 2048), fused=True)
+    yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
+    yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    for name, options in EXPERTS.items():
+        yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
+
+
+def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:
+    backward(gated_act(zeros(N, 2 * inner, dtype=dtype, grad=True), act))
+
+
+def _with_product() -> None:
+    gradient_and_product(zeros(8, 2048), zeros(8, 4096), "silu", True)
+
+
+ROWS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32, bias": {"dtype": FP32, "bias": True},
+    "silu": {"act": "silu"},
+    "gelu, bias": {"act": "gelu", "bias": True},
+    "gelu_tanh, fp32": {"act": "gelu_tanh", "dtype": FP32},
+    "odd": {"C": 1000},
+    "several steps": {"C": 8192},
+    "several odd steps, silu, bias": {"C": 5000, "act": "silu", "bias": True},
+}
+
+
+def _row_linear(
+    C: int = 2048, dtype: torch.dtype = BF16, bias: bool = False, act: Activation | None = None
+) -> None:
+    weight, of_output = zeros(512, C, dtype=dtype), zeros(512, dtype=dtype) if bias else None
+    row_linear(zeros(1, C, dtype=dtype), weight, of_output, act)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16, fp32 weights, gelu": {"dtype": FP16, "weights": FP32, "act": "gelu"},
+    "gelu_tanh": {"experts": 5, "act": "gelu_tanh"},
+    "one": {"N": 1, "k": 1, "experts": 1},
+}
+
+
+def _grouped_mlp(
+    N: int = 64,
+    k: int = 2,
+    C: int = 256,
+    inner: int = 128,
+    experts: int = 8,
+    dtype: torch.dtype = BF16,
+    weights: torch.dtype = BF16,
+    act: Activation = "silu",
+) -> None:
+    x = zeros(N, C, dtype=dtype, grad=True)
+    gate_up = zeros(experts, 2 * inner, C, dtype=dtype, grad=True)
+    down = zeros(experts, C, inner, dtype=dtype, grad=True)
+    chosen = zeros(N, k, dtype=torch.int64)
+    backward(grouped_mlp(x, gate_up, down, chosen, zeros(N, k, dtype=weights, grad=True), act))

@@ -1,0 +1,65 @@
+"""Forms of the optimizer's kernels, and the kernel that asks whether any compiles."""
+
+from functools import partial
+
+import torch
+
+from tests.hopper.compiling import Forms
+from tests.hopper.tensors import BF16, FP32, zeros
+from tigon.kernels import _triton, adamw
+from tigon.kernels._codes import Codes
+from tigon.kernels.adamw import FusedAdamW, Settings, Slot
+from tigon.kernels.squared_norm import SquaredNorm
+from tigon.train.optim import eight_bit
+
+CODES = torch.uint8
+SETTINGS = Settings(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, stream=-(2**62))
+KINDS = {
+    "fp32": (FP32, FP32, FP32),
+    "bf16": (BF16, BF16, BF16),
+    "8 bits": (BF16, BF16, CODES),
+    "fp32, bf16 gradient": (FP32, BF16, FP32),
+    "bf16, fp32 gradient and states": (BF16, FP32, FP32),
+    "fp32, bf16 states": (FP32, FP32, BF16),
+    "fp32, 8 bits": (FP32, FP32, CODES),
+}
+
+
+def forms() -> Forms:
+    yield "increment", lambda: _triton._increment[(1,)](zeros(1, dtype=FP32))
+    for name, kinds in KINDS.items():
+        yield f"adamw {name}", partial(_adamw, *kinds)
+    nearest = partial(_adamw, BF16, BF16, BF16, False)
+    yield "adamw to nearest, odd", partial(nearest, count=1001)
+    yield "adamw unscaled", partial(_adamw, FP32, FP32, FP32, scale=False)
+    for name in ("fp32", "bf16", "8 bits"):
+        yield f"adamw alone, {name}", partial(_adamw, *KINDS[name], alone=True)
+    yield "adamw alone, to nearest, odd", partial(nearest, count=1001, alone=True)
+    yield (
+        "adamw alone, unscaled, one",
+        partial(_adamw, FP32, FP32, FP32, scale=False, count=1, alone=True),
+    )
+    for name, dtype in {"bf16": BF16, "fp32": FP32}.items():
+        yield f"squared_norm {name}", partial(SquaredNorm(), [zeros(64, 64, dtype=dtype)])
+    yield "squared_norm odd", partial(SquaredNorm(), [zeros(1001)])
+
+
+def _adamw(
+    weight: torch.dtype,
+    gradient: torch.dtype,
+    states: torch.dtype,
+    stochastic: bool = True,
+    *,
+    scale: bool = True,
+    count: int = 2048,
+    alone: bool = False,  # in a launch of its own
+) -> None:
+    codes = None
+    if states == CODES:
+        cpu = torch.device("cpu")
+        codes = Codes.of(*(eight_bit.tables(signed, cpu) for signed in (True, False)))
+    scales = [zeros(count // 256, 1, dtype=FP32) if codes else None for _ in range(2)]
+    tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))
+    adamw.OWN_LAUNCH = 1 if alone else None
+    optimizer = FusedAdamW(stochastic, codes)
+    optimizer(0, [Slot(*tensors, 0, *scales)], SETTINGS, zeros(dtype=FP32) if scale else None)

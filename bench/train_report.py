@@ -143,9 +143,14 @@ def summary(record: Record) -> str:
     """One row per case: both sides, and the ratios beside their targets."""
     head = ["training step", f"{PEER}, tok/s, GiB", "Tigon", "tok/s ratio", "memory ratio"]
     table = markdown([*head, "of the limit"], map(row, record["cases"]))
-    note = ""
+    rounds = sorted({len(good(case, side)) for case in record["cases"] for side in sides_of(case)})
+    counts = " or ".join(map(str, rounds))
+    note = f"\n\nRounds of each side: {counts}. In brackets: targets. Of the limit: its time over "
+    note += "Tigon's."
+    if missing := [name for name in CASES if name not in {c["name"] for c in record["cases"]}]:
+        note += f" Not measured: {'; '.join(missing)}."
     if any(CASES[case["name"]].own for case in record["cases"]):
-        note = f"\n\nfp8: beside Tigon's own bf16 step, not beside {PEER}."
+        note += f" fp8: beside Tigon's own bf16 step, not beside {PEER}."
     return f"{heading(record, record['libraries'])}.\n\n{table}{note}"
 
 

@@ -223,6 +223,16 @@ def record() -> Record:
     return stamp | more | {"cases": [a_case()]}
 
 
+def test_a_summary_says_how_often_it_measured_and_what_not(record: Record) -> None:
+    text = train_report.summary(record)
+    assert "Rounds of each side: 3. In brackets: targets." in text
+    measured = {case["name"] for case in record["cases"]}
+    missing = [name for name in train_report.CASES if name not in measured]
+    assert missing and f"Not measured: {'; '.join(missing)}." in text
+    record["cases"][0]["rounds"][OURS].pop()
+    assert "Rounds of each side: 2 or 3." in train_report.summary(record)
+
+
 def test_verdicts_are_of_the_rounds_medians(record: Record) -> None:
     (case,) = record["cases"]
     assert list(train_report.verdicts(case)) == [

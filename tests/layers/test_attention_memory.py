@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 import tigon.kernels
 from tigon.kernels import AttentionMask
-from tigon.layers import Attention, Context, FusedLinear, KVCache, Rotation
+from tigon.layers import Attention, Context, FusedLinear, KVCache, Linear, Rotation
 
 CUDA = torch.cuda.is_available()
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
@@ -168,6 +168,62 @@ def test_projections_of_others_keep_theirs(how: str) -> None:
     assert_same(numbers(layer, x), expected)
     qkv: Any = seen[-1] if seen else proj.seen
     assert torch.equal(qkv, nn.functional.linear(x, proj.weight)) and qkv._version == 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(FusedLinear, "forward"), (Linear, "forward"), (Linear, "product"), (nn.Module, "__call__")],
+)
+def test_methods_that_others_put_into_our_classes(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = make(), inputs()
+    expected, ours, seen = numbers(layer, x), getattr(owner, name), list[Tensor]()
+
+    def keeping(self: nn.Module, *given: Any) -> Any:
+        out = ours(self, *given)
+        if self is layer.qkv_proj:
+            seen.append(out)
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, keeping)
+        assert_same(numbers(layer, x), expected)
+    (qkv,) = seen
+    assert torch.equal(qkv, layer.qkv_proj(x)) and qkv._version == 0
+    assert len(kept(layer, x)) == 1
+
+
+class KeepingProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        y = nn.functional.linear(x, weight)
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return dy @ weight, dy.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+class OwnProduct(nn.Parameter):
+    """A weight that computes its products, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                return KeepingProduct.apply(*args[:2])
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_may_keep_its_product() -> None:
+    layer, x = make(), inputs()
+    y, dx, *_ = numbers(layer, x)
+    layer.qkv_proj.weight = OwnProduct(layer.qkv_proj.weight.detach())
+    for found, expected in zip(numbers(layer, x)[:2], (y, dx), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def recomputed(layer: Attention, x: Tensor, **more: Any) -> Tensor:

@@ -12,6 +12,7 @@ from tigon.tokenizer import Tokenizer
 
 A, B = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+SPACES = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 CTC = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "", "cleanup": True}
 INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a"}
 PREFIX = {"type": "BPE", "continuing_subword_prefix": "z", "merges": [["a", "\u00e9"]]}
@@ -19,6 +20,13 @@ PREFIX = {"type": "BPE", "continuing_subword_prefix": "z", "merges": [["a", "\u0
 
 def precompiled(charsmap: bytes) -> dict[str, str]:
     return {"type": "Precompiled", "precompiled_charsmap": b64encode(charsmap).decode()}
+
+
+def charsmap() -> dict[str, str]:
+    """As sentencepiece's, with the longest text that it has, and a tree without one."""
+    longest = "\u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 "
+    longest += "\u0648\u0633\u0644\u0645"
+    return precompiled(b"\x00\x04\0\0" + bytes(1024) + longest.encode() + b"\0")
 
 
 def template(*pieces: Any) -> dict[str, Any]:
@@ -112,7 +120,12 @@ def test_a_charsmap_of_another_length_than_it_says(
         (
             "normalizer",
             sequence("normalizers", *[replace("\u0644", "\ufdfa"), {"type": "NFKD"}] * 3),
-            "408 times longer",
+            "543547 times longer",
+        ),
+        (
+            "normalizer",
+            sequence("normalizers", replace("a", "\ufdfa" * 21), {"type": "NFKD"}),
+            "693 times longer",
         ),
         ("normalizer", {"type": "Prepend", "prepend": "x" * 65}, "prepends 65 characters"),
         (
@@ -143,6 +156,80 @@ def test_what_writes_without_end_is_not_loaded(
         Tokenizer.from_pretrained(folder)
 
 
+def test_steps_together_write_no_more(byte_level: Path, tmp_path: Path) -> None:
+    parts = {"normalizer": replace("a", "b" * 60)}
+    parts["pre_tokenizer"] = sequence("pretokenizers", *[BYTES] * 3)
+    folder = changed(byte_level, tmp_path, "tokenizer.json", **parts)
+    with pytest.raises(ValueError, match=r"normalizer and pre_tokenizer could .* 480 times longer"):
+        Tokenizer.from_pretrained(folder)
+
+
+def of_model(byte_level: Path, folder: Path, **model: Any) -> Path:
+    parts = {"model": model, "added_tokens": [], "post_processor": None, "decoder": None}
+    changed(byte_level, folder, "tokenizer.json", pre_tokenizer=None, **parts)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_words_that_wordpiece_would_cut_for_hours(byte_level: Path, tmp_path: Path) -> None:
+    """Of a letter for each piece: the third power of what a word has."""
+    model = {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##"}
+    model |= {"vocab": {"a": 0, "##a": 1}}
+    folder = of_model(byte_level, tmp_path, **model, max_input_chars_per_word=10**15)
+    with pytest.raises(ValueError, match=r"max_input_chars_per_word is 1000000000000000, and may"):
+        Tokenizer.from_pretrained(folder)
+    of_model(byte_level, tmp_path, **model, max_input_chars_per_word=1000)
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.encode("a" * 1000) == [0, *[1] * 999] and tokenizer.encode("a" * 1001) == [0]
+
+
+def test_tokens_that_begin_one_another(byte_level: Path, tmp_path: Path) -> None:
+    """Each is looked up wherever one of them begins."""
+    model = {"type": "Unigram", "unk_id": 0}
+    vocab = [["a" * n, -1.0] for n in range(1, 129)]
+    folder = of_model(byte_level, tmp_path, **model, vocab=vocab)
+    assert Tokenizer.from_pretrained(folder).encode("a" * 129) in ([0, 127], [127, 0])
+    vocab = [["a" * n, -1.0] for n in range(1, 400)]
+    of_model(byte_level, tmp_path, **model, vocab=vocab)
+    with pytest.raises(
+        ValueError, match=r"/tokenizer\.json .* of more than 128 characters, 71544 "
+    ):
+        Tokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9"])
+def test_beginnings_of_tokens_are_counted(
+    byte_level: Path, tmp_path: Path, letter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bytes, with escapes read: the library has a node in its tree for each."""
+    vocab = [[f"{letter}{last}", 0] for last in ("x", "y", '"')]
+    folder = of_model(byte_level, tmp_path, type="Unigram", unk_id=0, vocab=vocab)
+    nodes = len(letter.encode()) + 3
+    monkeypatch.setattr("tigon.tokenizer.unread.MOST_NODES", nodes)
+    assert Tokenizer.from_pretrained(folder).encode(f'{letter}"') == [2]
+    monkeypatch.setattr("tigon.tokenizer.unread.MOST_NODES", nodes - 1)
+    with pytest.raises(ValueError, match=rf"/tokenizer\.json .* more than {nodes - 1} beginnings"):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_a_unigram_vocabulary_that_is_no_json(byte_level: Path, tmp_path: Path) -> None:
+    folder = of_model(byte_level, tmp_path, type="Unigram", unk_id=0, vocab=[["ab", 0]])
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"ab"', r'"a\xb"'))
+    with pytest.raises(ValueError, match=r"/tokenizer\.json is not a tokenizer: invalid escape"):
+        Tokenizer.from_pretrained(folder)
+
+
+def test_more_values_than_the_library_has_memory_for(
+    byte_level: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tigon.tokenizer.unread.MOST_VALUES", 100)
+    with pytest.raises(
+        ValueError, match=r"/tokenizer\.json has about \d+ values, and may have 100"
+    ):
+        Tokenizer.from_pretrained(changed(byte_level, tmp_path, "tokenizer.json"))
+
+
 @pytest.mark.parametrize(
     ("normalizer", "pre_tokenizer"),
     [
@@ -159,8 +246,13 @@ def test_what_writes_without_end_is_not_loaded(
             [{"type": "WhitespaceSplit"}, metaspace("\u2581")],
         ),
         ([{"type": "NFC"}], [{"type": "Digits", "individual_digits": True}, BYTES, BYTES]),
+        (
+            [replace("``", '"'), {"type": "NFKD"}, charsmap(), SPACES],
+            [{"type": "WhitespaceSplit"}, metaspace("\u2581")],
+        ),
+        ([{"type": "NFKC"}, {"type": "Prepend", "prepend": "\u2581"}, SPACES], []),
     ],
-    ids=["llama", "persimmon", "albert", "byte level"],
+    ids=["llama", "persimmon", "albert", "byte level", "t5", "nfkc"],
 )
 def test_published_pipelines_are_taken(
     byte_level: Path, tmp_path: Path, normalizer: list[Any], pre_tokenizer: list[Any]

@@ -1,13 +1,20 @@
 """Every file of configs/ trains: two steps of a tiny model of its family."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from bench.train_cases import MODELS, config
 from tests.small import LLAMA, write_chats, write_tokenizer
 from tigon.train import load, main
+from tigon.train.estimate.memory import estimate
+from tigon.train.model import outline
+from tigon.train.objectives import find_objective
+from tigon.train.parallel import World
 from tigon.train.record import read_metrics
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -26,6 +33,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
     },
 }
+
+SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
+SIZES: dict[str, dict[str, Any]] = {  # of the real models
+    "smollm2_135m": SMOLLM2,
+    "llama_3_2_1b": MODELS["Llama-3.2-1B"][2],
+    "llama_3_1_8b": MODELS["Llama-3.1-8B"][2],
+    "mistral_7b": config("mistral", 32768, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False),
+    "gemma_3_1b": MODELS["Gemma3-1B"][2],
+    "qwen3_4b": MODELS["Qwen3-4B"][2],
+    "qwen3_30b_a3b": MODELS["Qwen3-30B-A3B"][2] | {"num_hidden_layers": 48},
+}
+SIZES["mistral_7b"] |= {"sliding_window": None}
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +91,22 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
     assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)
     assert Path(config.run_dir).name == path.stem
+
+
+@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
+    """As the estimate has it: on the GPUs that the first line names, and of the change for one."""
+    text = path.read_text()
+    (tmp_path / "config.json").write_text(json.dumps(SIZES[path.stem.rsplit("_", 1)[0]]))
+    first = re.match(r".*, on (one|8) GPUs? of 80 GB: (\d+) GiB each, estimated\.\n", text)
+    assert first is not None
+    said = [(1 if first[1] == "one" else 8, "", first[2])]
+    said += [(1, *found) for found in re.findall(r"# On one: (.*), (\d+) GiB\.\n", text)]
+    for gpus, changes, gib in said:
+        chosen = load(
+            path, ["model=", f"init={tmp_path}/config.json", "tokenizer=x", *changes.split()]
+        )
+        objective = find_objective(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
+        model = outline(chosen, getattr(torch, chosen.param_dtype))
+        found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
+        assert abs(found - int(gib)) <= 0.6, found

@@ -1,5 +1,7 @@
 """Linear layers, and those that Hugging Face stores apart and one product computes together."""
 
+from types import NoneType
+
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -23,22 +25,6 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
-
-
-def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
-    """Whether a call of the module is `kind.forward` alone: no hook sees what comes and goes."""
-    own, known = type(module), module.__dict__
-    if own.forward is not kind.forward or getattr(own, "product", None) is not kind.product:
-        return False
-    return not (
-        "forward" in known
-        or "product" in known
-        or module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or _has_any_global_hook()
-    )
 
 
 class FusedLinear(Linear):
@@ -72,3 +58,33 @@ class GatedLinear(FusedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.act}"
+
+
+# Before anybody puts others into their place
+_FORWARD = {kind: kind.forward for kind in (Linear, FusedLinear, GatedLinear)}
+_PRODUCT = Linear.product
+_PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products of their own
+
+
+def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
+    """Whether a call of the module is `kind.forward` alone: nobody sees what comes and goes.
+
+    Hooks do, methods in place of ours, in the classes too, and weights that compute products.
+    """
+    own, known = type(module), module.__dict__
+    if own.forward is not _FORWARD[kind] or getattr(own, "product", None) is not _PRODUCT:
+        return False
+    weights = module._parameters
+    if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
+        return False
+    return not (
+        "forward" in known
+        or "product" in known
+        or own.__call__ is not nn.Module._wrapped_call_impl
+        or module._compiled_call_impl is not None
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or _has_any_global_hook()
+    )

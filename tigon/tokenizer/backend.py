@@ -13,13 +13,16 @@ import tokenizers
 
 from tigon.json_file import escaped, read_bytes, shown
 from tigon.tokenizer.failures import check_runs, is_panic
-from tigon.tokenizer.growth import LONGEST_AFFIX, check_growth
+from tigon.tokenizer.growth import LONGEST_AFFIX, MOST_GROWTH_TOGETHER, check_growth
 from tigon.tokenizer.unread import check_unread, plain
 
-MOST_BYTES = 2**28  # of a tokenizer.json; the largest that are known have 35 MB
+MOST_BYTES = 2**26  # of a tokenizer.json; the largest that are known have 35 MB
 LONGEST_PATTERN = 4000  # characters
 MOST_STEPS = 32  # of a pipeline
 MOST_ADDED = 256  # tokens around each text
+# Characters of a word that WordPiece cuts, which takes the third power of it; published ones have
+# 100, and those with more are one unknown token
+LONGEST_WORD = 1000
 
 # What Python writes otherwise than Oniguruma, for reading a pattern's structure
 _AS_PYTHON = (
@@ -63,6 +66,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 def check_backend(backend: tokenizers.Tokenizer) -> None:
     """ValueError for a pipeline whose time or memory grows too fast with the text."""
+    growth = {}
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         steps = list(_steps(_state(getattr(backend, name))))
         _check_count(name, len(steps))
@@ -70,7 +74,12 @@ def check_backend(backend: tokenizers.Tokenizer) -> None:
             _check_patterns(step)
             if step["type"] == "FixedLength" and not step["length"]:
                 raise ValueError(f"its {name} {step['type']} has length 0, and needs 1 at least")
-        check_growth(name, steps)
+        growth[name] = check_growth(name, steps)
+    both = growth["normalizer"] * growth["pre_tokenizer"]
+    if both > MOST_GROWTH_TOGETHER:
+        raise ValueError(
+            f"its normalizer and pre_tokenizer could make a text {both:.0f} times longer"
+        )
     steps = list(_steps(_state(backend.post_processor)))
     _check_count("post_processor", len(steps))
     added = sum(map(_added, steps))
@@ -80,6 +89,11 @@ def check_backend(backend: tokenizers.Tokenizer) -> None:
         affix = getattr(backend.model, name, None) or ""
         if len(affix) > LONGEST_AFFIX:
             raise ValueError(f"its model.{name} has {len(affix)} characters")
+    longest = getattr(backend.model, "max_input_chars_per_word", 0)
+    if longest > LONGEST_WORD:
+        raise ValueError(
+            f"its model.max_input_chars_per_word is {longest}, and may be {LONGEST_WORD} at most"
+        )
 
 
 def check_pattern(pattern: str) -> None:

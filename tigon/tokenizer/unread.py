@@ -11,6 +11,14 @@ from tigon.json_file import escaped, parse_object, shown
 _CHARSMAP = re.compile(r'"precompiled_charsmap"\s*:\s*("[^"]*")')
 _PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
 _LETTER = re.compile(r"\\u00[4-7]")
+_UNIGRAM = re.compile(r'"vocab"\s*:\s*\[')
+_SCORED = re.compile(r'\[\s*"([^"\\]*(?:\\.[^"\\]*)*)"\s*,\s*[-\d]')
+
+MOST_VALUES = 3 * 2**20  # the library takes 500 bytes for a token or a merge
+MOST_NODES = 4 * 10**6  # of a Unigram model's tree, which take 330 bytes each
+# At each place of a text every token that begins there is looked up, and long ones may all begin
+# one another
+LONG, MOST_LONG = 128, 2**16  # characters of a token, and of all of those together
 
 
 def plain(text: str, path: Path) -> str:
@@ -21,7 +29,11 @@ def plain(text: str, path: Path) -> str:
 
 
 def check_unread(text: str, path: Path) -> None:
-    """ValueError that names the file for what makes the library abort."""
+    """ValueError that names the file for what takes the library too much memory, or ends it."""
+    if (values := text.count(",")) > MOST_VALUES:
+        raise ValueError(f"{escaped(path)} has about {values} values, and may have {MOST_VALUES}")
+    if _UNIGRAM.search(text):
+        _check_tree(text, path)
     for found in _CHARSMAP.finditer(text):
         blob = b""
         with suppress(ValueError):  # then the library cannot read it either
@@ -34,6 +46,35 @@ def check_unread(text: str, path: Path) -> None:
             )
     if _PREFIX.search(text):
         _check_merges(text, path)
+
+
+def _check_tree(text: str, path: Path) -> None:
+    """The library keeps each beginning of a token of a Unigram model."""
+    tokens = [_unescaped(match[1]) for match in _SCORED.finditer(text)]
+    if (long := sum(len(token) for token in tokens if len(token) > LONG)) > MOST_LONG:
+        raise ValueError(
+            f"{escaped(path)} is not a tokenizer: its model.vocab has tokens of more than {LONG} "
+            f"characters, {long} in all"
+        )
+    left = [token.encode(errors="replace") for token in tokens]
+    if sum(map(len, left)) <= MOST_NODES:
+        return
+    nodes = length = 0
+    while left:
+        length += 1
+        nodes += len({token[:length] for token in left})
+        if nodes > MOST_NODES:
+            raise ValueError(
+                f"{escaped(path)} is not a tokenizer: the tokens of its model.vocab have more than "
+                f"{MOST_NODES} beginnings, which would all be kept in memory"
+            )
+        left = [token for token in left if len(token) > length]
+
+
+def _unescaped(token: str) -> str:
+    with suppress(ValueError):  # then the library cannot read it either
+        return json.loads(f'"{token}"') if "\\" in token else token
+    return token
 
 
 def _check_merges(text: str, path: Path) -> None:

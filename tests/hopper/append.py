@@ -21,16 +21,14 @@ def forms() -> Forms:
 PACKED: dict[str, Any] = {"kept": torch.int8}
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
-    "fp16, window": {"dtype": FP16, "window": 300},
+    "fp16, wide, window": {"dtype": FP16, "D": 256, "window": 300},
     "several tokens, window, softcap": {"T": 4, "window": 300, "softcap": 50.0},
     "fp32, several tokens, softcap": {"dtype": FP32, "T": 4, "softcap": 50.0},
-    "packed, window": PACKED | {"window": 300},
     "packed, fp16, softcap": PACKED | {"dtype": FP16, "softcap": 50.0},
     "packed, fp32, several tokens": PACKED | {"dtype": FP32, "T": 4},
     "packed, several tokens, window, softcap": PACKED | {"T": 4, "window": 300, "softcap": 50.0},
     "whole, odd": {"B": 16, "D": 80},
     "packed, whole, odd": PACKED | {"B": 16, "D": 80},
-    "wide": {"D": 256},
     "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
 }
 

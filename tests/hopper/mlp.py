@@ -60,8 +60,8 @@ def _row_linear(
 EXPERTS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16, fp32 weights, gelu": {"dtype": FP16, "weights": FP32, "act": "gelu"},
-    "gelu_tanh": {"experts": 5, "act": "gelu_tanh"},
-    "one": {"N": 1, "k": 1, "experts": 1},
+    "gelu_tanh": {"act": "gelu_tanh"},
+    "one": {"N": 1, "k": 1},
 }
 
 

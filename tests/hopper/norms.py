@@ -78,10 +78,8 @@ def _rms_norm(
 SANDWICH: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32, before": {"dtype": FP32, "weight": FP32, "cast": "before_weight", "offset": 0.0},
-    "before, fp32 weight": {"cast": "before_weight", "weight": FP32},
-    "narrow": {"C": 128},
+    "narrow, before, fp32 weight": {"C": 128, "cast": "before_weight", "weight": FP32},
     "odd, only the norm is used": {"C": 1152, "total": False},
-    "wide": {"C": 8192},
     "one row": {"N": 1},
     "only the inputs' gradients": {"wanted": ("inputs",)},
     "only the weights' gradients": {"wanted": ("weights",)},

@@ -38,8 +38,7 @@ SMALL: dict[str, Any] = {"H": 4, "K": 2, "D": 64}  # takes a third of the time t
 NORMS: dict[str, dict[str, Any]] = {
     "bf16": WEIGHTED | {"H": 16, "K": 8, "D": 128},
     "fp32, after": AFTER | {"weight": FP32, "dtype": FP32},
-    "fp32 weight": {"weight": FP32},
-    "interleaved": WEIGHTED | {"interleaved": True},
+    "interleaved, fp32 weight": {"weight": FP32, "interleaved": True},
     "partial": WEIGHTED | {"rotated": 32},
     "after, interleaved, partial": AFTER | WEIGHTED | {"interleaved": True, "rotated": 32},
     "frozen weights, partial": WEIGHTED | {"frozen": True, "rotated": 32},

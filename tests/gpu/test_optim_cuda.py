@@ -68,7 +68,7 @@ def test_muon_and_frozen_groups_on_two_gpus_as_on_one(workspace, tmp_path):
     same = {**RUN, "model": model, "device": "cuda", "dtype": "float32", "steps": 8}
     main(workspace.settings("muon-one", **same))
     source = workspace.root / "muon-one/checkpoints/step-00000002"
-    torchrun(workspace.settings("muon-two", resume=source, **same))
+    torchrun(2, workspace.settings("muon-two", resume=source, **same))
     # Newton-Schulz is in bf16 on both, in batches of other sizes
     expected = workspace.metrics("muon-one", "loss")[2:]
     assert workspace.metrics("muon-two", "loss") == pytest.approx(expected, rel=5e-3)

@@ -132,6 +132,6 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_end(workspace, stat
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], t) for name, t in expected.items())
     if torch.cuda.device_count() > 1:
-        torchrun(workspace.settings(f"{states}-two", **same))
+        torchrun(2, workspace.settings(f"{states}-two", **same))
         loss = workspace.metrics(f"{states}-whole", "loss")
         assert workspace.metrics(f"{states}-two", "loss") == pytest.approx(loss, rel=5e-3)

@@ -153,7 +153,7 @@ def test_runs_with_states_in_host_memory(workspace, optimizer, definition):
         exported = tensors(workspace.root / f"{optimizer}-{run}/hf-ema")
         assert all(torch.equal(t, expected[f"ema.{name}"]) for name, t in exported.items())
     if torch.cuda.device_count() > 1:
-        torchrun(workspace.settings(f"{optimizer}-two", optimizer_offload="true", **same))
+        torchrun(2, workspace.settings(f"{optimizer}-two", optimizer_offload="true", **same))
         loss = workspace.metrics(f"{optimizer}-here", "loss")
         assert workspace.metrics(f"{optimizer}-two", "loss") == pytest.approx(loss, rel=5e-3)
 
@@ -180,6 +180,6 @@ def test_an_update_equals_that_of_states_in_host_memory_on_two_gpus(workspace, d
         pytest.skip("needs two GPUs")
     same = {"steps": 3, "save_every": 3, "device": "cuda", "deterministic": "true", **BF16}
     for run, offload in (("two-here", "false"), ("two-there", "true")):
-        torchrun(workspace.settings(run, optimizer_offload=offload, **same))
+        torchrun(2, workspace.settings(run, optimizer_offload=offload, **same))
     found = [tensors(step(workspace.root / run, 3)) for run in ("two-here", "two-there")]
     assert all(torch.equal(found[1][name], t) for name, t in found[0].items())

@@ -65,9 +65,9 @@ def profiled(directory):
 def test_two_gpus_sample_in_step(workspace):
     """Both ranks make the same passes, and collectives are a kind of their own."""
     same = {**STEPS, "eval_data": workspace.held_out}
-    torchrun(workspace.settings("gpu-two-silent", **same))
+    torchrun(2, workspace.settings("gpu-two-silent", **same))
     same |= {"sample_prompts": "[the model, who asked]", "sample_tokens": 12}
-    torchrun(workspace.settings("gpu-two-seen", profile="{start: 2, steps: 2}", **same))
+    torchrun(2, workspace.settings("gpu-two-seen", profile="{start: 2, steps: 2}", **same))
     for key in BITS:
         values = workspace.metrics("gpu-two-seen", key)
         assert values == pytest.approx(workspace.metrics("gpu-two-silent", key), rel=1e-6), key

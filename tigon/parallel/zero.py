@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -47,7 +47,6 @@ from tigon.models import CausalLM
 # torch 2.13 has new names, and warns of the old ones
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-CTAS = 8  # of a message: SMs that the products beside it do without
 IN_FLIGHT = 2  # reductions whose gradients are still held when the next one begins
 
 
@@ -305,16 +304,6 @@ class Zero:
             for part, gradient in zip(parts, gradients, strict=True):
                 REDUCE_SCATTER(part, gradient, group=group)
         return message
-
-
-def mesh_of_all(device: str, ranks: int) -> DeviceMesh:
-    """Of all ranks, for `shard_gradients`. On GPUs it has a communicator of its own whose messages
-    take few SMs, as they run beside products. NCCL_MAX_CTAS in the environment comes first."""
-    if device != "cuda" or ranks == 1:
-        return init_device_mesh(device, (ranks,))
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = CTAS
-    return DeviceMesh.from_group(dist.new_group(backend="nccl", pg_options=options), device)
 
 
 def shard_gradients(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
@@ -20,7 +21,7 @@ from tigon.models import (
     read_config,
     torch_dtype,
 )
-from tigon.parallel import find_zero, mesh_of_all, shard_gradients
+from tigon.parallel import find_zero, shard_gradients
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
@@ -65,7 +66,7 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     if config.sharding == "full":
         shard(model, world, compute)
     else:
-        mesh = mesh_of_all(world.device.type, world.size)
+        mesh = init_device_mesh(world.device.type, (world.size,))
         shard_gradients(model, mesh, compute, sum_dtype(config))
 
 

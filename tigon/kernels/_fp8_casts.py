@@ -9,22 +9,24 @@ below 2^-14 of the largest there; with amax / 448, most elements of a weight wou
 a product and its gradient. The price is at most one of the 15 binades that e4m3 has above its
 subnormals. In a row with a number that is not finite, the scale and all numbers are NaN.
 
-Bytes per element of a bf16 matrix: `cast_rows` 3, `cast_columns` 5, `cast_both` 6, for 7 if nothing
-is read again.
+Bytes per element of a bf16 matrix: `cast_rows` 3, `cast_columns` 3 where the columns' maxima are
+known, as `cast_rows` finds them, else 5; `cast_both` 4 where both are known, else 6.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._triton import as_rows, operator, power_of_2, tl, triton
+from tigon.kernels._norm import stages
+from tigon.kernels._triton import as_rows, num_sms, operator, power_of_2, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor
 WIDEST = 16384  # columns of a row that one program holds; wider ones are read twice
 STEP = 4096  # columns of those that are read at a time
+ROWS_PER_SM = 16384  # columns that the programs of one multiprocessor hold where they are few
 TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
 STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes, for TILE_C columns
 
@@ -37,6 +39,16 @@ class Scaled(NamedTuple):
 
     def dequantised(self) -> Tensor:  # fp32 [R, C]
         return self.data.float() * self.scale.unsqueeze(1)
+
+
+class Maxima(NamedTuple):
+    """The largest magnitudes of a bf16 matrix [R, C], as the bits of fp32 numbers."""
+
+    rows: Tensor | None  # int32 [R]
+    columns: Tensor | None  # int32 [C]
+
+
+UNKNOWN = Maxima(None, None)
 
 
 def padded(rows: int) -> int:
@@ -83,25 +95,48 @@ def _scales(bits):
 
 
 @triton.jit
-def _rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_kernel(
+    x,
+    data,
+    scales,
+    column_bits,  # None, or int32 [C], which become the columns' maxima
+    R,
+    x_row,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK)
+    mask = columns < C
+    if column_bits is not None:
+        top = tl.zeros([BLOCK], tl.int32)
+    for at in tl.range(tl.program_id(0), R, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(at, tl.int64)
+        v = tl.load(x + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
+        bits = _magnitude(v)
+        scale, inverse = _scales(tl.max(bits, 0))
+        tl.store(data + row * C + columns, (v * inverse).to(tl.float8e4nv), mask=mask)
+        tl.store(scales + row, scale)
+        if column_bits is not None:
+            top = tl.maximum(top, bits)
+    if column_bits is not None:
+        tl.atomic_max(column_bits + columns, top, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    if BLOCK >= C:
-        mask = columns < C
-        v = tl.load(x + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
-        scale, inverse = _scales(tl.max(_magnitude(v), 0))
-        tl.store(data + row * C + columns, (v * inverse).to(tl.float8e4nv), mask=mask)
-    else:
-        top = tl.zeros([BLOCK], tl.int32)
-        for start in range(0, C, BLOCK):
-            at = start + columns
-            v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
-            top = tl.maximum(top, _magnitude(v))
-        scale, inverse = _scales(tl.max(top, 0))
-        for start in range(0, C, BLOCK):
-            at = start + columns
-            v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
-            tl.store(data + row * C + at, (v * inverse).to(tl.float8e4nv), mask=at < C)
+    top = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, C, BLOCK):
+        at = start + columns
+        v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
+        top = tl.maximum(top, _magnitude(v))
+    scale, inverse = _scales(tl.max(top, 0))
+    for start in range(0, C, BLOCK):
+        at = start + columns
+        v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
+        tl.store(data + row * C + at, (v * inverse).to(tl.float8e4nv), mask=at < C)
     tl.store(scales + row, scale)
 
 
@@ -171,58 +206,93 @@ def _tiles_kernel(
         tl.store(turned_scales + columns, scale, mask=columns < C)
 
 
-def _rows_output(x: Tensor) -> tuple[Tensor, Tensor]:
+def _rows_output(x: Tensor, *_: Any) -> list[Tensor]:
     (R, C), fp32 = x.shape, torch.float32
-    return x.new_empty(R, C, dtype=E4M3), x.new_empty(R, dtype=fp32)
+    return [x.new_empty(R, C, dtype=E4M3), x.new_empty(R, dtype=fp32)]
 
 
-def _columns_output(x: Tensor) -> tuple[Tensor, Tensor]:
+def _columns_output(x: Tensor, *_: Any) -> list[Tensor]:
     (R, C), fp32 = x.shape, torch.float32
-    return x.new_empty(C, padded(R), dtype=E4M3), x.new_empty(C, dtype=fp32)
+    return [x.new_empty(C, padded(R), dtype=E4M3), x.new_empty(C, dtype=fp32)]
 
 
-def _both_output(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_rows_output(x), *_columns_output(x)
+def _both_output(x: Tensor, *_: Any) -> list[Tensor]:
+    return [*_rows_output(x), *_columns_output(x)]
+
+
+def _rows_and_maxima_output(x: Tensor) -> list[Tensor]:
+    return [*_rows_output(x), x.new_empty(x.shape[1], dtype=torch.int32)]
 
 
 @operator("fp8_cast_rows", _rows_output)
-def _cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    data, scale = _rows_output(x)
+def _cast_rows(x: Tensor) -> list[Tensor]:
+    data, scale = outputs = _rows_output(x)
     (R, C), block = x.shape, power_of_2(x.shape[1])
-    block = block if block <= WIDEST else STEP
-    warps = min(max(block // 1024, 1), 16)
-    _rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=block, num_warps=warps)
-    return data, scale
+    if block > WIDEST:
+        _wide_rows_kernel[(R,)](x, data, scale, x.stride(0), C=C, BLOCK=STEP, num_warps=4)
+        return outputs
+    launch = {"BLOCK": block, "STAGES": 1, "num_warps": min(max(block // 1024, 1), 16)}
+    _rows_kernel[(R,)](x, data, scale, None, R, x.stride(0), C=C, **launch)
+    return outputs
+
+
+def row_programs(x: Tensor, R: int, block: int, width: int) -> tuple[int, dict[str, int]]:
+    """How many programs walk over R rows of `block` columns held at a time, and how each does it;
+    `width`: bytes per column of what waits in shared memory."""
+    programs = min(R, max(ROWS_PER_SM // block, 1) * num_sms(x))
+    warps = min(max(block // 512, 1), 16)
+    return programs, {"BLOCK": block, "STAGES": stages(block * width), "num_warps": warps}
+
+
+@operator("fp8_cast_rows_and_maxima", _rows_and_maxima_output)
+def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
+    """With few programs, each of which adds its own to the columns' maxima."""
+    (data, scale), (R, C) = _rows_output(x), x.shape
+    bits = x.new_zeros(C, dtype=torch.int32)
+    programs, launch = row_programs(x, R, power_of_2(C), x.element_size())
+    _rows_kernel[(programs,)](x, data, scale, bits, R, x.stride(0), C=C, **launch)
+    return [data, scale, bits]
 
 
 @operator("fp8_cast_columns", _columns_output)
-def _cast_columns(x: Tensor) -> tuple[Tensor, Tensor]:
+def _cast_columns(x: Tensor, column_bits: Tensor | None) -> list[Tensor]:
     outputs = _columns_output(x)
-    _cast_tiles(x, None, None, *outputs)
+    _cast_tiles(x, Maxima(None, column_bits), None, None, *outputs)
     return outputs
 
 
 @operator("fp8_cast_both", _both_output)
-def _cast_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cast_both(x: Tensor, row_bits: Tensor | None, column_bits: Tensor | None) -> list[Tensor]:
     outputs = _both_output(x)
-    _cast_tiles(x, *outputs)
+    _cast_tiles(x, Maxima(row_bits, column_bits), *outputs)
     return outputs
 
 
 def _cast_tiles(
-    x: Tensor, data: Tensor | None, scale: Tensor | None, turned: Tensor, turned_scale: Tensor
+    x: Tensor,
+    known: Maxima,
+    data: Tensor | None,
+    scale: Tensor | None,
+    turned: Tensor,
+    turned_scale: Tensor,
 ) -> None:
-    """Maxima first, then the casts: x is read twice, and the second time in part from the cache."""
+    """Maxima first where they are not known, then the casts."""
     R, C = x.shape
     S, tile = turned.shape[1], {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    bits = x.new_zeros(C if data is None else C + R, dtype=torch.int32)
-    column_bits, row_bits = bits[:C], None if data is None else bits[C:]
-    blocks = triton.cdiv(C, TILE_C)
-    grid = (triton.cdiv(R, STRIP) * blocks,)
-    _maxima_kernel[grid](x, row_bits, column_bits, R, C, x.stride(0), STRIP=STRIP, **tile)
-    grid = (triton.cdiv(S, TILE_R) * blocks,)
+    if known.columns is None or (known.rows is None and data is not None):
+        known = _maxima(x, data is not None, tile)
+    grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
     ends = data, scale, turned, turned_scale
-    _tiles_kernel[grid](x, row_bits, column_bits, *ends, R, C, S, x.stride(0), **tile)
+    _tiles_kernel[grid](x, *known, *ends, R, C, S, x.stride(0), **tile)
+
+
+def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
+    R, C = x.shape
+    bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
+    maxima = Maxima(bits[C:] if of_rows else None, bits[:C])
+    grid = (triton.cdiv(R, STRIP) * triton.cdiv(C, TILE_C),)
+    _maxima_kernel[grid](x, *maxima, R, C, x.stride(0), STRIP=STRIP, **tile)
+    return maxima
 
 
 def cast_rows(x: Tensor, *, fused: bool) -> Scaled:
@@ -230,14 +300,25 @@ def cast_rows(x: Tensor, *, fused: bool) -> Scaled:
     return Scaled(*_cast_rows(as_rows(x))) if fused else cast_rows_ref(x)
 
 
-def cast_columns(x: Tensor, *, fused: bool) -> Scaled:
-    """x [R, C] -> data [C, S], whose rows end in zeros, with a scale per column of x."""
-    return Scaled(*_cast_columns(as_rows(x))) if fused else cast_columns_ref(x)
+def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, Tensor | None]:
+    """`cast_rows`, and what `cast_columns` of the same numbers takes; None: nothing is known."""
+    if not fused or power_of_2(x.shape[1]) > WIDEST:
+        return cast_rows(x, fused=fused), None
+    data, scale, bits = _cast_rows_and_maxima(as_rows(x))
+    return Scaled(data, scale), bits
 
 
-def cast_both(x: Tensor, *, fused: bool) -> tuple[Scaled, Scaled]:
+def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> Scaled:
+    """x [R, C] -> data [C, S], whose rows end in zeros, with a scale per column of x.
+
+    `bits`: `Maxima.columns` of x, if they are known, which saves a read of x.
+    """
+    return Scaled(*_cast_columns(as_rows(x), bits)) if fused else cast_columns_ref(x)
+
+
+def cast_both(x: Tensor, known: Maxima = UNKNOWN, *, fused: bool) -> tuple[Scaled, Scaled]:
     """`cast_rows` and `cast_columns`, in fewer reads."""
     if not fused:
         return cast_both_ref(x)
-    data, scale, *turned = _cast_both(as_rows(x))
+    data, scale, *turned = _cast_both(as_rows(x), *known)
     return Scaled(data, scale), Scaled(*turned)

@@ -9,6 +9,9 @@ are e4m3 like the rest: with a scale for each row they need precision more than 
 come from the numbers themselves and not from earlier steps, so that a recomputed block has the same
 bits, and a run no more state than in bf16.
 
+The casts of the forward product read x and W whole, and find the maxima of their columns, too: a
+few KiB that are kept, with which the casts of backward read each of them once.
+
 On a GPU the products are those of torch._scaled_mm, on a CPU those of the definition.
 """
 
@@ -18,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._fp8_casts import ALIGN, Scaled, cast_both, cast_columns, cast_rows
+from tigon.kernels._fp8_casts import (
+    ALIGN,
+    Scaled,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    cast_rows_and_maxima,
+)
 from tigon.kernels._linear_autograd import computes_later, later, without_numbers
 from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import check_devices, refuse_second_derivative, runs_triton
@@ -48,31 +58,54 @@ def _product(a: Scaled, b: Scaled, *, fast: bool, fused: bool) -> Tensor:
     )
 
 
-def _forward(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
-    factors = cast_rows(x, fused=fused), cast_rows(weight, fused=fused)
-    return _product(*factors, fast=FAST_FORWARD, fused=fused)
+class Known:
+    """Column maxima of x and of the weight, which casts of the forward product find for backward.
+
+    Not among what autograd saves: a recomputed block, which has the same numbers, is asked for what
+    it saves before it makes its products (see `later`), and the first pass has found them.
+    """
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+
+
+def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[Scaled, Tensor | None]:
+    return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, of_x: bool, of_weight: bool, fused: bool, known: Known
+) -> Tensor:
+    """`of_x`, `of_weight`: which gradients will be wanted. Each takes the columns of the other."""
+    a, known.x = _cast(x, of_weight, fused)
+    b, known.weight = _cast(weight, of_x, fused)
+    return _product(a, b, fast=FAST_FORWARD, fused=fused)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward.
 
-    `apart`: y is not computed; see `later`.
+    With `known`, y is not computed, and that is filled meanwhile; see `later`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        recipe, fused, apart = given
+        recipe, fused, known = given
         of_x, of_weight, *_ = ctx.needs_input_grad
         kept = () if not of_weight else (x,) if recipe is None else recipe.kept
         ctx.save_for_backward(weight if of_x else None, *kept)
         ctx.how = None if recipe is None else recipe.how
         ctx.fused, ctx.columns = fused, x.shape[1]
-        return without_numbers(x, weight.shape[0]) if apart else _forward(x, weight, fused)
+        ctx.known = Known() if known is None else known
+        if known is not None:
+            return without_numbers(x, weight.shape[0])
+        return _forward(x, weight, of_x, of_weight, fused, ctx.known)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
         weight, *kept = ctx.saved_tensors
+        known: Known = ctx.known
         how: dict[str, Any] = {"fused": ctx.fused}
         of_weight = ctx.needs_input_grad[1]
         if not of_weight:
@@ -83,10 +116,12 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = cast_both(dy, **how)
         dx = dw = None
         if rows is not None:
-            dx = _product(rows, cast_columns(weight, **how), fast=FAST_BACKWARD, **how)
+            dx = _product(
+                rows, cast_columns(weight, known.weight, **how), fast=FAST_BACKWARD, **how
+            )
         if columns is not None:
             x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
-            dw = _product(columns, cast_columns(x, **how), fast=FAST_BACKWARD, **how)
+            dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
         return dx, dw, None, None, None
 
 
@@ -109,10 +144,11 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     recipe = recipe_of(x) if weight.requires_grad else None
     if recipe is not None and not recipe.alone:
         recipe.keep_gate_up()
-    rows, apart = x.reshape(-1, x.shape[-1]), computes_later()
-    y = _Fp8Linear.apply(rows, weight, recipe, fused, apart)
-    if apart:
-        y = later(y, lambda: _forward(rows, weight, fused))
+    rows, known = x.reshape(-1, x.shape[-1]), Known() if computes_later() else None
+    y = _Fp8Linear.apply(rows, weight, recipe, fused, known)
+    if known is not None:
+        learns = rows.requires_grad, weight.requires_grad
+        y = later(y, lambda: _forward(rows, weight, *learns, fused, known))
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
     return y if bias is None else y + bias

@@ -15,6 +15,7 @@ from tigon.kernels._fp8_casts import (
     cast_rows,
     cast_rows_and_maxima,
 )
+from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
 
 
@@ -35,6 +36,9 @@ def forms() -> Forms:
     yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
     yield "fp8 both, known", _known
     yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    for act in ACTIVATIONS:
+        yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
+    yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
 
@@ -47,6 +51,11 @@ def _known() -> None:
     x, rows, columns = zeros(64, 2048), zeros(64, dtype=INT32), zeros(2048, dtype=INT32)
     cast_both(x, Maxima(rows, columns), fused=True)
     cast_columns(x, columns, fused=True)
+
+
+def _fp8_gated(act: Activation, inner: int) -> None:
+    cast_gated_rows(zeros(8, 2 * inner), act)
+    gradients_and_maxima(zeros(8, inner), zeros(8, 2 * inner), act, True)
 
 
 def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:

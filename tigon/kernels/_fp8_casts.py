@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._norm import stages
+from tigon.kernels._notes import Note, note_of
 from tigon.kernels._triton import as_rows, num_sms, operator, power_of_2, tl, triton
 
 E4M3 = torch.float8_e4m3fn
 ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor
 WIDEST = 16384  # columns of a row that one program holds; wider ones are read twice
 STEP = 4096  # columns of those that are read at a time
-ROWS_PER_SM = 16384  # columns that the programs of one multiprocessor hold where they are few
+HELD = 16384  # columns that a multiprocessor holds with their maxima
 TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
 STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes, for TILE_C columns
 
@@ -49,6 +50,29 @@ class Maxima(NamedTuple):
 
 
 UNKNOWN = Maxima(None, None)
+
+
+class _MaximaNote(Note):
+    __slots__ = ("maxima",)
+
+    def __init__(self, x: Tensor, maxima: Maxima):
+        super().__init__(x)
+        self.maxima = maxima
+
+
+def note_maxima(x: Tensor, maxima: Maxima) -> None:
+    """An operator found them of `x` [..., C], which it wrote whole, for whoever casts it."""
+    if maxima is not UNKNOWN:
+        x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
+
+
+def maxima_of(x: Tensor) -> Maxima:
+    """Of the matrix `x`, if who wrote it has noted them."""
+    note: _MaximaNote | None = note_of(x, "_maxima")
+    if note is None:
+        return UNKNOWN
+    fits = all(b is None or b.numel() == n for b, n in zip(note.maxima, x.shape, strict=True))
+    return note.maxima if fits else UNKNOWN
 
 
 def padded(rows: int) -> int:
@@ -77,14 +101,23 @@ def cast_both_ref(x: Tensor) -> tuple[Scaled, Scaled]:
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude(x):
     """The bits of |x| in fp32. As integers they have the order of the numbers, then inf, then NaN,
     so that maxima keep a NaN, and atomic ones are the same in any order."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _scales(bits):
+def raise_maxima(maxima, columns, top, mask):
+    """maxima[columns] = max(maxima[columns], top), atomically, with neighbours in neighbouring
+    threads, whose requests then are one. A thread would have four columns, as where it stores, and
+    a request be of two, if the compiler knew that these follow each other: `^ 0` hides it."""
+    zero = tl.num_programs(0) >> 31
+    tl.atomic_max(maxima + (columns ^ zero), top, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def scales_of(bits):
     """Scale and 1 / scale of rows whose largest magnitudes have these bits."""
     # 448 is 1.75 * 2^8: 0x1FFFFF carries into the exponent from the first mantissa above 1.75 on
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 1)
@@ -113,14 +146,14 @@ def _rows_kernel(
     for at in tl.range(tl.program_id(0), R, tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(at, tl.int64)
         v = tl.load(x + row * x_row + columns, mask=mask, other=0.0).to(tl.float32)
-        bits = _magnitude(v)
-        scale, inverse = _scales(tl.max(bits, 0))
+        bits = magnitude(v)
+        scale, inverse = scales_of(tl.max(bits, 0))
         tl.store(data + row * C + columns, (v * inverse).to(tl.float8e4nv), mask=mask)
         tl.store(scales + row, scale)
         if column_bits is not None:
             top = tl.maximum(top, bits)
     if column_bits is not None:
-        tl.atomic_max(column_bits + columns, top, mask=mask, sem="relaxed")
+        raise_maxima(column_bits, columns, top, mask)
 
 
 @triton.jit
@@ -131,8 +164,8 @@ def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constex
     for start in range(0, C, BLOCK):
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
-        top = tl.maximum(top, _magnitude(v))
-    scale, inverse = _scales(tl.max(top, 0))
+        top = tl.maximum(top, magnitude(v))
+    scale, inverse = scales_of(tl.max(top, 0))
     for start in range(0, C, BLOCK):
         at = start + columns
         v = tl.load(x + row * x_row + at, mask=at < C, other=0.0).to(tl.float32)
@@ -160,7 +193,7 @@ def _maxima_kernel(
         rows = strip * STRIP + start + tl.arange(0, TILE_R)
         mask = (rows < R)[:, None] & (columns < C)[None, :]
         at = x + rows.to(tl.int64)[:, None] * x_row + columns[None, :]
-        bits = _magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+        bits = magnitude(tl.load(at, mask=mask, other=0.0).to(tl.float32))
         top = tl.maximum(top, bits)
         if row_bits is not None:
             tl.atomic_max(row_bits + rows, tl.max(bits, 1), mask=rows < R, sem="relaxed")
@@ -193,12 +226,12 @@ def _tiles_kernel(
     at = x + wide_rows * x_row + columns[None, :]
     v = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if data is not None:
-        scale, inverse = _scales(tl.load(row_bits + rows, mask=rows < R, other=0))
+        scale, inverse = scales_of(tl.load(row_bits + rows, mask=rows < R, other=0))
         out = (v * inverse[:, None]).to(tl.float8e4nv)
         tl.store(data + wide_rows * C + columns[None, :], out, mask=mask)
         if block == 0:
             tl.store(scales + rows, scale, mask=rows < R)
-    scale, inverse = _scales(tl.load(column_bits + columns, mask=columns < C, other=0))
+    scale, inverse = scales_of(tl.load(column_bits + columns, mask=columns < C, other=0))
     out = (v * inverse[None, :]).to(tl.float8e4nv)
     at = turned + columns.to(tl.int64)[None, :] * S + rows[:, None]
     tl.store(at, out, mask=(rows < S)[:, None] & (columns < C)[None, :])
@@ -236,10 +269,12 @@ def _cast_rows(x: Tensor) -> list[Tensor]:
     return outputs
 
 
-def row_programs(x: Tensor, R: int, block: int, width: int) -> tuple[int, dict[str, int]]:
-    """How many programs walk over R rows of `block` columns held at a time, and how each does it;
-    `width`: bytes per column of what waits in shared memory."""
-    programs = min(R, max(ROWS_PER_SM // block, 1) * num_sms(x))
+def row_programs(
+    x: Tensor, R: int, block: int, width: int, held: int
+) -> tuple[int, dict[str, int]]:
+    """How many programs walk over R rows of `block` columns, and how each does it; `width`: bytes
+    per column that wait in shared memory, `held`: columns that a multiprocessor has room for."""
+    programs = min(R, max(held // block, 1) * num_sms(x))
     warps = min(max(block // 512, 1), 16)
     return programs, {"BLOCK": block, "STAGES": stages(block * width), "num_warps": warps}
 
@@ -249,7 +284,7 @@ def _cast_rows_and_maxima(x: Tensor) -> list[Tensor]:
     """With few programs, each of which adds its own to the columns' maxima."""
     (data, scale), (R, C) = _rows_output(x), x.shape
     bits = x.new_zeros(C, dtype=torch.int32)
-    programs, launch = row_programs(x, R, power_of_2(C), x.element_size())
+    programs, launch = row_programs(x, R, power_of_2(C), x.element_size(), HELD)
     _rows_kernel[(programs,)](x, data, scale, bits, R, x.stride(0), C=C, **launch)
     return [data, scale, bits]
 

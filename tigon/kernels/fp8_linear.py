@@ -28,10 +28,14 @@ from tigon.kernels._fp8_casts import (
     cast_columns,
     cast_rows,
     cast_rows_and_maxima,
+    maxima_of,
+    note_maxima,
 )
+from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima, holds_rows
 from tigon.kernels._linear_autograd import computes_later, later, without_numbers
 from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import check_devices, refuse_second_derivative, runs_triton
+from tigon.kernels.gated_act import Activation, check_act, gated_act, may_overwrite
 
 OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
 # Whether tensor cores may add up with fewer bits than fp32 has: torchao and Transformer Engine let
@@ -111,9 +115,9 @@ class _Fp8Linear(torch.autograd.Function):
         if not of_weight:
             rows, columns = cast_rows(dy, **how), None
         elif weight is None:
-            rows, columns = None, cast_columns(dy, **how)
+            rows, columns = None, cast_columns(dy, maxima_of(dy).columns, **how)
         else:
-            rows, columns = cast_both(dy, **how)
+            rows, columns = cast_both(dy, maxima_of(dy), **how)
         dx = dw = None
         if rows is not None:
             dx = _product(
@@ -125,7 +129,42 @@ class _Fp8Linear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: Known) -> Tensor:
+    """gate_up [T, 2 K], weight [N, K] -> [T, N]. Backward finds the product's maxima itself."""
+    b, known.weight = _cast(weight, True, True)
+    return _product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
+
+
+class _Fp8Gated(torch.autograd.Function):
+    """gate_up [T, 2 K] and weight [N, K] -> the fp8 product of `gated_act`'s output, [T, N]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, *given: Any) -> Tensor:
+        ctx.act, ctx.overwrite, known = given
+        ctx.save_for_backward(gate_up, weight)
+        ctx.known = Known() if known is None else known
+        if known is not None:
+            return without_numbers(gate_up, weight.shape[0])
+        return _gated_forward(gate_up, weight, ctx.act, ctx.known)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("fp8_gated_linear")
+        gate_up, weight = ctx.saved_tensors
+        how: dict[str, Any] = {"fused": True}
+        rows, columns = cast_both(dy, maxima_of(dy), **how)
+        of_weight = cast_columns(weight, ctx.known.weight, **how)
+        d = _product(rows, of_weight, fast=FAST_BACKWARD, **how)
+        del rows, of_weight
+        found = gradients_and_maxima(d, gate_up, ctx.act, ctx.overwrite)
+        del d
+        note_maxima(found.gate_up, found.maxima)
+        of_product = cast_columns(found.product, found.product_maxima, **how)
+        dw = _product(columns, of_product, fast=FAST_BACKWARD, **how)
+        return found.gate_up, dw, None, None, None
+
+
+def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
     check_devices(x=x, weight=weight)
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(
@@ -136,22 +175,26 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError("fp8 products do not run under autocast: load the model in bfloat16")
     if not fits(weight):
         raise ValueError(f"the sizes of the weight {tuple(weight.shape)} are not multiples of 16")
-    if x.shape[-1] != weight.shape[1]:
+    if x.shape[-1] != halves * weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
+
+
+def _finished(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
+    # As in F.linear: FSDP2 wants no view as a block's output
+    y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
+    return y if bias is None else y + bias
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
     recipe = recipe_of(x) if weight.requires_grad else None
-    if recipe is not None and not recipe.alone:
+    if recipe is not None:
         recipe.keep_gate_up()
     rows, known = x.reshape(-1, x.shape[-1]), Known() if computes_later() else None
     y = _Fp8Linear.apply(rows, weight, recipe, fused, known)
     if known is not None:
         learns = rows.requires_grad, weight.requires_grad
         y = later(y, lambda: _forward(rows, weight, *learns, fused, known))
-    # As in F.linear: FSDP2 wants no view as a block's output
-    y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
-    return y if bias is None else y + bias
+    return _finished(y, x.shape[:-1], bias)
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -169,3 +212,25 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The definition: casts and products in plain torch, in both directions."""
     return _linear(x, weight, bias, False)
+
+
+def fp8_gated_linear(
+    gate_up: Tensor, act: Activation, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`fp8_linear(gated_act(gate_up, act), weight, bias)` with the same bits, for gate_up
+    [..., 2 K] that nothing else reads: its gradient may take its memory.
+
+    Where both learn, their passes over the product are one in each direction.
+    """
+    learns = torch.is_grad_enabled() and gate_up.requires_grad and weight.requires_grad
+    fused = learns and not torch.compiler.is_compiling() and runs_triton(gate_up)
+    if not fused or not gate_up.numel() or not holds_rows(gate_up):
+        return fp8_linear(gated_act(gate_up, act, overwrite=True), weight, bias)
+    _check(gate_up, weight, halves=2)
+    check_act(act)
+    known, overwrite = Known() if computes_later() else None, may_overwrite(gate_up)
+    rows = gate_up.reshape(-1, gate_up.shape[-1])
+    y = _Fp8Gated.apply(rows, weight, act, overwrite, known)
+    if known is not None:
+        y = later(y, lambda: _gated_forward(rows, weight, act, known))
+    return _finished(y, gate_up.shape[:-1], bias)

@@ -217,8 +217,10 @@ def _tiles_kernel(
     TILE_C: tl.constexpr,
 ):
     blocks = tl.cdiv(C, TILE_C)
-    strip = tl.program_id(0) // blocks
-    block = tl.program_id(0) - strip * blocks
+    # From the end: what was read or written last is in the cache yet
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    strip = place // blocks
+    block = place - strip * blocks
     rows = strip * TILE_R + tl.arange(0, TILE_R)
     columns = block * TILE_C + tl.arange(0, TILE_C)
     mask = (rows < R)[:, None] & (columns < C)[None, :]

@@ -20,6 +20,9 @@ WIDE = {
     "fp8 rows: _fp8_casts._rows_kernel": [6],
     "fp8 both: _fp8_casts._maxima_kernel": [4],
     "fp8 both: _fp8_casts._tiles_kernel": [8],
+    "fp8 both, known: _fp8_casts._tiles_kernel": [8, 6],
+    "fp8 rows and maxima, 14336: _fp8_casts._rows_kernel": [2],  # it reads by asynchronous copies
+    "fp8 gated silu: _fp8_gated._gated_rows_kernel": [2],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
     "rms_norm again: rms_norm._forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],

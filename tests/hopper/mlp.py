@@ -6,9 +6,16 @@ from typing import Any
 import torch
 
 from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, backward, zeros
+from tests.hopper.tensors import BF16, FP16, FP32, INT32, backward, zeros
 from tigon.kernels import gated_act, grouped_mlp, row_linear
-from tigon.kernels._fp8_casts import cast_both, cast_columns, cast_rows
+from tigon.kernels._fp8_casts import (
+    Maxima,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    cast_rows_and_maxima,
+)
+from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
 
 
@@ -23,11 +30,32 @@ def forms() -> Forms:
         yield f"row_linear {name}", partial(_row_linear, **options)
     yield "fp8 rows", lambda: cast_rows(zeros(64, 2048), fused=True)
     yield "fp8 wide rows", lambda: cast_rows(zeros(4, 20480), fused=True)
+    for C in (2048, 14336):
+        yield f"fp8 rows and maxima, {C}", partial(_rows_and_maxima, C)
     yield "fp8 columns", lambda: cast_columns(zeros(64, 2048), fused=True)
     yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
+    yield "fp8 both, known", _known
     yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    for act in ACTIVATIONS:
+        yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
+    yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
+
+
+def _rows_and_maxima(C: int) -> None:
+    cast_rows_and_maxima(zeros(64, C), fused=True)
+
+
+def _known() -> None:
+    x, rows, columns = zeros(64, 2048), zeros(64, dtype=INT32), zeros(2048, dtype=INT32)
+    cast_both(x, Maxima(rows, columns), fused=True)
+    cast_columns(x, columns, fused=True)
+
+
+def _fp8_gated(act: Activation, inner: int) -> None:
+    cast_gated_rows(zeros(8, 2 * inner), act)
+    gradients_and_maxima(zeros(8, inner), zeros(8, 2 * inner), act, True)
 
 
 def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:

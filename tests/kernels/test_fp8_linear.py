@@ -1,17 +1,26 @@
+import importlib
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.numbers import relative_error
 from tigon.kernels import _fp8_casts as casts
 from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
-from tigon.kernels._fp8_casts import Scaled, cast_both, cast_columns, cast_rows
+from tigon.kernels._fp8_casts import (
+    Maxima,
+    Scaled,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    cast_rows_and_maxima,
+)
 from tigon.kernels._rebuilt import rebuilding
 
+fp8_linear_module = importlib.import_module("tigon.kernels.fp8_linear")
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
 
@@ -101,6 +110,48 @@ def test_a_number_that_is_not_finite_makes_its_row_nan(path: str, bad: float) ->
         assert_same(found, expected)
     y = fp8_linear(x, torch.ones(16, 48).bfloat16())
     assert y[4].isnan().all() and y.isfinite().all(1).sum() == 19
+
+
+def maxima(x: Tensor) -> Maxima:
+    bits = x.float().abs().view(torch.int32)
+    return Maxima(bits.amax(1), bits.amax(0))
+
+
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+@pytest.mark.parametrize("shape", [*SHAPES, (37, 48)], ids=str)
+def test_casts_with_maxima_that_are_known(
+    path: str, shape: tuple[int, int], bad: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the row cast, of programs with several rows each, or by another operator."""
+    if path == "reference":
+        pytest.skip("plain torch computes all anew")
+    monkeypatch.setattr(casts, "HELD", 16)
+    x = spread(*shape)
+    if bad is not None:
+        x[-1, 5] = bad
+    expected = cast_both(x, fused=True)
+    known = maxima(x)
+    rows, bits = cast_rows_and_maxima(F.pad(x, (8, 24))[:, 8:-24], fused=True)
+    assert_same(rows, expected[0])
+    assert bits is not None and torch.equal(bits, known.columns)
+
+    def again(*_: object) -> None:
+        raise AssertionError("the maxima are known")
+
+    monkeypatch.setattr(casts, "_maxima", again)
+    assert_same(cast_columns(x, bits, fused=True), expected[1])
+    for found, wanted in zip(cast_both(x, known, fused=True), expected, strict=True):
+        assert_same(found, wanted)
+
+
+def test_rows_too_wide_to_be_held_have_no_maxima(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "WIDEST", 64)
+    monkeypatch.setattr(casts, "STEP", 32)
+    x = spread(5, 80)
+    for fused in (False, True):
+        rows, bits = cast_rows_and_maxima(x, fused=fused)
+        assert_same(rows, exactly(x))
+        assert bits is None
 
 
 def operands(*lead: int, K: int, N: int, frozen: str = "") -> tuple[Tensor, Tensor, Tensor]:
@@ -208,6 +259,43 @@ def test_a_recomputed_layer_has_the_same_bits() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_maxima_of_the_forward_product_serve_backward(
+    path: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone those of the gradient are computed then, in a recomputed layer, too."""
+    x, weight, dy = operands(3, K=32, N=16)
+    first = nn.Parameter(torch.randn(32, 32).bfloat16())
+    made, maxima_of = [], casts._maxima
+    monkeypatch.setattr(casts, "_maxima", lambda x, *how: made.append(x) or maxima_of(x, *how))
+
+    def layers(x: Tensor) -> Tensor:
+        return fp8_linear(fp8_linear(x, first), weight)
+
+    wanted = x, first, weight
+    y = checkpoint(layers, x, use_reentrant=False) if again else layers(x)
+    found = torch.autograd.grad(y, wanted, dy)
+    assert len(made) == (2 if path == "triton" else 0)
+    monkeypatch.setattr(fp8_linear_module, "cast_rows_and_maxima", without_maxima)
+    for ours, theirs in zip(found, torch.autograd.grad(layers(x), wanted, dy), strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(made) == (8 if path == "triton" else 0)
+
+
+def without_maxima(x: Tensor, *, fused: bool) -> tuple[Scaled, None]:
+    return cast_rows(x, fused=fused), None
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_a_factor_that_is_changed_before_backward_is_an_error(what: str) -> None:
+    x, weight, dy = operands(3, K=32, N=16)
+    y = fp8_linear(x * 1, weight) if what == "weight" else fp8_linear(h := x * 1, weight)
+    with torch.no_grad():
+        (weight if what == "weight" else h).mul_(8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, (x, weight), dy)
+
+
 @pytest.mark.traced
 def test_compiled_in_one_graph(path: str) -> None:
     if path == "reference":
@@ -225,8 +313,17 @@ def test_compiled_in_one_graph(path: str) -> None:
 def test_ops_are_registered_rightly(path: str) -> None:
     if path == "reference":
         pytest.skip("plain torch has no ops")
-    for op in (casts._cast_rows.op, casts._cast_columns.op, casts._cast_both.op):
-        torch.library.opcheck(op, (spread(3, 16),), test_utils=("test_schema", "test_faketensor"))
+    x, rows, columns = spread(3, 16), torch.ones(3).int(), torch.ones(16).int()
+    for op, *more in (
+        (casts._cast_rows,),
+        (casts._cast_rows_and_maxima,),
+        (casts._cast_columns, None),
+        (casts._cast_columns, columns),
+        (casts._cast_both, None, None),
+        (casts._cast_both, rows, columns),
+    ):
+        given = x, *more
+        torch.library.opcheck(op.op, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("shape", [(64,), (3, 128), (2, 3, 2, 64)], ids=str)

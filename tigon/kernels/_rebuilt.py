@@ -6,7 +6,6 @@ when it needs it for its weight's gradient: the same bits, from less memory.
 """
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from tigon.kernels._notes import Note, note_of
 
 # Bytes; what is smaller is kept: a few MiB are not worth the host's microseconds
 LEAST = 8 * 2**20
@@ -48,14 +49,13 @@ class How(NamedTuple):
     constants: tuple[Any, ...]
 
 
-class Recipe:
-    """How to compute a tensor again; an attribute of it, so that it ends with it."""
+class Recipe(Note):
+    """How to compute a tensor again."""
 
-    __slots__ = ("alone", "gated", "how", "kept", "owner", "storage", "version", "versions")
+    __slots__ = ("alone", "gated", "how", "kept", "versions")
 
     def __init__(self, x: Tensor, how: How, kept: Any, gated: "Gated | None"):
-        self.owner, self.version = id(x), x._version  # a copy of x has the attribute, too
-        self.storage = x.untyped_storage()._cdata  # that x.data = y replaces, and no version tells
+        super().__init__(x)
         self.how, self.kept = how, kept
         self.versions = [None if t is None else t._version for t in kept]
         self.gated = gated
@@ -73,9 +73,6 @@ class Recipe:
         must not take the memory of gate_up."""
         if self.gated is not None:
             self.gated.node.overwrite = False
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()  # of a tensor that is copied or written to a file, nothing
 
 
 def note(
@@ -101,16 +98,8 @@ def recipe_of(x: Tensor) -> Recipe | None:
     Not where `x` or what it is made of was changed since. Under torch.compile never: Inductor
     decides itself what it computes again.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor:  # a subclass has its own products
-        return None
-    base = x if x._base is None else x._base
-    recipe: Recipe | None = getattr(base, "_rebuilt", None)
-    if not recipe or recipe.owner != id(base) or recipe.version != x._version:
-        return None
-    if recipe.storage != x.untyped_storage()._cdata:
-        return None
-    whole = base is x or (x.dtype == base.dtype and x.numel() == base.numel() and x.is_contiguous())
-    return recipe if whole and recipe.holds() else None
+    recipe: Recipe | None = note_of(x, "_rebuilt")
+    return recipe if recipe is not None and recipe.holds() else None
 
 
 def compute_again(how: How, kept: Sequence[Tensor | None]) -> Tensor:

@@ -57,6 +57,15 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 
 @triton.jit
+def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
+    """The gradients of gate and up from that of the product, and the product: fp32 numbers, of
+    which the activation alone is rounded yet."""
+    a, slope = act_and_slope(gate, ACT)
+    a = a.to(dtype).to(tl.float32)
+    return d * up * slope, d * a, a * up
+
+
+@triton.jit
 def _place(size, BLOCK: tl.constexpr):
     """Row and columns of a program; neighbours walk along a row, as memory likes it."""
     blocks = tl.cdiv(size, BLOCK)
@@ -88,15 +97,14 @@ def _gated_act_backward_kernel(
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
-    a, slope = act_and_slope(gate, ACT)
-    a = a.to(dx.dtype.element_ty).to(tl.float32)
-    tl.store(dx + row * dx_row + cols, d * up * slope, mask=keep)
-    tl.store(dx + row * dx_row + size + cols, d * a, mask=keep)
+    of_gate, of_up, product = gated_gradients(d, gate, up, dx.dtype.element_ty, ACT)
+    tl.store(dx + row * dx_row + cols, of_gate, mask=keep)
+    tl.store(dx + row * dx_row + size + cols, of_up, mask=keep)
     if y is not None:
-        tl.store(y + row * size + cols, a * up, mask=keep)
+        tl.store(y + row * size + cols, product, mask=keep)
 
 
-def _launch(size: int, choice: tuple[int, int]) -> dict[str, int]:
+def launch_columns(size: int, choice: tuple[int, int]) -> dict[str, int]:
     """Block and warps for `size` columns: narrow rows take a smaller program."""
     block, warps = choice
     fit = min(block, triton.next_power_of_2(size))
@@ -112,7 +120,7 @@ def _forward(gate_up: Tensor, act: str) -> Tensor:
     y = _output(gate_up)
     if y.numel():
         x, size = as_rows(gate_up), y.shape[-1]
-        launch = _launch(size, FORWARD)
+        launch = launch_columns(size, FORWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
         _gated_act_kernel[grid](x, y, x.stride(0), size, ACT=act, **launch, **pdl_options(x))
     return y
@@ -147,7 +155,7 @@ def _backward_into(
     the forward pass gave to `product`, which may be a contiguous `dy`."""
     if dy.numel():
         d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
-        launch = _launch(size, BACKWARD)
+        launch = launch_columns(size, BACKWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
         strides = d.stride(0), x.stride(0), 2 * size
         _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
@@ -162,6 +170,14 @@ def _overwrites(gate_up: Tensor, overwrite: bool) -> bool:
     )
 
 
+def place_of_gradient(gate_up: Tensor, overwrite: bool) -> Tensor:
+    """Where the gradient of `gate_up` goes: over it, if that may be."""
+    if not _overwrites(gate_up, overwrite):
+        return _gradient(gate_up, gate_up)
+    torch.autograd.graph.increment_version(gate_up)
+    return gate_up.detach()
+
+
 def gradient_and_product(
     dy: Tensor, gate_up: Tensor, act: Activation, overwrite: bool
 ) -> tuple[Tensor, Tensor]:
@@ -171,11 +187,7 @@ def gradient_and_product(
     """
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
         return _backward_product(dy, gate_up, act)
-    if _overwrites(gate_up, overwrite):
-        torch.autograd.graph.increment_version(gate_up)
-        gradient = gate_up.detach()
-    else:
-        gradient = _gradient(dy, gate_up)
+    gradient = place_of_gradient(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         _backward_into(gradient, dy, dy, gate_up, act)
     return gradient, dy
@@ -207,7 +219,7 @@ def check_act(act: str) -> None:
         raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 
 
-def _may_overwrite(x: Tensor) -> bool:
+def may_overwrite(x: Tensor) -> bool:
     """Whether nobody else can be seen to need the memory of `x`."""
     owner = x if x._base is None else x._base
     return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
@@ -230,7 +242,7 @@ def gated_act(
     if not runs_triton(gate_up):
         return gated_act_ref(gate_up, act)
     compiling = torch.compiler.is_compiling()
-    overwrite = overwrite and not compiling and _may_overwrite(gate_up)
+    overwrite = overwrite and not compiling and may_overwrite(gate_up)
     y = _GatedAct.apply(gate_up, act, overwrite)
     if not compiling and y.requires_grad:
         note(y, _forward, (gate_up,), act, gated=Gated(gate_up, act, y.grad_fn))

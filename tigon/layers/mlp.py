@@ -1,8 +1,10 @@
 """Gated MLP: down(act(gate(x)) * up(x)) with gate and up as one projection."""
 
+import torch
 from torch import Tensor, nn
 
 from tigon.kernels._rebuilt import recipe_of
+from tigon.kernels.fp8_linear import fp8_gated_linear
 from tigon.kernels.gated_act import Activation
 from tigon.layers.linear import GatedLinear, Linear, calls_only
 
@@ -16,8 +18,15 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.gate_up_proj(x)
+        up, down = self.gate_up_proj, self.down_proj
+        fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
+        if fp8 and self._alone():
+            return fp8_gated_linear(up.product(x), up.act, down.weight, down.bias)
+        y = up(x)
         if (recipe := recipe_of(y)) is not None:
-            both = calls_only(self.gate_up_proj, GatedLinear) and calls_only(self.down_proj, Linear)
-            recipe.alone = both
-        return self.down_proj(y)
+            recipe.alone = not fp8 and self._alone()
+        return down(y)
+
+    def _alone(self) -> bool:
+        """Whether nobody sees what goes from one projection to the other."""
+        return calls_only(self.gate_up_proj, GatedLinear) and calls_only(self.down_proj, Linear)

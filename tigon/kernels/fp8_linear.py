@@ -83,11 +83,30 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = cast_both(dy, **how)
         dx = dw = None
         if rows is not None:
-            dx = _product(rows, cast_columns(weight, **how), fast=FAST_BACKWARD, **how)
+            dx = _dx(rows, weight, ctx.fused)
         if columns is not None:
             x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
             dw = _product(columns, cast_columns(x, **how), fast=FAST_BACKWARD, **how)
         return dx, dw, None, None, None
+
+
+def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `fp8_linear` returns, without a graph."""
+    _check(x, weight)
+    y = _forward(x.reshape(-1, x.shape[-1]), weight, runs_triton(x))
+    y = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+    return y if bias is None else y + bias
+
+
+def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """That of the x of `fp8_linear`, [T, K], from dY [T, N]."""
+    fused = runs_triton(dy)
+    return _dx(cast_rows(dy, fused=fused), weight, fused)
+
+
+def _dx(rows: Scaled, weight: Tensor, fused: bool) -> Tensor:
+    columns = cast_columns(weight, fused=fused)
+    return _product(rows, columns, fast=FAST_BACKWARD, fused=fused)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -1,0 +1,91 @@
+"""Parameters of adapters, inside the layers that they belong to.
+
+# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts
+
+The paths of the base's parameters stay as they are: an adapter's are below them, `PATH.lora.NAME`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.lora_linear import Addition
+
+B = "lora_B_"  # what names of parameters begin with, the part's behind it
+
+
+class LoRAPart(NamedTuple):
+    """What is added to one projection of a layer, which may be packed with others."""
+
+    name: str  # such as q_proj
+    first: int  # of its columns in the layer's output
+    size: int  # K_p
+    rank: int
+    scale: float
+
+
+class LowRank(nn.Module):
+    """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
+
+    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r].
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[LoRAPart],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__()
+        self.parts = tuple(parts)
+        how = {"dtype": dtype, "device": device}
+        total = sum(part.rank for part in parts)
+        self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
+        for part in parts:
+            self.register_parameter(
+                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **how))
+            )
+
+    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Whole initial values in fp32 on the CPU, as PEFT's: A is drawn part by part, B is 0."""
+        ranks, columns = [part.rank for part in self.parts], self.lora_A.shape[1]
+        a = torch.empty(sum(ranks), columns, dtype=torch.float32, device="cpu")
+        for rows in a.split(ranks):
+            nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
+        zeros = {B + p.name: torch.zeros(p.size, p.rank, device="cpu") for p in self.parts}
+        return {"lora_A": a} | zeros
+
+    def additions(self) -> list[Addition]:
+        return [Addition(p.first, self._parameters[B + p.name], p.scale) for p in self.parts]
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
+
+
+class Adapters(nn.Module):
+    """Those of one layer by name, of which at most one is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: str | None = None
+
+    def active(self) -> LowRank | None:
+        found = None if self.chosen is None else self._modules.get(self.chosen)
+        assert found is None or isinstance(found, LowRank)
+        return found
+
+
+class Copies(nn.Module):
+    """Weights that adapters have in place of a layer's own, by name (PEFT's modules_to_save)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: str | None = None
+
+    def active(self) -> Tensor | None:
+        return None if self.chosen is None else self._parameters.get(self.chosen)

@@ -169,9 +169,7 @@ def test_checkpointing(make: Any, least: float) -> None:
     case = Case("ends", torch.float32)
 
     def again(x: Tensor, *rest: Any) -> Tensor:
-        y: Tensor = checkpoint(
-            lambda x: lora_linear(make(x), *rest), x, use_reentrant=False
-        )
+        y: Tensor = checkpoint(lambda x: lora_linear(make(x), *rest), x, use_reentrant=False)
         return y
 
     with rebuilding(least):

@@ -50,7 +50,9 @@ def test_base_paths_stay_and_only_the_adapter_trains(model: CausalLM) -> None:
     adapted(model, targets=("q_proj", "gate_proj"))
     after = dict(model.named_parameters())
     assert [name for name in after if name in before] == before
-    assert [name for name, p in after.items() if p.requires_grad] == [n for n in after if n not in before]
+    assert [name for name, p in after.items() if p.requires_grad] == [
+        n for n in after if n not in before
+    ]
     model(tokens(), labels=tokens()).loss.backward()
     assert {n for n, p in after.items() if p.grad is not None} == set(after) - set(before)
     model.delete_adapter("default")
@@ -88,26 +90,34 @@ def test_generation_and_caches(model: CausalLM) -> None:
     merged = copy.deepcopy(model)
     merged.merge_adapter()
     for kind in ("dynamic", "static"):
-        how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": kind}
+        how: dict[str, Any] = {
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "cache_implementation": kind,
+        }
         assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("least", [0, math.inf])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_kernels_and_recomputation(base: Path, recompute: bool, least: float) -> None:
-    """On Triton's path inputs are computed again, and blocks: the numbers are the same."""
-    expected = gradients(adapted(from_pretrained(base)))
-    model = adapted(from_pretrained(base))
-    model.activation_checkpointing = recompute
-    with tigon.kernels.use("triton"), rebuilding(least):
-        found = gradients(model)
-    for name, grad in found.items():
-        near(grad, expected[name], name)
+def test_kernels_and_recomputation(base: Path) -> None:
+    """On Triton's path inputs are computed again, and blocks: with the same bits."""
+    found = []
+    for recompute, least in ((False, math.inf), (False, 0), (True, 0), (2, math.inf)):
+        model = adapted(from_pretrained(base))
+        model.activation_checkpointing = recompute
+        with tigon.kernels.use("triton"), rebuilding(least):
+            found.append(gradients(model, tokens()[:1, :9]))
+    for others in found[1:]:
+        assert all(torch.equal(grad, found[0][name]) for name, grad in others.items())
+    expected = gradients(adapted(from_pretrained(base)), tokens()[:1, :9])
+    assert found[0].keys() == expected.keys()
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-def gradients(model: CausalLM) -> dict[str, torch.Tensor]:
-    model.train()(tokens(), labels=tokens()).loss.backward()
+def gradients(model: CausalLM, ids: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    ids = tokens() if ids is None else ids
+    model.train()(ids, labels=ids).loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -134,7 +144,9 @@ def test_in_16_bits_adapters_are_fp32_and_merged_once(base: Path) -> None:
         assert torch.equal(ours, theirs.bfloat16())
 
 
-def test_a_model_with_adapters_is_not_exported_without_them(model: CausalLM, tmp_path: Path) -> None:
+def test_a_model_with_adapters_is_not_exported_without_them(
+    model: CausalLM, tmp_path: Path
+) -> None:
     adapted(model)
     with pytest.raises(ValueError, match="merge_adapter"):
         model.save_pretrained(tmp_path / "hf")
@@ -148,7 +160,7 @@ def test_replace_takes_adapters_alone(model: CausalLM, adapter: Path, tmp_path: 
         model.save_adapter(tmp_path / "it")
     model.save_adapter(tmp_path / "it", replace=True)
     (tmp_path / "it" / "notes.md").touch()
-    with pytest.raises(FileExistsError, match="notes.md"):
+    with pytest.raises(FileExistsError, match=r"notes\.md"):
         model.save_adapter(tmp_path / "it", replace=True)
 
 
@@ -237,7 +249,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
     "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
     "saved": ({"modules_to_save": ["score"]}, "modules_to_save='score'"),
-    "saved, not there": ({"modules_to_save": ["lm_head"]}, "missing: base_model.model.lm_head.weight"),
+    "saved, not there": (
+        {"modules_to_save": ["lm_head"]},
+        "missing: base_model.model.lm_head.weight",
+    ),
 }
 
 
@@ -267,10 +282,18 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
         assert dict(model.named_parameters()).keys() == model.layout().keys()
 
     b = tensors[stem + "B.weight"]
-    refused("layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B", tensors | {stem + "B.weight": b.log()})
-    refused(r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]", tensors | {stem + "B.weight": b[:39].clone()})
-    refused("1 missing: .*v_proj.lora_B", {n: t for n, t in tensors.items() if n != stem + "B.weight"})
-    refused("v_proj.lora_C", tensors | {stem + "C.weight": b})
+    refused(
+        "layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B",
+        tensors | {stem + "B.weight": b.log()},
+    )
+    refused(
+        r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]",
+        tensors | {stem + "B.weight": b[:39].clone()},
+    )
+    refused(
+        "1 missing: .*v_proj.lora_B", {n: t for n, t in tensors.items() if n != stem + "B.weight"}
+    )
+    refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
     other = {n.replace("v_proj", "value"): t for n, t in tensors.items()}
     refused("is for 'model.layers.0.self_attn.value'", other)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
@@ -280,7 +303,9 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
     reference("llama", CASES["llama"]["plain"], tmp_path)
-    with pytest.raises(ValueError, match=r"does not fit an adapter of this Llama.*k_proj.lora_B"):
+    with pytest.raises(
+        ValueError, match=r"does not fit an adapter of this Llama:\n  12 of .*q_proj.lora_B"
+    ):
         from_pretrained(tmp_path).load_adapter(adapter)
 
 

@@ -140,7 +140,9 @@ def test_ours_there(model_type: str, case: str, tmp_path: Path) -> None:
     assert not trained(again)
     again.save_adapter(tmp_path / "again")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (
+            tmp_path / "adapter" / name
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("tied", [False, True])

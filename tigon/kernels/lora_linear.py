@@ -133,6 +133,7 @@ class _LoRALinear(torch.autograd.Function):
         if of_x or of_gate_up:
             dx = base.gradient(rows, weight).addmm_(du, a.to(du.dtype)).view(ctx.shape)
         if of_gate_up:
+            assert dx is not None
             dgate_up, x = gradient_and_product(dx, kept[0], *gated)
             da, dx = du.t().mm(x.view(-1, a.shape[1])), None
         da = None if da is None else da.to(a.dtype)
@@ -187,7 +188,7 @@ def lora_linear(
         u = F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
     call = _Call(base, [(first, scale) for first, _, scale in additions], how, gated, apart)
     bs = [b for _, b, _ in additions]
-    y: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
+    place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
     if not apart:
-        return y
-    return later(y, lambda: _add_into(base.product(x, weight, bias), u, additions))
+        return place
+    return later(place, lambda: _add_into(base.product(x, weight, bias), u, additions))

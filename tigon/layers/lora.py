@@ -7,7 +7,7 @@ The paths of the base's parameters stay as they are: an adapter's are below them
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class LowRank(nn.Module):
     ):
         super().__init__()
         self.parts = tuple(parts)
-        how = {"dtype": dtype, "device": device}
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
         self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
         for part in parts:
@@ -61,7 +61,8 @@ class LowRank(nn.Module):
         return {"lora_A": a} | zeros
 
     def additions(self) -> list[Addition]:
-        return [Addition(p.first, self._parameters[B + p.name], p.scale) for p in self.parts]
+        own: dict[str, Any] = self._parameters  # none is None
+        return [Addition(p.first, own[B + p.name], p.scale) for p in self.parts]
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,17 +27,8 @@ from tigon.models._layout import layout
 from tigon.models._lora import plan
 from tigon.models._model import LanguageModel
 from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, peft_config, peft_name, read_adapter
-from tigon.models._save import check_target, write_json, write_model
-from tigon.weights import (
-    Entry,
-    Layout,
-    Ranks,
-    Repository,
-    all_finite,
-    entries,
-    load_into,
-    match,
-)
+from tigon.models._save import SavesItself, check_target, write_json, write_model
+from tigon.weights import Entry, Layout, Ranks, Repository, all_finite, entries, load_into, match
 
 
 def load_adapter(
@@ -85,7 +76,9 @@ def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
     """Memory for its parameters, and the file's values, if they fit."""
     own, parts_of = adapter_parameters(model, name), _layout(model, name)
     inside = {part.name for parts in parts_of.values() for part in parts}
-    source_of = {n: stored.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in inside}
+    source_of = {
+        n: stored.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in inside
+    }
     how: dict[str, Any] = {"layout": parts_of, "checkpoint": stored.checkpoint}
     how |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
     match(own, **how)  # before anything is allocated: sizes are the file's
@@ -113,6 +106,7 @@ def save_adapter(
     name: str | None = None,
     *,
     dtype: torch.dtype | None = None,
+    tokenizer: SavesItself | None = None,
     replace: bool = False,
 ) -> None:
     """Write an adapter, by default the active one, as PEFT does; PEFT loads it at once.
@@ -125,14 +119,19 @@ def save_adapter(
     with ranks.together():
         if ranks.first:
             check_target(Path(directory).expanduser(), replace, CONFIG)
-    tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype)
+    tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
     write_adapter(directory, tensors, describe, ranks=ranks, replace=replace)
 
 
 def prepare_adapter(
-    model: LanguageModel, name: str | None, *, ranks: Ranks, dtype: torch.dtype | None = None
+    model: LanguageModel,
+    name: str | None = None,
+    *,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    tokenizer: SavesItself | None = None,
 ) -> tuple[list[Entry], Callable[[Path], None]]:
-    """What save_adapter writes: tensors, and what adds the other file to a directory."""
+    """What save_adapter writes: tensors, and what adds the other files to a directory."""
     name = check_name(model, name)
     own = adapter_parameters(model, name)
     parts_of: Layout = {
@@ -145,12 +144,18 @@ def prepare_adapter(
     dtype = dtype or next(iter(own.values())).dtype
     with ranks.together():
         tensors = entries(own, parts_of, dtype, ranks=ranks)
-    return tensors, lambda root: write_json(root / CONFIG, config)
+
+    def describe(root: Path) -> None:
+        write_json(root / CONFIG, config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(root)
+
+    return tensors, describe
 
 
 def write_adapter(
     directory: str | os.PathLike[str],
-    tensors: list[Entry],
+    tensors: Sequence[Entry],
     describe: Callable[[Path], None],
     *,
     ranks: Ranks,

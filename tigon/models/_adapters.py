@@ -240,4 +240,3 @@ def _whole(parameter: Tensor) -> Tensor:
     """All rows; every rank of a sharded one calls this."""
     whole = parameter.detach()
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
-

@@ -39,12 +39,12 @@ class LoraConfig:
     base: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.targets, str) and self.targets != ALL_LINEAR:
-            object.__setattr__(self, "targets", (self.targets,))
-        elif not isinstance(self.targets, str):
-            object.__setattr__(self, "targets", tuple(self.targets))
+        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        object.__setattr__(self, "targets", ALL_LINEAR if targets == (ALL_LINEAR,) else targets)
         saved = self.modules_to_save
-        object.__setattr__(self, "modules_to_save", (saved,) if isinstance(saved, str) else (*saved,))
+        object.__setattr__(
+            self, "modules_to_save", (saved,) if isinstance(saved, str) else (*saved,)
+        )
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
                 raise ValueError(f"the rank of an adapter is at least 1: {_of(name, rank, 'rank')}")
@@ -125,7 +125,7 @@ def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     found: dict[str, list[LoRAPart]] = {}
     for path, own, first, size in chosen:
         name = Place(path, own, first, size).name
-        rank = first_match(config.rank_pattern, name, config.rank)
+        rank = int(first_match(config.rank_pattern, name, config.rank))
         alpha = first_match(config.alpha_pattern, name, config.alpha)
         part = LoRAPart(own, first, size, rank, config.scale(rank, alpha))
         found.setdefault(path, []).append(part)

@@ -20,11 +20,14 @@ PREFIX = "base_model.model."  # of PEFT's names
 LOW_RANK = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
-    "r lora_alpha lora_dropout use_rslora rank_pattern alpha_pattern modules_to_save peft_type bias "
-    "target_modules exclude_modules layers_to_transform layers_pattern init_lora_weights "
-    "ensure_weight_tying task_type inference_mode base_model_name_or_path revision auto_mapping "
-    "peft_version loftq_config eva_config corda_config lora_ga_config qalora_group_size "
-    "megatron_core runtime_config".split()
+    (
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+        *("modules_to_save", "peft_type", "bias", "target_modules", "exclude_modules"),
+        *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
+        *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "megatron_core", "runtime_config"),
+    )
 )
 # Ways to begin that leave the base as it is; others take from it what the adapter begins with
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -225,5 +228,3 @@ def peft_name(name: str, adapter: str) -> str:
     inner, dot, kind = name.rpartition(".")
     inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
     return f"{inner}{dot}{kind}"
-
-

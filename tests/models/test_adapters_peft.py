@@ -84,6 +84,7 @@ def check_same(ours: CausalLM, theirs: Any) -> None:
 CONFIGS: dict[str, dict[str, Any]] = {
     "all linear": {"target_modules": "all-linear"},
     "some": {},
+    "dora": {"use_dora": True, "target_modules": "all-linear", "rank_pattern": {"k_proj": 2}},
     "rslora, patterns": {
         "use_rslora": True,
         "target_modules": "all-linear",

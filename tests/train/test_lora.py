@@ -110,6 +110,17 @@ def test_two_ranks_and_one(workspace, settings):
     assert workspace.metrics("two-then-one", "loss") == pytest.approx(expected, rel=1e-5)
 
 
+def test_dora_on_two_ranks_and_one(workspace, settings):
+    for ranks in (1, 2):
+        train_on(ranks, settings(f"dora-{ranks}", steps=3, **{"lora.dora": "true"}))
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics("dora-1", key)
+        assert expected[1:] != workspace.metrics("one", key)[1:3]
+        assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
+    one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
+    assert any("magnitude" in name for name in one) and one.keys() == two.keys()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_base_of_16_bits(ranks, workspace, settings):
     """The base in the computation's dtype, and the adapter in param_dtype."""

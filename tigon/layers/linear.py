@@ -28,8 +28,12 @@ class Linear(nn.Linear):
     def product(self, x: Tensor) -> Tensor:
         fp8 = self.fp8 and self.training
         if self.lora is not None and (low := self.lora.active()) is not None:
-            given = self.weight, self.bias, low.lora_A, low.additions()
-            return lora_linear(x, *given, fp8=fp8)
+            bias = None if low.dora else self.bias
+            y = lora_linear(x, self.weight, bias, low.lora_A, low.additions(), fp8=fp8)
+            if low.dora:
+                y = y * low.gains(self.weight).to(y.dtype)
+                y = y if self.bias is None else y + self.bias
+            return y
         if fp8:
             return fp8_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)

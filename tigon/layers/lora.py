@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from tigon.kernels.lora_linear import Addition
 
-B = "lora_B_"  # what names of parameters begin with, the part's behind it
+# What names of parameters begin with, the part's behind it
+B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
 
 
 class LoRAPart(NamedTuple):
@@ -30,7 +31,9 @@ class LoRAPart(NamedTuple):
 class LowRank(nn.Module):
     """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
 
-    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r].
+    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
+    (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
+    of each part; as in its section 4.3, the lengths that they had are constants in backward.
     """
 
     def __init__(
@@ -38,11 +41,12 @@ class LowRank(nn.Module):
         in_features: int,
         parts: Sequence[LoRAPart],
         *,
+        dora: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         super().__init__()
-        self.parts = tuple(parts)
+        self.parts, self.dora = tuple(parts), dora
         how: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
         self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
@@ -50,6 +54,9 @@ class LowRank(nn.Module):
             self.register_parameter(
                 B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **how))
             )
+        for part in parts if dora else ():
+            empty = torch.empty(part.size, **how)
+            self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
     def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Whole initial values in fp32 on the CPU, as PEFT's: A is drawn part by part, B is 0."""
@@ -63,6 +70,28 @@ class LowRank(nn.Module):
     def additions(self) -> list[Addition]:
         own: dict[str, Any] = self._parameters  # none is None
         return [Addition(p.first, own[B + p.name], p.scale) for p in self.parts]
+
+    def gains(self, weight: Tensor) -> Tensor:
+        """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
+
+        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
+        of W's size.
+        """
+        own: dict[str, Any] = self._parameters
+        gains, end, rank = [], 0, 0
+        for part in self.parts:
+            with torch.no_grad():
+                rows = weight[part.first : part.first + part.size]
+                a = self.lora_A[rank : rank + part.rank]
+                b = own[B + part.name].float() * part.scale
+                square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
+                square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
+                square += (b @ (a.float() @ a.float().t()) * b).sum(1)
+            gains.append(square.new_ones(part.first - end))
+            gains.append(own[MAGNITUDE + part.name].float() / square.sqrt())
+            end, rank = part.first + part.size, rank + part.rank
+        gains.append(gains[0].new_ones(weight.shape[0] - end))
+        return torch.cat(gains)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tigon.json_file import shown
 from tigon.layers import Adapters, Copies, Embedding, Linear, LMHead, LowRank
-from tigon.layers.lora import B
+from tigon.layers.lora import MAGNITUDE, B
 from tigon.models._lora import LoraConfig, Plan, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows
@@ -78,7 +79,7 @@ def install(
         assert isinstance(layer, Linear)
         if layer.lora is None:
             layer.lora = Adapters()
-        low = LowRank(layer.in_features, own, dtype=dtype, device=device)
+        low = LowRank(layer.in_features, own, dora=config.dora, dtype=dtype, device=device)
         layer.lora.add_module(name, low)
     for end in config.modules_to_save:
         owner = _end(model, end)
@@ -101,8 +102,14 @@ def begin_adapter(
     They are drawn whole on the CPU, in the order of layers, so that every rank of a sharded model
     that begins with the same `generator` gets its rows of the same values.
     """
-    for low in low_ranks(model, name).values():
-        for kind, values in low.drawn(generator).items():
+    for path, low in low_ranks(model, name).items():
+        first_values = low.drawn(generator)
+        if low.dora:  # what is added is 0: the rows have their own lengths
+            lengths = _lengths(model.get_submodule(path).get_parameter("weight"))
+            for part in low.parts:
+                rows = lengths[part.first : part.first + part.size]
+                first_values[MAGNITUDE + part.name] = rows
+        for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
             own.copy_(values[first : first + len(own)])
     for end in model.adapters[name].modules_to_save:
@@ -110,6 +117,16 @@ def begin_adapter(
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
         local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
+
+
+def _lengths(weight: Tensor) -> Tensor:
+    """fp32, of all rows; every rank of a sharded weight calls this."""
+    own, first = own_rows("weight", weight)
+    found = torch.zeros(weight.shape[0], device=own.device)
+    found[first : first + len(own)] = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
+    if isinstance(weight, DTensor):
+        dist.all_reduce(found, group=weight.device_mesh.get_group())
+    return found
 
 
 def low_ranks(model: LanguageModel, name: str) -> dict[str, LowRank]:
@@ -223,7 +240,7 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
-    """scale B A to this rank's rows of the weight."""
+    """scale B A, and DoRA's lengths, to this rank's rows of the weight."""
     own, start = own_rows("weight", weight)
     a, rank = _whole(low.lora_A).float(), 0
     for part in low.parts:
@@ -232,7 +249,12 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
         if begin < end:
             rows = own[begin - start : end - start]
             delta = b[begin - part.first : end - part.first] @ a[rank : rank + part.rank]
-            rows.copy_(rows.float().add_(delta, alpha=part.scale))
+            total = rows.float().add_(delta, alpha=part.scale)
+            if low.dora:
+                lengths = _whole(low.get_parameter(MAGNITUDE + part.name)).float()
+                lengths = lengths[begin - part.first : end - part.first]
+                total *= (lengths / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+            rows.copy_(total)
         rank += part.rank
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from tigon.layers import Copies, FusedLinear, LowRank
-from tigon.layers.lora import B
+from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -83,7 +83,11 @@ def _of_adapter(
     if kind == "lora_A":
         names = [f"{parent}.{part.name}.lora_A.{adapter}.weight" for part in module.parts]
         return _tile(names, [part.rank for part in module.parts], shape[1:])
-    return (Part.whole(f"{parent}.{kind.removeprefix(B)}.lora_B.{adapter}.weight", shape),)
+    for start in (B, MAGNITUDE):
+        if kind.startswith(start):
+            name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
+            return (Part.whole(f"{parent}.{name}.{adapter}.weight", shape),)
+    raise AssertionError(kind)
 
 
 def is_adapters(name: str) -> bool:

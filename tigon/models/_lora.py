@@ -23,9 +23,10 @@ class LoraConfig:
     ("self_attn.q_proj", a whole name) or shell patterns of whole names
     ("model.layers.1?.*.q_proj"); "all-linear": all but head and routers. `rank_pattern` and
     `alpha_pattern` give some of these, named alike, numbers of their own; the first that fits
-    counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `modules_to_save`: of
-    "embed_tokens" and "lm_head", those that the adapter has whole weights of. `base`: the name of
-    the model that it is for, which files say. Raises ValueError for numbers that no adapter has.
+    counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the lengths of the
+    weights' rows are learned, too (arXiv 2402.09353). `modules_to_save`: of "embed_tokens" and
+    "lm_head", those that the adapter has whole weights of. `base`: the name of the model that it is
+    for, which files say. Raises ValueError for numbers that no adapter has.
     """
 
     rank: int = 16
@@ -33,6 +34,7 @@ class LoraConfig:
     targets: tuple[str, ...] | str = ALL_LINEAR
     dropout: float = 0.0
     rslora: bool = False
+    dora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()

@@ -21,7 +21,15 @@ LOW_RANK = re.compile(r"(.+)\.lora_([AB])\.weight")
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
     (
-        *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern"),
+        *(
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "use_dora",
+            "rank_pattern",
+            "alpha_pattern",
+        ),
         *("modules_to_save", "peft_type", "bias", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
         *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
@@ -145,6 +153,7 @@ def _config(
         targets=tuple(short(model, own)),
         dropout=values.get("lora_dropout", 0.0),
         rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
         modules_to_save=tuple(dict.fromkeys(name.rpartition(".")[2] for name in saved)),
@@ -214,7 +223,7 @@ def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]
         "rank_pattern": of_each(config.rank_pattern, config.rank),
         "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
         "use_rslora": config.rslora,
-        "use_dora": False,
+        "use_dora": config.dora,
         "modules_to_save": list(config.modules_to_save) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -227,4 +236,6 @@ def peft_name(name: str, adapter: str) -> str:
     """Of a tensor in a file, from its name in a model's layout."""
     inner, dot, kind = name.rpartition(".")
     inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
+    if inner.endswith(".lora_magnitude_vector"):
+        return inner
     return f"{inner}{dot}{kind}"

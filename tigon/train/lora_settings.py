@@ -17,6 +17,7 @@ class Lora:
     )
     dropout: float = setting(0.0, "of its input; only 0 is there", least=0)
     rslora: bool = setting(False, "multiplied by alpha / sqrt(rank) instead")
+    dora: bool = setting(False, "learn the lengths of weights' rows, too (DoRA)")
     rank_pattern: dict[str, int] | None = setting(  # noqa: RUF009
         None, "ranks of some projections, by name or pattern"
     )

@@ -131,6 +131,23 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
 
+def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
+    half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
+    curves = []
+    for name, more in (
+        ("fp8", {}),
+        ("fp8-recomputed", {"activation_checkpointing": "true"}),
+        ("fp8-host", {"activation_offload": "true"}),
+    ):
+        main(settings(name, **half | more))
+        curves.append(workspace.metrics(name, "loss"))
+    assert curves[0] == curves[1] == curves[2]
+    main(settings("bf16", **half | {"fp8": "false"}))
+    expected = workspace.metrics("bf16", "loss")
+    assert curves[0] != expected
+    assert curves[0] == pytest.approx(expected, rel=0.02)
+
+
 def test_modules_to_save_and_patterns(workspace, settings, tmp_path):
     model = write_model(tmp_path / "untied", tie_word_embeddings=False)
     more = {

@@ -190,7 +190,8 @@ def finish(run: Run, step: int, record: Record) -> None:
     if new:
         export(run, directory / kind(config))
         if config.lora is not None and config.lora.merge:
-            run.model.merge_adapter()  # the last use of the adapter
+            run.model.graphs = None  # nothing is trained any more, and the adapter goes
+            run.model.merge_adapter()
             export(run, directory / "hf")
         if run.ema is not None:
             export(run, directory / "hf-ema", run.ema.values)

@@ -25,6 +25,7 @@ from bench.peers import imported
 from tigon.train import load
 from tigon.train.config import Config
 from tigon.train.graphs import Graphs
+from tigon.train.lora import add_lora
 from tigon.train.model import finish
 from tigon.train.optim import build_optimizer
 
@@ -59,6 +60,7 @@ class Case:
     ragged: bool = False
     settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
     own: bool = False  # the other side is Tigon without these settings
+    rank: int = 0  # of adapters of all projections, which are trained alone; 0: there are none
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -85,6 +87,8 @@ CASES = {
     "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5, settings=GRAPHS),
     "ragged chats, Llama-3.1-8B": Case(*("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True),
     "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
+    "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
+    "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
     "Llama-3.1-8B 1 x 8192, fp8": Case(
         *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True
     ),
@@ -207,6 +211,8 @@ def settings(case: Case, side: str, optimizer: str) -> Config:
         "model": "none",
     }
     values |= {"data": "none", "activation_checkpointing": str(case.checkpointing).lower()}
+    if case.rank:
+        values |= {"lora.rank": case.rank, "lora.alpha": 2 * case.rank}
     given = [f"{key}={value}" for key, value in values.items()]
     return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
 
@@ -219,6 +225,8 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     made = getattr(tigon, MODELS[case.model][0]).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device=device
     )
+    if case.rank:
+        add_lora(made, chosen)
     fill(parts_of(made))
     model = finish(made, chosen)
     if chosen.cuda_graphs and device != "cpu":
@@ -227,7 +235,8 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, fused=True, **ADAM)
 
 
 @dataclass(frozen=True)
@@ -253,10 +262,24 @@ def options_of(case: Case, device: str) -> list[Options]:
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
     """transformers' model and torch's fused AdamW."""
     model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
+    if case.rank:
+        model = with_adapters(model, case.rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model, adamw(model)
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """PEFT's, in the model's dtype as the other side's; its own choice of float32 is slower."""
+    make: Any = imported("peft:LoraConfig")
+    wrap: Any = imported("peft:get_peft_model")
+    chosen = make(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    wrapped = wrap(model, chosen, autocast_adapter_dtype=False)
+    prefix = "base_model.model."
+    own = wrapped.named_parameters()
+    fill((name.removeprefix(prefix), p) for name, p in own if ".lora_" in name)
+    return wrapped
 
 
 def peer_model(shape: Record, kind: str, chosen: Options, device: str, liger: bool) -> Any:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from tigon.models import Batch as Batch
     from tigon.models import CausalLM as CausalLM
     from tigon.models import CausalLMOutput as CausalLMOutput
+    from tigon.models import LoraConfig as LoraConfig
     from tigon.models import Targets as Targets
     from tigon.models import from_pretrained as from_pretrained
     from tigon.models.families import *  # noqa: F403
@@ -18,6 +19,7 @@ EXPORTS = {
     "Batch": "models",
     "CausalLM": "models",
     "CausalLMOutput": "models",
+    "LoraConfig": "models",
     "Targets": "models",
     "Tokenizer": "tokenizer",
     "from_pretrained": "models",

@@ -189,6 +189,11 @@ def _add_models(commands: Any) -> None:
         help="one tensor for all experts of a layer, as transformers 5 has them in memory, or each "
         "expert apart (default: as the model has them)",
     )
+    p.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with lora the model with its adapter merged (default: the adapter)",
+    )
     p.set_defaults(run="export")
 
     p = commands.add_parser("push", help="upload a run's export, or an exported model, to the hub")

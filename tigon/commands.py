@@ -160,7 +160,10 @@ def export(args: Namespace) -> int:
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
     if source := find_checkpoint(args.model):
         own = None if dtype == "auto" else dtype
+        options["merge"] = args.merge
         dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
+    elif args.merge:
+        raise ValueError(f"--merge: {args.model} is no run with an adapter")
     else:
         place, options["gguf_file"] = split_gguf(args.model)
         repository, tokenizer = Repository(place, revision=args.revision), _tokenizer(args)

@@ -79,6 +79,8 @@ def read(
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
             found |= read(inner, inside, parse=parse, group=f"{group}{first}.")
+            if not inside and not group:  # all of its settings have their defaults
+                found[first] = make(inner, {})
         elif key not in kinds:
             known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
             raise ConfigError(f"unknown setting {name!r}; {known}")

@@ -6,6 +6,7 @@ import yaml
 
 from tigon import strict
 from tigon.train.config import Config, dump, help_text, load
+from tigon.train.lora_settings import Lora
 from tigon.train.names import OTHERS
 from tigon.train.values import VALUES
 
@@ -52,7 +53,15 @@ def test_help_names_every_setting_with_its_default():
         ("profile={start: 5", "not YAML: .*; quote a text in it"),
         ("eval_data={a: b", "not YAML: .*; quote a text in it"),
         ("freeze=true", "here: parameter_groups"),
-        ("lora_r=8", "there are no adapters"),
+        ("lora_r=8", "here: lora.rank"),
+        ("lora.rank=0", "lora.rank=0 must be at least 1"),
+        ("lora.r=8", "unknown setting 'lora.r'"),
+        ("lora.alpha=0", "alpha is a number above 0"),
+        ("lora.modules_to_save=norm", "modules_to_save='norm'"),
+        (["lora={}", "optimizer=muon"], "optimizer=muon is not there for lora"),
+        (["lora={}", "sharding=gradients"], "sharding=gradients is not there for lora"),
+        (["lora={}", "push_to_hub=a/b"], "needs lora.merge=true"),
+        (["lora.merge=true", "export=false"], "lora.merge=true needs export=true"),
         ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
         ("train_on_inputs=true", "here: train_on: assistant .* is false, all is true"),
         ("roles_to_train=[user]", "here: train_on"),
@@ -83,13 +92,23 @@ def test_help_names_every_setting_with_its_default():
 )
 def test_bad_settings_name_key_and_value(override, message):
     with pytest.raises(ValueError, match=message):
-        load(None, [*NEEDED, override])
+        load(None, [*NEEDED, *([override] if isinstance(override, str) else override)])
+
+
+def test_a_group_without_settings_has_the_defaults():
+    assert load(None, NEEDED).lora is None
+    assert load(None, [*NEEDED, "lora={}"]).lora == Lora()
+    assert load(None, [*NEEDED, "lora.rank=3", "lora.targets=o_proj"]).lora == Lora(
+        rank=3, targets=("o_proj",)
+    )
 
 
 def test_other_trainers_names_are_answered_with_settings_that_exist():
     """No name is both; and an answer of one word is a setting."""
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
-    words = {text for text in OTHERS.values() if text.isidentifier()}
+    words = {
+        text.partition(".")[0] for text in OTHERS.values() if text.replace(".", "").isidentifier()
+    }
     assert words <= set(Config.__dataclass_fields__) | {"label_smoothing"}
 
 

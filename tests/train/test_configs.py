@@ -12,7 +12,7 @@ from bench.train_cases import MODELS, config
 from tests.small import LLAMA, write_chats, write_tokenizer
 from tigon.train import load, main
 from tigon.train.estimate.memory import estimate
-from tigon.train.model import outline
+from tigon.train.model import held_dtype, outline
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 from tigon.train.record import read_metrics
@@ -63,7 +63,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_is_one_of_each_kind_for_each_model() -> None:
     models = {path.stem.rsplit("_", 1)[0] for path in READY}
-    assert len(models) == 7 and len(READY) == 14
+    assert len(models) == 7 and len(READY) == 16
+    assert {path.stem for path in READY if load(path).lora} == {
+        "llama_3_1_8b_lora",
+        "smollm2_135m_lora",
+    }
 
 
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
@@ -107,6 +111,6 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
             path, ["model=", f"init={tmp_path}/config.json", "tokenizer=x", *changes.split()]
         )
         objective = find_objective(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
-        model = outline(chosen, getattr(torch, chosen.param_dtype))
+        model = outline(chosen, held_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
         assert abs(found - int(gib)) <= 0.6, found

@@ -50,6 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "parameter_groups": "[{match: ['*.layers.0.*', '*embed*', 'lm_head*'], freeze: true}]",
     },
+    "adapter": {"lora.rank": 4, "lora.merge": "true", "export": "true"},
+    "adapter in float32 over bfloat16": {"lora.rank": 4, "dtype": "bfloat16"},
+    "adapter, checkpointing, dora": {
+        "lora.targets": "[q_proj, down_proj]", "lora.dora": "true", "activation_checkpointing": 2,
+    },
     "deterministic": {"deterministic": "true"},
     "watched": {"hooks": f"{watching.__file__}:keep", "hook_every": 2, "eval_every": 2},
 }  # fmt: skip

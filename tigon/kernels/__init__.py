@@ -19,6 +19,7 @@ from tigon.kernels.linear_criteria import (
     selected_logprobs,
     selected_logprobs_ref,
 )
+from tigon.kernels.lora_linear import lora_linear, lora_linear_ref
 from tigon.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from tigon.kernels.rms_norm import rms_norm, rms_norm_ref
 from tigon.kernels.rope import rope, rope_ref
@@ -52,6 +53,8 @@ __all__ = [
     "linear_cross_entropy_ref",
     "linear_kl",
     "linear_kl_ref",
+    "lora_linear",
+    "lora_linear_ref",
     "qk_norm_rope",
     "qk_norm_rope_ref",
     "rms_norm",

@@ -120,13 +120,29 @@ class _Fp8Linear(torch.autograd.Function):
             rows, columns = cast_both(dy, maxima_of(dy), **how)
         dx = dw = None
         if rows is not None:
-            dx = _product(
-                rows, cast_columns(weight, known.weight, **how), fast=FAST_BACKWARD, **how
-            )
+            dx = _dx(rows, weight, known.weight, ctx.fused)
         if columns is not None:
             x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
             dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
         return dx, dw, None, None, None
+
+
+def _dx(rows: Scaled, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
+    columns = cast_columns(weight, maxima, fused=fused)
+    return _product(rows, columns, fast=FAST_BACKWARD, fused=fused)
+
+
+def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `fp8_linear` returns, without a graph."""
+    _check(x, weight)
+    rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
+    return _finished(_forward(rows, weight, False, False, fused, Known()), x.shape[:-1], bias)
+
+
+def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """That of the x of `fp8_linear`, [T, K], from dY [T, N]."""
+    fused = runs_triton(dy)
+    return _dx(cast_rows(dy, fused=fused), weight, None, fused)
 
 
 def _gated_forward(gate_up: Tensor, weight: Tensor, act: Activation, known: Known) -> Tensor:

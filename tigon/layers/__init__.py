@@ -6,6 +6,7 @@ from tigon.layers.context import Context
 from tigon.layers.embedding import Embedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
+from tigon.layers.lora import Adapters, Copies, LoRAPart, LowRank
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
@@ -14,11 +15,13 @@ from tigon.layers.state import MakeStates, Quantize, State
 from tigon.layers.static_cache import StaticCache
 
 __all__ = [
+    "Adapters",
     "AddRMSNorm",
     "Attention",
     "Balance",
     "Cache",
     "Context",
+    "Copies",
     "Embedding",
     "FusedLinear",
     "GatedLinear",
@@ -26,6 +29,8 @@ __all__ = [
     "KVCache",
     "LMHead",
     "Linear",
+    "LoRAPart",
+    "LowRank",
     "MakeStates",
     "NoRotary",
     "Quantize",

@@ -13,6 +13,7 @@ from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.row_linear import linear
+from tigon.layers.lora import Copies
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -42,6 +43,7 @@ class LMHead(nn.Module):
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
         # That criteria may hold of logits at a time; None: as the shape suggests
         self.logits_bytes: int | None = None
+        self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
 
     def forward(
         self,
@@ -61,7 +63,9 @@ class LMHead(nn.Module):
         head's own. As a teacher's head it is called by the student's pass: `lend` then gets weight
         and bias while they are gathered, and its result is returned.
         """
-        weight = self.weight  # once: a parametrised weight is computed at each access
+        copy = None if self.copies is None else self.copies.active()
+        # Once: a parametrised weight is computed at each access
+        weight = self.weight if copy is None else copy.to(self.weight.dtype)
         if lend is not None:
             return lend(weight, self.bias)
         if hidden is None:

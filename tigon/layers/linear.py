@@ -7,19 +7,39 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.kernels.fp8_linear import fp8_linear
 from tigon.kernels.gated_act import Activation, gated_act
+from tigon.kernels.lora_linear import lora_linear
 from tigon.kernels.row_linear import linear, row_linear, takes_row
+from tigon.layers.lora import Adapters
 
 
 class Linear(nn.Linear):
     """nn.Linear, faster for a single row without gradients: the next token of one sequence.
 
     With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
+    `lora`: low-rank adapters, one of which may be added to the product.
     """
 
     fp8 = False
 
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
+        super().__init__(in_features, out_features, bias=bias)
+        self.lora: Adapters | None = None
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter is added to the product."""
+        return self.lora is not None and self.lora.active() is not None
+
     def product(self, x: Tensor) -> Tensor:
-        if self.fp8 and self.training:
+        fp8 = self.fp8 and self.training
+        if self.lora is not None and (low := self.lora.active()) is not None:
+            bias = None if low.dora else self.bias
+            y = lora_linear(x, self.weight, bias, low.lora_A, low.additions(), fp8=fp8)
+            if low.dora:
+                y = y * low.gains(self.weight).to(y.dtype)
+                y = y if self.bias is None else y + self.bias
+            return y
+        if fp8:
             return fp8_linear(x, self.weight, self.bias)
         return linear(x, self.weight, self.bias)
 
@@ -52,7 +72,7 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor) -> Tensor:
-        if takes_row(x, self.weight):
+        if not self.adapted and takes_row(x, self.weight):
             return row_linear(x, self.weight, self.bias, self.act)
         return gated_act(self.product(x), self.act, overwrite=True)
 

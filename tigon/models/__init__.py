@@ -4,12 +4,15 @@ import os
 from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import _load, families
+from tigon.models._adapter_files import prepare_adapter, write_adapter
+from tigon.models._adapters import adapter_parameters, begin_adapter
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
 from tigon.models._description import config_file, read_config
 from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, split_gguf
+from tigon.models._lora import LoraConfig
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._quantised import read_quantisation
@@ -45,9 +48,12 @@ __all__ = [
     "Batch",
     "CausalLM",
     "CausalLMOutput",
+    "LoraConfig",
     "MoEConfig",
     "Targets",
+    "adapter_parameters",
     "aux_loss_coef",
+    "begin_adapter",
     "build",
     "config_file",
     "convert",
@@ -55,11 +61,13 @@ __all__ = [
     "load_weights",
     "materialize",
     "misfits",
+    "prepare_adapter",
     "prepare_save",
     "read_config",
     "read_quantisation",
     "split_gguf",
     "torch_dtype",
+    "write_adapter",
     "write_converted",
     "write_description",
     "write_model",

@@ -86,6 +86,7 @@ class Source:
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     stacked_experts: bool = False  # whether one tensor has all experts of a layer
+    name: str = ""  # the directory or the hub repository
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tigon.layers import FusedLinear
+from tigon.layers import Copies, FusedLinear, LowRank
+from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -53,6 +54,9 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 continue
             seen.add(id(p))
             name, shape = f"{path}.{kind}", tuple(p.shape)
+            if isinstance(module, LowRank | Copies):
+                found[name] = _of_adapter(path, module, kind, shape)
+                continue
             parent, _, own = path.rpartition(".")
             if isinstance(module, FusedLinear) and own in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
@@ -66,6 +70,34 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
             else:
                 found[name] = (Part.whole(name, shape),)
     return found
+
+
+def _of_adapter(
+    path: str, module: LowRank | Copies, kind: str, shape: tuple[int, ...]
+) -> tuple[Part, ...]:
+    """The names that PEFT's modules have for it, but for what they begin with."""
+    if isinstance(module, Copies):
+        return (Part.whole(f"{path.rpartition('.')[0]}.modules_to_save.{kind}.weight", shape),)
+    layer, _, adapter = path.rpartition(".lora.")
+    parent = layer.rpartition(".")[0]
+    if kind == "lora_A":
+        names = [f"{parent}.{part.name}.lora_A.{adapter}.weight" for part in module.parts]
+        return _tile(names, [part.rank for part in module.parts], shape[1:])
+    for start in (B, MAGNITUDE):
+        if kind.startswith(start):
+            name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
+            return (Part.whole(f"{parent}.{name}.{adapter}.weight", shape),)
+    raise AssertionError(kind)
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter belongs to an adapter and not to the base."""
+    return ".lora." in name or ".copies." in name
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All but those of adapters."""
+    return {name: p for name, p in model.named_parameters() if not is_adapters(name)}
 
 
 def _ending(name: str, endings: Collection[str]) -> str | None:

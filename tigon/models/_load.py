@@ -19,7 +19,7 @@ from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
 from tigon.models._fit import check_counts, check_fit, check_sizes, sources
-from tigon.models._layout import embedding_and_head
+from tigon.models._layout import base_parameters, embedding_and_head
 from tigon.models._model import LanguageModel
 from tigon.weights import STAGING_BYTES, Checkpoint, Decoded, Repository, load_into, map_parameters
 
@@ -104,7 +104,8 @@ def build(
         config = _settle_tie(config, checkpoint)
         chosen = chosen or _dtype_of(config, checkpoint)
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
-        config = replace(config, source=replace(config.source, stacked_experts=stacked))
+        origin = replace(config.source, stacked_experts=stacked, name=repository.name)
+        config = replace(config, source=origin)
         model = on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
@@ -174,11 +175,12 @@ def load_weights(
     mapped: Collection[str] = (),
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fill the model's parameters but those `mapped`; raises unless the checkpoint fits exactly.
+    """Fill the model's parameters but those `mapped` and those of adapters; raises unless the
+    checkpoint fits exactly.
 
     Buffers take at most `staging_bytes` of the host's memory.
     """
-    parameters = {name: p for name, p in model.named_parameters() if name not in mapped}
+    parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
     load_into(
         parameters,
         **sources(model, checkpoint),

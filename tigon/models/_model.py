@@ -55,6 +55,9 @@ class LanguageModel(nn.Module):
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
         # variable-length attention
         self.drop_padding: bool | None = None
+        self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
+        self.active_adapter: str | None = None  # the one that is added
+        self.trained_without: set[str] = set()  # what trained before there were any
         self.model = self.make_decoder(config)
         self.lm_head = self.make_head(config)
         if config.tie_word_embeddings:

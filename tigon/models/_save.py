@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tigon.hub.upload import ENDINGS, TEMPLATES
 from tigon.models._config import DTYPES, Config
-from tigon.models._layout import layout
+from tigon.models._layout import base_parameters, layout
 from tigon.models._model import LanguageModel
 from tigon.weights import (
     Entry,
@@ -58,8 +58,13 @@ def save_pretrained(
     ranks = Ranks()
     with ranks.together():
         if ranks.first:
-            _check_target(Path(directory).expanduser(), replace)
+            check_target(Path(directory).expanduser(), replace)
     dtype = _named_dtype(model, dtype)
+    if model.adapters:
+        raise ValueError(
+            f"the model has adapters ({', '.join(model.adapters)}): save_adapter writes one, and "
+            "after merge_adapter the model can be saved"
+        )
     tensors, describe = prepare_save(
         model,
         tokenizer=tokenizer,
@@ -90,9 +95,7 @@ def prepare_save(
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
     with ranks.together():
-        tensors = entries(
-            dict(model.named_parameters()), parts_of, dtype, values=values, ranks=ranks
-        )
+        tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)
@@ -129,10 +132,11 @@ def _warn_unless_finite(
     )
 
 
-def _check_target(directory: Path, replace: bool) -> None:
-    """Raises FileExistsError, before any work, if the directory is taken."""
+def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:
+    """Raises FileExistsError, before any work, if the directory is taken. `mark`: a file that an
+    earlier export has."""
     if replace:
-        _check_export(directory)
+        _check_export(directory, mark)
         return
     try:
         check_free(directory)
@@ -141,7 +145,7 @@ def _check_target(directory: Path, replace: bool) -> None:
         raise FileExistsError(f"{error}{hint}") from None
 
 
-def _check_export(directory: Path) -> None:
+def _check_export(directory: Path, mark: str) -> None:
     """Raises FileExistsError if the directory has more in it than an export, as all of it goes."""
     if not directory.is_dir() or not any(directory.iterdir()):
         return
@@ -150,8 +154,8 @@ def _check_export(directory: Path) -> None:
         for path in sorted(directory.iterdir())
         if not (path.name.endswith(ENDINGS) and path.is_file()) and path.name != TEMPLATES
     ]
-    if others or not (directory / "config.json").is_file():
-        what = f"{others[0]!r}, which no export has" if others else "files and no config.json"
+    if others or not (directory / mark).is_file():
+        what = f"{others[0]!r}, which no export has" if others else f"files and no {mark}"
         raise FileExistsError(
             f"{directory} holds {what}: replace=True removes all that is in a directory, and so "
             "takes earlier exports alone; move what you need, or choose another path"
@@ -165,6 +169,7 @@ def write_model(
     *,
     ranks: Ranks,
     max_shard_size: int | str = "5GB",
+    stem: str = "model",
     replace: bool = False,
 ) -> None:
     """A directory with the tensors and what the first rank's `describe` writes into it."""
@@ -176,7 +181,8 @@ def write_model(
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed)
                 )
-        write_checkpoint(root, tensors, max_shard_size=max_shard_size, ranks=ranks)
+        how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
+        write_checkpoint(root, tensors, **how, ranks=ranks)
         with ranks.together():
             if root is not None:
                 describe(root)
@@ -187,11 +193,11 @@ def write_description(
     root: Path, config: Config, generation: Any, tokenizer: SavesItself | None
 ) -> None:
     """All files of a checkpoint but its weights."""
-    _write_json(root / "config.json", config.to_dict())
+    write_json(root / "config.json", config.to_dict())
     generation = generation or _tokens(config)
     if hasattr(generation, "to_diff_dict"):  # transformers' object
         generation = generation.to_diff_dict()
-    _write_json(root / "generation_config.json", generation)
+    write_json(root / "generation_config.json", generation)
     if tokenizer is not None:
         tokenizer.save_pretrained(root)
 
@@ -201,7 +207,7 @@ def _tokens(config: Config) -> dict[str, Any]:
     return {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)

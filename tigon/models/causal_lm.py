@@ -7,7 +7,7 @@ import torch
 
 from tigon.generation import generate
 from tigon.kernels.attention import Backend
-from tigon.models import _load, _push, _save
+from tigon.models import _adapter_files, _adapters, _load, _push, _save
 from tigon.models._config import Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
@@ -20,6 +20,18 @@ class CausalLM(LanguageModel):
     generate = generate
     save_pretrained = _save.save_pretrained
     push_to_hub = _push.push_to_hub
+    add_adapter = _adapters.add_adapter
+    load_adapter = _adapter_files.load_adapter
+    save_adapter = _adapter_files.save_adapter
+    set_adapter = _adapters.set_adapter
+    adapters_disabled = _adapters.adapters_disabled
+    merge_adapter = _adapters.merge_adapter
+    delete_adapter = _adapters.delete_adapter
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Of the low-rank adapters; `active_adapter` is the one that is added."""
+        return list(self.adapters)
 
     def layout(self, *, stacked_experts: bool = False) -> Layout:
         """Every parameter, and the checkpoint tensors that its rows are made of."""

@@ -94,6 +94,7 @@ class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSe
         check_precision(self)
         check_budget(self)
         check_graphs(self)
+        check_lora(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 
@@ -128,6 +129,24 @@ def check_graphs(config: Config) -> None:
             "cuda_graphs=true with activation_offload=true: copies to host memory take longer than "
             "Python does; leave one out"
         )
+
+
+def check_lora(config: Config) -> None:
+    """Raises ValueError for what an adapter cannot be trained with."""
+    if config.lora is None:
+        return
+    config.lora.adapter()
+    wrong = {
+        "ema_decay": config.ema_decay > 0,
+        "optimizer": config.optimizer == "muon",
+        "sharding": config.sharding == "gradients",
+    }
+    for name in filter(wrong.get, wrong):
+        raise ValueError(f"{name}={getattr(config, name)} is not there for lora: leave it out")
+    if config.push_to_hub and not config.lora.merge:
+        raise ValueError(f"push_to_hub={config.push_to_hub} needs lora.merge=true: it pushes hf")
+    if config.lora.merge and not config.export:
+        raise ValueError("lora.merge=true needs export=true")
 
 
 def check_precision(config: Config) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tigon.hub import is_own_file
-from tigon.models import CausalLM, materialize, torch_dtype, write_converted
+from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
-from tigon.train.model import build_model, described, export_dtype
+from tigon.train.lora import add_lora, settings_of
+from tigon.train.model import adapted, build_model, described, export_dtype
 from tigon.train.parallel import start
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
@@ -41,6 +42,10 @@ def load_checkpoint(
         return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=_of_export)
+        if (config := settings_of(source)) is not None:
+            model = adapted(config, dtype, device)
+            checkpoint.load(source, model)
+            return model.eval(), Tokenizer.from_pretrained(source)
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         materialize(model, torch.device(device))
@@ -55,14 +60,23 @@ def convert_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
+    merge: bool = False,
 ) -> torch.dtype:
     """A run's checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
-    The options are those of save_pretrained; raises as `load_checkpoint` does.
+    Of a run with lora the adapter, in PEFT's format, or with `merge` the model with it, made in
+    memory. The options are those of save_pretrained; raises as `load_checkpoint` does.
     """
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
-    if checkpoint.is_legacy(source):
+    lora = settings_of(source)
+    if merge and lora is None:
+        raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
+    if lora is not None and not merge:
+        return _convert_adapter(source, directory, lora, dtype)
+    if checkpoint.is_legacy(source) or merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype)
+        if merge:
+            model.merge_adapter()
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
     with checkpoint.in_use(source):
@@ -73,6 +87,24 @@ def convert_checkpoint(
         stored, layout = checkpoint.stored_weights(source, model)
         write_converted(model, directory, stored, layout, tokenizer=tokenizer, **options)
     return model.dtype
+
+
+def _convert_adapter(
+    source: Path, directory: str, config: Config, dtype: torch.dtype | None
+) -> torch.dtype:
+    """The base is not needed: its config.json is in the checkpoint."""
+    with checkpoint.in_use(source):
+        checkpoint.verify(source, wanted=_of_export)
+        model = described(source, torch.float32)
+        add_lora(model, config)
+        for p in adapter_parameters(model, "default").values():
+            empty = torch.empty_like(p, device="cpu")
+            torch.utils.swap_tensors(p, torch.nn.Parameter(empty, p.requires_grad))
+        checkpoint.load(source, model)
+        own = next(iter(adapter_parameters(model, "default").values())).dtype
+        tokenizer = Tokenizer.from_pretrained(source)
+        model.save_adapter(directory, dtype=dtype, tokenizer=tokenizer)
+    return dtype or own
 
 
 def described_checkpoint(source: Path) -> CausalLM:
@@ -89,14 +121,21 @@ def as_directory(source: Path) -> Iterator[str]:
     """A checkpoint's model in Hugging Face format, for the time being."""
     with tempfile.TemporaryDirectory() as parent:
         model, tokenizer = load_checkpoint(source)
+        if model.active_adapter is not None:
+            model.merge_adapter()
         model.save_pretrained(Path(parent, "hf"), tokenizer=tokenizer)
         del model
         yield str(Path(parent, "hf"))
 
 
+def kind(config: Config) -> str:
+    """What a run exports, and the directory's name: hf, or with lora the adapter."""
+    return "hf" if config.lora is None else "adapter"
+
+
 def exported_step(config: Config, step: int) -> Path:
     """Where the export after `step`, a multiple of hf_every, belongs."""
-    return Path(config.run_dir, f"hf-step-{step:08d}")
+    return Path(config.run_dir, f"{kind(config)}-step-{step:08d}")
 
 
 def export(run: Run, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
@@ -113,7 +152,7 @@ def export_step(run: Run, step: int) -> None:
 def export_best(run: Run, step: int) -> None:
     """run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best so far."""
     if run.config.hf_best and run.state.best_step == step > 0:
-        export(run, Path(run.config.run_dir, "hf-best"))
+        export(run, Path(run.config.run_dir, f"{kind(run.config)}-best"))
 
 
 def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:

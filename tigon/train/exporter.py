@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tigon.models import CausalLM, prepare_save, write_model
+from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.parallel import World
@@ -46,30 +46,39 @@ class Exporter(checkpoint.InBackground):
         dtype: torch.dtype,
         values: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Hugging Face format; what was at `target` stays until the new one is whole.
+        """Hugging Face format, or PEFT's of a model with an adapter; what was at `target` stays
+        until the new one is whole.
 
         `values`: in place of parameters, by their names, this rank's part of each. Raises SaveError
         if this or the export before it cannot be written.
         """
         self.wait()
-        tensors, describe = prepare_save(
-            model, tokenizer=tokenizer, ranks=Ranks(), dtype=dtype, values=values
-        )
+        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": Ranks()}
+        if model.active_adapter is not None:  # in its own dtype
+            tensors, describe = prepare_adapter(model, **how)
+            write = write_adapter
+        else:
+            tensors, describe = prepare_save(model, dtype=dtype, values=values, **how)
+            write = write_model
         own = sum(piece.rows * entry.row_bytes for entry in tensors for piece in entry.pieces)
         background = self.background and checkpoint.fits(own, self.world)
         if background:
             with self._ranks.together():  # the thread of a rank without a copy would not write
                 tensors = copied(tensors)
-        self._writing = self._thread.submit(self._write, target, tensors, describe)
+        self._writing = self._thread.submit(self._write, target, write, tensors, describe)
         if not background:
             self.wait()
 
     def _write(
-        self, target: Path, tensors: Sequence[Entry], describe: Callable[[Path], None]
+        self,
+        target: Path,
+        write: Callable[..., None],
+        tensors: Sequence[Entry],
+        describe: Callable[[Path], None],
     ) -> None:
         try:
             with named_if_full(target, sum(entry.nbytes for entry in tensors)):
-                write_model(target, tensors, describe, ranks=self._ranks, replace=True)
+                write(target, tensors, describe, ranks=self._ranks, replace=True)
         except Exception as error:  # whatever stopped it, memory too
             why = error if isinstance(error, OSError | RankError) else repr(error)
             raise checkpoint.SaveError(f"{target} was not written: {why}") from error

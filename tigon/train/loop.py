@@ -12,7 +12,7 @@ from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, push, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate, sample
-from tigon.train.export import export, export_best, export_step, exported_step
+from tigon.train.export import export, export_best, export_step, exported_step, kind
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import reshard
 from tigon.train.profile import Profiler
@@ -186,9 +186,13 @@ def finish(run: Run, step: int, record: Record) -> None:
     evaluate_once(run, step, record)
     record.close()
     directory = Path(config.run_dir)
-    new = config.export and world.most(exported(directory) != step) > 0
+    new = config.export and world.most(exported(config) != step) > 0
     if new:
-        export(run, directory / "hf")
+        export(run, directory / kind(config))
+        if config.lora is not None and config.lora.merge:
+            run.model.graphs = None  # nothing is trained any more, and the adapter goes
+            run.model.merge_adapter()
+            export(run, directory / "hf")
         if run.ema is not None:
             export(run, directory / "hf-ema", run.ema.values)
         if world.main:

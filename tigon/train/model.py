@@ -25,8 +25,9 @@ from tigon.parallel import find_zero, shard_gradients
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.train.lora import add_lora, begin_lora, settings_of
 from tigon.train.parallel import World, shard
-from tigon.weights import Repository
+from tigon.weights import Checkpoint, Repository
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
@@ -36,8 +37,16 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     Each rank reads only the rows that it keeps. Of a run's checkpoint `source` the model is only
     allocated, for `checkpoint.load`.
     """
-    dtype = getattr(torch, config.param_dtype)
-    if source is not None and not checkpoint.is_legacy(source):
+    dtype = held_dtype(config, world.device)
+    if config.lora is not None:
+        model, weights = _base(config, dtype)
+        add_lora(model, config)
+        divide(model, config, world)
+        materialize(model, world.device)
+        if weights is not None:
+            load_weights(model, weights)
+        begin_lora(model, config)
+    elif source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
         divide(model, config, world)
         materialize(model, world.device)
@@ -56,6 +65,37 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     if (zero := find_zero(model)) is not None:
         zero.allocate()
     return finish(model, config)
+
+
+def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
+    """What an adapter is added to; its weights are to be loaded, unless they are random."""
+    if config.init:
+        torch.manual_seed(config.seed)
+        return _from_config(_init(config), dtype, "cpu"), None
+    return build(Repository(config.model, revision=config.revision), MODELS, dtype=dtype)
+
+
+def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:
+    """The base of a run with lora and its adapter, whose values are to be loaded, in one process.
+
+    In `dtype`; None is that of the base's config.json.
+    """
+    outlined = outline(config, torch.float32)
+    dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
+    model, weights = _base(config, dtype)
+    add_lora(model, config)
+    model.to(dtype)
+    materialize(model, torch.device(device))
+    if weights is not None:
+        load_weights(model, weights)
+    return model
+
+
+def held_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """Of the model's weights: param_dtype; under an adapter, frozen, that of the computation."""
+    if config.lora is not None:
+        return compute_dtype(config, device)
+    return getattr(torch, config.param_dtype)
 
 
 def divide(model: CausalLM, config: Config, world: World) -> None:
@@ -79,6 +119,8 @@ def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
     """Whether the model is divided: that casts weights, too, and adds up gradients over
     micro-batches in float32, on one rank as on many."""
     dtype = getattr(torch, config.param_dtype)
+    if config.lora is not None:  # the base is not cast
+        return ranks > 1 or (config.accumulate_fp32 and dtype != torch.float32)
     return ranks > 1 or compute != dtype or (config.accumulate_fp32 and dtype != torch.float32)
 
 
@@ -97,14 +139,16 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
 
 
 def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
-    """The model of a run on the meta device, from its config.json alone."""
-    if source is not None and not checkpoint.is_legacy(source):
+    """The model of a run on the meta device, from its config.json alone. `dtype`: `held_dtype`."""
+    if config.lora is None and source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
     elif config.init:
         model = _from_config(_init(config), dtype, "meta")
     else:
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
+    if config.lora is not None:
+        add_lora(model, config)
     return finish(model, config)
 
 
@@ -125,6 +169,8 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
     """The model that a run's checkpoint describes, on the meta device."""
     check_folder(source)
     model = _from_config(source / "config.json", dtype, "meta")
+    if settings_of(source) is not None:  # the base's weights are elsewhere
+        return model
     needed = 2 * sum(p.numel() for p in model.parameters())
     held = sum(path.stat().st_size for path in source.glob("weights-*.safetensors"))
     if needed > held:  # known before it is allocated

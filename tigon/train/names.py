@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
-ADAPTERS = "all weights are trained: there are no adapters"
+ADAPTERS = "lora: {rank: 16, alpha: 32, targets: [q_proj, v_proj]}, as lora.rank=16"
+FOUR_BITS = "the base of lora is in the dtype of the computation: there are no quantised ones"
 SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
 WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
 SHARDING = (
@@ -106,17 +107,17 @@ OTHERS = {
     "label_smoothing_factor": "label_smoothing",
     "learning_rate": "lr",
     "load_best_model_at_end": BEST,
-    "load_in_4bit": ADAPTERS,
-    "load_in_8bit": ADAPTERS,
+    "load_in_4bit": FOUR_BITS,
+    "load_in_8bit": FOUR_BITS,
     "local_batch_size": ROWS,
     "logging_steps": "log_every",
     "log_every_n_steps": "log_every",
-    "lora_alpha": ADAPTERS,
-    "lora_dropout": ADAPTERS,
-    "lora_r": ADAPTERS,
-    "lora_rank": ADAPTERS,
-    "lora_target_modules": ADAPTERS,
-    "qlora": ADAPTERS,
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
+    "qlora": FOUR_BITS,
     "use_peft": ADAPTERS,
     "peft": ADAPTERS,
     "lr_scheduler": "schedule",

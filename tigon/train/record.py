@@ -101,7 +101,7 @@ def unfinished(config: Config, step: int) -> bool:
     """Whether a run that ends with `step` lacks its last evaluation or its export."""
     path = Path(config.run_dir)
     evaluated = not config.eval_data or eval_loss(path / "metrics.jsonl", step) is not None
-    return not evaluated or (config.export and exported(path) != step)
+    return not evaluated or (config.export and exported(config) != step)
 
 
 def eval_loss(metrics: Path, step: int) -> float | None:
@@ -113,10 +113,14 @@ def eval_loss(metrics: Path, step: int) -> float | None:
     return math.inf if loss is None else loss
 
 
-def exported(path: Path) -> int | None:
-    """The step whose weights are in run_dir/hf."""
+def exported(config: Config) -> int | None:
+    """The step whose weights are in run_dir/hf, or whose adapter in run_dir/adapter."""
+    path, wanted = Path(config.run_dir), ["hf"]
+    if config.lora is not None:
+        wanted = ["adapter", "hf"] if config.lora.merge else ["adapter"]
     try:
-        return int((path / EXPORTED).read_text()) if (path / "hf").exists() else None
+        there = all((path / name).exists() for name in wanted)
+        return int((path / EXPORTED).read_text()) if there else None
     except (FileNotFoundError, ValueError):  # a crash of the machine may have left it empty
         return None
 

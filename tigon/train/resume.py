@@ -39,6 +39,18 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
 
+def _check_adapter(
+    source: Path, before: dict[str, Any], now: dict[str, Any], changed: dict[str, str]
+) -> None:
+    """Raises ValueError for another adapter, and for another model under the same one."""
+    was, own = ({**(c["lora"] or {}), "merge": False} for c in (before, now))
+    names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
+    others = [changed[name] for name in names if name in changed]
+    if was != own or others:
+        others += [changed["lora"]] if was != own else []
+        raise ValueError(f"{source} is of another adapter or model: {', '.join(others)}; {AFRESH}")
+
+
 def check(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 
@@ -60,6 +72,7 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     }
     if checkpoint.is_legacy(source):
         return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
+    _check_adapter(source, before, now["config"], changed)
     wrong = [text for name, text in changed.items() if settings[name].metadata["stream"]]
     if wrong:
         raise ValueError(

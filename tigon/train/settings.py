@@ -6,6 +6,7 @@ from typing import Any, Literal
 from tigon import strict
 from tigon.data import Entry
 from tigon.kernels.attention import Backend
+from tigon.train.lora_settings import Lora
 
 
 def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
@@ -45,6 +46,9 @@ class ModelSettings:
     fp8: bool = option(
         False,
         "products of attention and MLPs, forward and backward, of 8-bit floats: docs/training.md",
+    )
+    lora: Lora | None = option(  # noqa: RUF009
+        None, "{rank: 16, alpha: 32}: train a low-rank adapter alone; docs/adapters.md"
     )
     sharding: Literal["full", "gradients"] = option(
         "full",

@@ -39,11 +39,12 @@ def write_checkpoint(
     tensors: Iterable[Entry],
     *,
     max_shard_size: int | str = "5GB",
+    stem: str = "model",
     metadata: Mapping[str, str] = PT,
     ranks: Ranks | None = None,
     workers: int | None = None,
 ) -> None:
-    """Writes model.safetensors, or shards and their index, split and named as transformers does.
+    """Writes STEM.safetensors, or shards and their index, split and named as transformers does.
 
     In a process group all ranks call it with entries of the same names, shapes and dtypes, each
     with its own pieces, and the first one with the directory, which all must be able to see. What
@@ -52,7 +53,7 @@ def write_checkpoint(
     """
     ranks = ranks or Ranks()
     with ranks.together():
-        shards = _shards(tensors, max_shard_size)
+        shards = _shards(tensors, max_shard_size, stem)
         files = [_File(name, entries, metadata) for name, entries in shards.items()]
     _check_pieces(shards, ranks)
     created: list[Path] = []
@@ -63,7 +64,7 @@ def write_checkpoint(
                 for file in files:
                     file.create(Path(directory), created)
                 if len(files) > 1:
-                    _write_index(Path(directory, "model.safetensors.index.json"), shards, created)
+                    _write_index(Path(directory, f"{stem}.safetensors.index.json"), shards, created)
         root = _seen_by_all(directory, ranks)
         # Not all ranks begin with the same file: writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
@@ -87,7 +88,9 @@ def _most_bytes(size: int | str) -> int:
     return count
 
 
-def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, list[Entry]]:
+def _shards(
+    tensors: Iterable[Entry], max_shard_size: int | str, stem: str
+) -> dict[str, list[Entry]]:
     """File name -> its entries in the order the safetensors library gives them in a file."""
     entries: dict[str, Entry] = {}
     for entry in tensors:
@@ -101,7 +104,7 @@ def _shards(tensors: Iterable[Entry], max_shard_size: int | str) -> dict[str, li
     split = split_state_dict_into_shards_factory(
         entries,
         get_storage_size=lambda entry: entry.nbytes,
-        filename_pattern="model{suffix}.safetensors",
+        filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=_most_bytes(max_shard_size),
     )
     return {

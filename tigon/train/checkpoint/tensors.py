@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
-from tigon.models import CausalLM
+from tigon.models import CausalLM, adapter_parameters
 from tigon.train.optim import Ema
 from tigon.train.parallel import local
 from tigon.weights import Layout, own_rows, own_slices
@@ -94,8 +94,10 @@ def everything(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) ->
 
 
 def weights(model: CausalLM) -> State:
-    """By name of the checkpoint tensor; a tied one once."""
-    own = {name: own_rows(name, p) for name, p in model.named_parameters()}
+    """By name of the checkpoint tensor; a tied one once. Of a model with an adapter that alone."""
+    adapter, every = model.active_adapter, dict(model.named_parameters())
+    chosen = every if adapter is None else adapter_parameters(model, adapter)
+    own = {name: own_rows(name, p) for name, p in chosen.items()}
     return _by_part(own, model)
 
 

@@ -15,7 +15,7 @@ import torch
 from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate.memory import estimate
-from tigon.train.model import compute_dtype, outline
+from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.objectives import Objective
 from tigon.train.parallel import World
 
@@ -126,7 +126,7 @@ def decide(
     compute = compute_dtype(config, device)
 
     def model() -> CausalLM:
-        return outline(config, getattr(torch, config.param_dtype), source)
+        return outline(config, held_dtype(config, device), source)
 
     def weigh(blocks: int, offload: bool) -> int:
         tried = model()

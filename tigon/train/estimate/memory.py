@@ -71,12 +71,14 @@ def estimate(
             numbers = padded(parameter, world) / world
             states += numbers * state_bytes(config, hidden=name in hidden)
             average += numbers * ema_bytes(config)
-    parameters = sum(_held(p, world, param_dtype) for p in model.parameters())
-    copied = parameters + states + average  # by async_save
+    lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
+    held = {p: _held(p, world, p.dtype if lora else param_dtype) for p in model.parameters()}
+    parameters = sum(held.values())
+    saved = sum(size for p, size in held.items() if p.requires_grad) if lora else parameters
+    copied = saved + states + average  # by async_save
     kept = states + average if config.optimizer_offload else 0.0
-    ledger = _weigh(
-        model.to("meta", compute), objective, config, world, param_dtype if sharded else None
-    )
+    cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
+    ledger = _weigh(cast, objective, config, world, param_dtype if sharded else None)
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
         whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
         parameters = whole + (parameters if compute != param_dtype else 0)

@@ -13,7 +13,7 @@ from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
 from tigon.train.flops import model_flops, peak_flops
-from tigon.train.model import compute_dtype, outline
+from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, freeze
 from tigon.train.parallel import InputError, World
 
@@ -41,11 +41,11 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
         with world.together():
-            model = outline(config, getattr(torch, config.param_dtype), inputs.source)
+            device = torch.device("cuda") if on_gpu(config) else world.device
+            model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
-        device = torch.device("cuda") if on_gpu(config) else world.device
         idle = without_effect(config, inputs.steps(config), device)
         for notice in [*idle, *without_fp8(config, model)]:
             world.say(f"note: {notice}")
@@ -110,8 +110,11 @@ def idle_parameters(layer: SparseMoE) -> int:
 
 def plan(config: Config, inputs: Inputs, gpus: int, chosen: Choice | None = None) -> Estimate:
     """The estimate for a run of these settings on GPUs."""
-    compute = compute_dtype(config, torch.device("cuda"))
-    model = outline(config, getattr(torch, config.param_dtype), inputs.source)
+    gpu = torch.device("cuda")
+    compute, model = (
+        compute_dtype(config, gpu),
+        outline(config, held_dtype(config, gpu), inputs.source),
+    )
     if chosen is not None:
         chosen.apply(model)
     return estimate(model, inputs.objective, config, gpus, compute)

@@ -13,7 +13,7 @@ from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.flops import Cost
 from tigon.train.loop import update
-from tigon.train.model import divide, outline
+from tigon.train.model import divide, held_dtype, outline
 from tigon.train.parallel import World, local
 from tigon.train.step import backward
 
@@ -32,7 +32,7 @@ class Measured:
 
 def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
     """The model of a run as `build_model` makes it, with random weights: none are read."""
-    model = outline(config, getattr(torch, config.param_dtype), source)
+    model = outline(config, held_dtype(config, world.device), source)
     divide(model, config, world)
     materialize(model, world.device)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
-from tigon.models import CausalLM
+from tigon.models import CausalLM, adapter_parameters
 from tigon.train.config import Config
 from tigon.train.settings import ParameterGroup
 
@@ -26,9 +26,11 @@ def freeze(model: CausalLM, config: Config) -> None:
                 f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
                 f"and biases do not decay, and it has only {', '.join([*named][:3])}"
             )
+    adapter = model.active_adapter
+    trains = None if adapter is None else adapter_parameters(model, adapter)
     for name, p in model.named_parameters():
-        group = groups[name]
-        p.requires_grad_(group is None or not group.freeze)
+        group, learns = groups[name], trains is None or name in trains
+        p.requires_grad_(learns and (group is None or not group.freeze))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("parameter_groups freeze all parameters: nothing is left to train")
 

@@ -1,0 +1,225 @@
+"""Low-rank additions to a product against their definition, and what their one node keeps."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.kernels.test_rebuilt import kept
+from tests.numbers import assert_as_near
+from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
+from tigon.kernels._rebuilt import rebuilding, recipe_of
+from tigon.kernels.lora_linear import Addition
+
+C, K = 48, 70  # columns of x and of y
+# By the first column, how many, rank and scale of each part
+PARTS: dict[str, list[tuple[int, int, int, float]]] = {
+    "one": [(0, K, 4, 2.0)],
+    "all": [(0, 30, 4, 2.0), (30, 20, 4, 2.0), (50, 20, 4, 2.0)],
+    "ends": [(0, 30, 3, 0.5), (50, 20, 5, 1.5)],
+    "inside": [(30, 20, 1, -2.0)],
+}
+
+
+class Case:
+    """Inputs of a product with additions."""
+
+    def __init__(self, parts: str, dtype: torch.dtype, own: torch.dtype | None = None) -> None:
+        torch.manual_seed(0)
+        own, specs = own or dtype, PARTS[parts]
+        self.x = torch.randn(2, 3, C).to(dtype).requires_grad_()
+        self.weight = nn.Parameter(torch.randn(K, C).to(dtype) / 7, requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(K).to(dtype), requires_grad=False)
+        self.a = nn.Parameter(torch.randn(sum(r for *_, r, _ in specs), C).to(own) / 7)
+        bs = [nn.Parameter(torch.randn(rows, r).to(own)) for _, rows, r, _ in specs]
+        self.additions = [Addition(f, b, s) for (f, _, _, s), b in zip(specs, bs, strict=True)]
+        self.upstream = torch.randn(2, 3, K).to(dtype)
+
+    def at(self, dtype: torch.dtype) -> "Case":
+        """The same numbers in another dtype."""
+        other = Case.__new__(Case)
+        for name in ("x", "weight", "bias", "a", "upstream"):
+            t = getattr(self, name)
+            new = t.detach().to(dtype)
+            if isinstance(t, nn.Parameter):
+                new = nn.Parameter(new, t.requires_grad)
+            setattr(other, name, new.requires_grad_(t.requires_grad))
+        other.additions = [
+            add._replace(b=add.b.detach().to(dtype).requires_grad_()) for add in self.additions
+        ]
+        return other
+
+    def run(
+        self, function: Callable[..., Tensor], make: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> dict[str, Tensor]:
+        """y and all gradients."""
+        y = function(make(self.x), self.weight, self.bias, self.a, self.additions)
+        wanted = [self.x, self.a, *(add.b for add in self.additions)]
+        found = torch.autograd.grad(y, wanted, self.upstream)
+        names = ["x", "a", *(f"b{i}" for i in range(len(self.additions)))]
+        return {"y": y.detach()} | dict(zip(names, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", PARTS)
+def test_definition(parts: str, dtype: torch.dtype) -> None:
+    case = Case(parts, dtype)
+    ours, peer = case.run(lora_linear), case.run(lora_linear_ref)
+    assert_as_near(ours, peer, case.at(torch.float64).run(lora_linear_ref))
+    with torch.no_grad():
+        given = case.weight, case.bias, case.a, case.additions
+        assert torch.equal(lora_linear(case.x, *given), ours["y"])
+        row = case.x[:1, :1]
+        found = lora_linear(row, *given)
+        assert_as_near(found, lora_linear_ref(row, *given), exact(case, row))
+
+
+def exact(case: Case, x: Tensor) -> Tensor:
+    other = case.at(torch.float64)
+    return lora_linear_ref(x.double(), other.weight, other.bias, other.a, other.additions).detach()
+
+
+def test_parameters_in_fp32_beside_a_base_in_bf16() -> None:
+    case = Case("ends", torch.bfloat16, torch.float32)
+    found = case.run(lora_linear)
+    assert {name: t.dtype for name, t in found.items() if name not in "xy"} == dict.fromkeys(
+        ("a", "b0", "b1"), torch.float32
+    )
+    rounded = case.at(torch.bfloat16).run(lora_linear)
+    assert all(torch.equal(t, rounded[name].to(t.dtype)) for name, t in found.items())
+
+
+def test_a_base_that_learns_has_its_gradient() -> None:
+    case = Case("ends", torch.float32)
+    case.weight.requires_grad_()
+    y = lora_linear(case.x, case.weight, case.bias, case.a, case.additions)
+    expected = lora_linear_ref(case.x, case.weight, case.bias, case.a, case.additions)
+    for ours, theirs in zip(
+        torch.autograd.grad(y, [case.weight, case.a, case.x], case.upstream),
+        torch.autograd.grad(expected, [case.weight, case.a, case.x], case.upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def normed(x: Tensor) -> Tensor:
+    return rms_norm(x, torch.ones(C, dtype=x.dtype), 1e-6)
+
+
+def activated(x: Tensor) -> Tensor:
+    return gated_act(torch.cat((x, x.flip(-1)), -1) * 1.0, "silu")
+
+
+@pytest.mark.parametrize("make", [normed, activated])
+def test_the_input_is_computed_again(make: Any, path: str) -> None:
+    case = Case("ends", torch.float32)
+    with rebuilding(0):
+        found = case.run(lora_linear, make)
+    with rebuilding(math.inf):
+        expected = case.run(lora_linear, make)
+    assert all(torch.equal(t, expected[name]) for name, t in found.items())
+
+
+def test_a_gated_activation_that_nobody_else_reads(path: str) -> None:
+    case = Case("ends", torch.float32)
+    expected = case.run(lora_linear, activated)
+
+    def alone(x: Tensor) -> Tensor:
+        y = activated(x)
+        if (recipe := recipe_of(y)) is not None:
+            recipe.alone = True
+        return y
+
+    with rebuilding(0):
+        found = case.run(lora_linear, alone)
+    for name, t in found.items():
+        torch.testing.assert_close(t, expected[name], msg=name)
+
+
+def test_what_is_kept(path: str) -> None:
+    if path == "reference":
+        return  # plain torch keeps what it likes
+    case = Case("ends", torch.float32)
+    w = nn.Parameter(torch.ones(C), requires_grad=False)
+    bs = [add.b for add in case.additions]
+    own = case.weight, case.a, *bs
+
+    def run() -> Tensor:
+        y = rms_norm(case.x, w, 1e-6)
+        return lora_linear(y, case.weight, case.bias, case.a, case.additions)
+
+    with rebuilding(0):
+        assert kept(run, *own) == [C]  # the stream; u is narrower
+    with rebuilding(math.inf):
+        assert kept(run, *own) == [C, C]
+    for p in (case.a, *bs):  # a frozen adapter keeps no input
+        p.requires_grad_(False)
+    with rebuilding(math.inf):
+        assert kept(run, *own) == [C]
+
+
+@pytest.mark.parametrize("make", [normed, activated])
+@pytest.mark.parametrize("least", [0, math.inf])
+def test_checkpointing(make: Any, least: float) -> None:
+    """Bits of a block that is computed again, whose last product is not."""
+    case = Case("ends", torch.float32)
+
+    def again(x: Tensor, *rest: Any) -> Tensor:
+        y: Tensor = checkpoint(lambda x: lora_linear(make(x), *rest), x, use_reentrant=False)
+        return y
+
+    with rebuilding(least):
+        found, expected = case.run(again), case.run(lora_linear, make)
+    assert all(torch.equal(t, expected[name]) for name, t in found.items())
+
+
+def test_fp8(path: str) -> None:
+    """The base's products are those of fp8_linear, and the additions as ever."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
+    weight = nn.Parameter(torch.randn(32, 64).bfloat16(), requires_grad=False)
+    bias = nn.Parameter(torch.randn(32).bfloat16(), requires_grad=False)
+    a = nn.Parameter(torch.randn(4, 64).bfloat16())
+    b = nn.Parameter(torch.zeros(16, 4).bfloat16())
+    upstream = torch.randn(2, 3, 32).bfloat16()
+    y = lora_linear(x, weight, bias, a, [Addition(16, b, 2.0)], fp8=True)
+    base = fp8_linear(x, weight, bias)
+    assert torch.equal(y, base)
+    (dx, db), (expected,) = (
+        torch.autograd.grad(y, [x, b], upstream),
+        torch.autograd.grad(base, [x], upstream),
+    )
+    assert torch.equal(dx, expected)
+    u = (x.detach().float() @ a.float().t()).view(-1, 4)
+    torch.testing.assert_close(
+        db.float(), 2 * upstream.view(-1, 32)[:, 16:].float().t() @ u, rtol=0.05, atol=0.5
+    )
+
+
+@pytest.mark.traced
+def test_compile() -> None:
+    case = Case("ends", torch.float32)
+    torch._dynamo.reset()
+    found = case.run(torch.compile(lora_linear, backend="aot_eager", fullgraph=True))
+    expected = case.run(lora_linear_ref)
+    for name, t in found.items():
+        torch.testing.assert_close(t, expected[name])
+
+
+def test_autocast() -> None:
+    case = Case("all", torch.float32)
+    with torch.autocast(case.x.device.type, torch.bfloat16):
+        found, expected = case.run(lora_linear), case.run(lora_linear_ref)
+    for name, t in found.items():
+        torch.testing.assert_close(t, expected[name])
+
+
+def test_a_second_derivative_is_refused() -> None:
+    case = Case("one", torch.float32)
+    y = lora_linear(case.x, case.weight, case.bias, case.a, case.additions)
+    with pytest.raises(RuntimeError, match="low-rank additions has no second derivative"):
+        torch.autograd.grad(y.sum(), case.x, create_graph=True)

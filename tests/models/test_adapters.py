@@ -1,0 +1,318 @@
+"""Adapters: what is added, chosen, frozen and removed, and what is refused."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tigon.kernels
+from tests.models.test_adapters_peft import near, randomise, trained
+from tests.models.test_parity import tokens
+from tests.models.tiny import CASES, reference
+from tigon import LoraConfig, from_pretrained
+from tigon.kernels._rebuilt import rebuilding
+from tigon.models import CausalLM
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("base")
+    reference("llama", CASES["llama"]["grouped"], directory)
+    return directory
+
+
+@pytest.fixture
+def model(base: Path) -> CausalLM:
+    return from_pretrained(base)
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter") / "one"
+    model = adapted(from_pretrained(base))
+    model.save_adapter(directory)
+    return directory
+
+
+def adapted(model: CausalLM, name: str = "default", **options: Any) -> CausalLM:
+    model.add_adapter(LoraConfig(rank=4, **options), name)
+    randomise(trained(model))
+    return model
+
+
+def test_base_paths_stay_and_only_the_adapter_trains(model: CausalLM) -> None:
+    before = [name for name, _ in model.named_parameters()]
+    adapted(model, targets=("q_proj", "gate_proj"))
+    after = dict(model.named_parameters())
+    assert [name for name in after if name in before] == before
+    assert [name for name, p in after.items() if p.requires_grad] == [
+        n for n in after if n not in before
+    ]
+    model(tokens(), labels=tokens()).loss.backward()
+    assert {n for n, p in after.items() if p.grad is not None} == set(after) - set(before)
+    model.delete_adapter("default")
+    assert dict(model.named_parameters()).keys() == set(before)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_several_adapters(model: CausalLM, adapter: Path) -> None:
+    plain = model(tokens()).logits
+    model.load_adapter(adapter, "first")
+    first = model(tokens()).logits
+    model.add_adapter(LoraConfig(targets="o_proj"), "second")
+    assert model.adapter_names == ["first", "second"]
+    assert model.active_adapter == "second"
+    assert torch.equal(model(tokens()).logits, plain)
+    assert all(".second." in name for name in trained(model))
+    model.set_adapter("first")
+    assert torch.equal(model(tokens()).logits, first)
+    with model.adapters_disabled():
+        assert model.active_adapter is None
+        assert torch.equal(model(tokens()).logits, plain)
+        with pytest.raises(ValueError, match="no adapter is active"):
+            model.save_adapter(adapter.parent / "none")
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, first)
+    model.set_adapter(None)
+    assert torch.equal(model(tokens()).logits, plain)
+    model.merge_adapter("first")
+    near(model(tokens()).logits, first)
+    assert model.adapter_names == ["second"]
+
+
+def test_generation_and_caches(model: CausalLM) -> None:
+    adapted(model)
+    ids = tokens()[:, :9]
+    merged = copy.deepcopy(model)
+    merged.merge_adapter()
+    for kind in ("dynamic", "static"):
+        how: dict[str, Any] = {
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "cache_implementation": kind,
+        }
+        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+
+
+@pytest.mark.kernel
+def test_kernels_and_recomputation(base: Path) -> None:
+    """On Triton's path inputs are computed again, and blocks: with the same bits."""
+    found = []
+    for recompute, least in ((False, math.inf), (False, 0), (True, 0), (2, math.inf)):
+        model = adapted(from_pretrained(base))
+        model.activation_checkpointing = recompute
+        with tigon.kernels.use("triton"), rebuilding(least):
+            found.append(gradients(model, tokens()[:1, :9]))
+    for others in found[1:]:
+        assert all(torch.equal(grad, found[0][name]) for name, grad in others.items())
+    expected = gradients(adapted(from_pretrained(base)), tokens()[:1, :9])
+    assert found[0].keys() == expected.keys()
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def gradients(model: CausalLM, ids: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    ids = tokens() if ids is None else ids
+    model.train()(ids, labels=ids).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.traced
+def test_compile(model: CausalLM) -> None:
+    adapted(model)
+    expected = gradients(model)
+    model.zero_grad()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(tokens(), labels=tokens()).loss.backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            near(p.grad, expected[name], name)
+
+
+def test_in_16_bits_adapters_are_fp32_and_merged_once(base: Path) -> None:
+    model = adapted(from_pretrained(base, dtype="bfloat16"))
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    exact = adapted(from_pretrained(base, dtype="bfloat16").float())
+    exact.merge_adapter()
+    model.merge_adapter()
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_a_model_with_adapters_is_not_exported_without_them(
+    model: CausalLM, tmp_path: Path
+) -> None:
+    adapted(model)
+    with pytest.raises(ValueError, match="merge_adapter"):
+        model.save_pretrained(tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_replace_takes_adapters_alone(model: CausalLM, adapter: Path, tmp_path: Path) -> None:
+    adapted(model)
+    model.save_adapter(tmp_path / "it")
+    with pytest.raises(FileExistsError, match="replace=True"):
+        model.save_adapter(tmp_path / "it")
+    model.save_adapter(tmp_path / "it", replace=True)
+    (tmp_path / "it" / "notes.md").touch()
+    with pytest.raises(FileExistsError, match=r"notes\.md"):
+        model.save_adapter(tmp_path / "it", replace=True)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"rank": 0}, "rank=0"),
+    "negative": ({"rank": -3}, "rank=-3"),
+    "no number": ({"rank": True}, "rank=True"),
+    "alpha": ({"alpha": math.nan}, "alpha=nan"),
+    "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\]=0"),
+    "target": ({"targets": ("q_proj", "query")}, "targets='query' matches no projection of Llama"),
+    "near": ({"targets": "qproj"}, "did you mean 'q_proj'"),
+    "no targets": ({"targets": ()}, "targets is empty"),
+    "pattern": ({"targets": "o_proj", "rank_pattern": {"q_proj": 2}}, "rank_pattern='q_proj'"),
+    "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
+    "head": ({"targets": ("lm_head",)}, "modules_to_save"),
+    "embedding": ({"targets": ("embed_tokens",)}, "modules_to_save"),
+    "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
+    "dropout": ({"dropout": 0.1}, "dropout=0.1"),
+    "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings(case: str, model: CausalLM) -> None:
+    options, message = WRONG[case]
+    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
+        model.add_adapter(LoraConfig(**options))
+    assert not model.adapter_names
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_tied_head_and_packed_families(tmp_path: Path) -> None:
+    reference("llama", CASES["llama"]["tied"], tmp_path / "tied")
+    with pytest.raises(ValueError, match="'lm_head' is tied to the embedding"):
+        from_pretrained(tmp_path / "tied").add_adapter(LoraConfig(targets="lm_head"))
+    reference("phi3", CASES["phi3"]["plain"], tmp_path / "phi3")
+    with pytest.raises(ValueError, match="its projections are qkv_proj, o_proj, gate_up_proj"):
+        from_pretrained(tmp_path / "phi3").add_adapter(LoraConfig(targets="q_proj"))
+    reference("qwen3_moe", CASES["qwen3_moe"]["plain"], tmp_path / "moe")
+    moe = from_pretrained(tmp_path / "moe")
+    with pytest.raises(ValueError, match="is a router"):
+        moe.add_adapter(LoraConfig(targets="mlp.gate"))
+    with pytest.raises(ValueError, match="experts of a mixture have no adapters"):
+        moe.add_adapter(LoraConfig(targets="up_proj"))
+
+
+def test_wrong_names(model: CausalLM) -> None:
+    for name in ("", "a.b", "train", "a/b", 3):
+        with pytest.raises(ValueError, match="name"):
+            model.add_adapter(name=name)  # type: ignore[arg-type]
+    adapted(model)
+    with pytest.raises(ValueError, match="delete_adapter"):
+        adapted(model)
+    with pytest.raises(ValueError, match="there are default"):
+        model.set_adapter("other")
+    with pytest.raises(TypeError, match="LoraConfig"):
+        model.add_adapter({"r": 8}, "two")  # type: ignore[arg-type]
+
+
+def edit(adapter: Path, target: Path, **changes: Any) -> Path:
+    """A copy with other settings; None takes one away."""
+    target.mkdir()
+    values = json.loads((adapter / "adapter_config.json").read_text()) | changes
+    (target / "adapter_config.json").write_text(json.dumps(values))
+    (target / "adapter_model.safetensors").write_bytes(
+        (adapter / "adapter_model.safetensors").read_bytes()
+    )
+    return target
+
+
+FEATURES: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"peft_type": "ADALORA"}, "peft_type 'ADALORA' is not LORA"),
+    "qalora": ({"use_qalora": True}, "use_qalora=True is not supported"),
+    "replication": ({"layer_replication": [[0, 2]]}, "layer_replication"),
+    "megatron": ({"megatron_config": {"a": 1}}, "megatron_config"),
+    "bias of it": ({"lora_bias": True}, "lora_bias"),
+    "bias": ({"bias": "all"}, "bias='all'"),
+    "experts": ({"target_parameters": ["mlp.experts.up"]}, "target_parameters"),
+    "tokens": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+    "to come": ({"use_new_thing": 2}, "use_new_thing=2 is not supported"),
+    "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], and the rank is said to be 3"),
+    "rank of text": ({"r": "4"}, "r='4'"),
+    "patterns": ({"rank_pattern": [1]}, "rank_pattern"),
+    "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "repeats a group"),
+    "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
+    "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
+    "saved": ({"modules_to_save": ["score"]}, "modules_to_save='score'"),
+    "saved, not there": (
+        {"modules_to_save": ["lm_head"]},
+        "missing: base_model.model.lm_head.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_what_files_ask_for_and_cannot_have(
+    case: str, model: CausalLM, adapter: Path, tmp_path: Path
+) -> None:
+    changes, message = FEATURES[case]
+    plain = model(tokens()).logits
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(edit(adapter, tmp_path / "it", **changes))
+    assert not model.adapter_names
+    assert torch.equal(model(tokens()).logits, plain)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.1.self_attn.v_proj.lora_"
+
+    def refused(message: str, changed: dict[str, torch.Tensor]) -> None:
+        target = edit(adapter, tmp_path / str(len(list(tmp_path.iterdir()))))
+        save_file(changed, target / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            model.load_adapter(target)
+        assert not model.adapter_names
+        assert dict(model.named_parameters()).keys() == model.layout().keys()
+
+    b = tensors[stem + "B.weight"]
+    refused(
+        "layers.1.self_attn.v_proj.lora_B.*NaN|NaN.*v_proj.lora_B",
+        tensors | {stem + "B.weight": b.log()},
+    )
+    refused(
+        r"v_proj.lora_B.weight is \[39, 4\], not \[40, 4\]",
+        tensors | {stem + "B.weight": b[:39].clone()},
+    )
+    refused(
+        "1 missing: .*v_proj.lora_B", {n: t for n, t in tensors.items() if n != stem + "B.weight"}
+    )
+    refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
+    other = {n.replace("v_proj", "value"): t for n, t in tensors.items()}
+    refused("is for 'model.layers.0.self_attn.value'", other)
+    deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
+    refused("is for 'model.layers.7.*its 3 layers", deeper)
+    refused("no tensor of it is named lora_A", {"x": b})
+
+
+def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
+    reference("llama", CASES["llama"]["plain"], tmp_path)
+    with pytest.raises(
+        ValueError, match=r"does not fit an adapter of this Llama:\n  12 of .*q_proj.lora_B"
+    ):
+        from_pretrained(tmp_path).load_adapter(adapter)
+
+
+def test_places_without_an_adapter(model: CausalLM, base: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no adapter"):
+        model.load_adapter(base)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(FileNotFoundError, match="can run code"):
+        model.load_adapter(tmp_path)

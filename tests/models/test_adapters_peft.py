@@ -1,0 +1,196 @@
+"""Adapters against PEFT's on every family: the same files, logits and gradients."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as TheirConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+
+from tests.models.test_parity import tokens
+from tests.models.tiny import CASES, FIRST, reference
+from tigon import LoraConfig, from_pretrained
+from tigon.models import CausalLM
+
+# PEFT's "all-linear" has the experts and the router of mixtures, too
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+SHARED = [f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+EVERY = {
+    "mixtral": ATTENTION,
+    "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
+    "qwen3_moe": ATTENTION,
+}
+# Stored packed, so that PEFT sees no q_proj
+PACKED = {"phi3": ("qkv_proj", "down_proj"), "glm4": ("q_proj", "gate_up_proj")}
+
+
+def some(model_type: str) -> tuple[str, ...]:
+    return PACKED.get(model_type, ("q_proj", "v_proj"))
+
+
+def randomise(parameters: dict[str, Any]) -> None:
+    """Of both of an adapter's factors, so that it changes something."""
+    generator = torch.Generator().manual_seed(3)
+    for name in sorted(parameters):
+        with torch.no_grad():
+            parameters[name].copy_(torch.randn(parameters[name].shape, generator=generator) * 0.1)
+
+
+def trained(model: Any) -> dict[str, Any]:
+    return {n: p for n, p in model.named_parameters() if p.requires_grad}
+
+
+def theirs_of(directory: Path, model_type: str, case: str, **options: Any) -> Any:
+    base = reference(model_type, CASES[model_type][case], directory)
+    options = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"} | options
+    model = get_peft_model(base, TheirConfig(**options)).eval()
+    randomise(trained(model))
+    return model
+
+
+def gradients(model: CausalLM) -> dict[str, Tensor]:
+    """Under PEFT's names."""
+    parameters, found = dict(model.named_parameters()), {}
+    for name, parts in model.layout().items():
+        grad = parameters[name].grad
+        if grad is not None:
+            for part in parts:
+                ((_, start, rows),) = part.slices
+                found[f"base_model.model.{part.name}"] = grad.narrow(0, start, rows)
+    return found
+
+
+def near(ours: Tensor, theirs: Tensor, name: str = "") -> None:
+    scale = theirs.abs().max().clamp(min=1e-3)
+    torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=1e-5, msg=name)
+
+
+def check_same(ours: CausalLM, theirs: Any) -> None:
+    """Logits and the gradients of all that is trained."""
+    ids = tokens()
+    near(ours(ids).logits, theirs(ids).logits)
+    for model in (ours, theirs):
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = gradients(ours)
+    expected = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        near(grad, expected[name], name)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "all linear": {"target_modules": "all-linear"},
+    "some": {},
+    "dora": {"use_dora": True, "target_modules": "all-linear", "rank_pattern": {"k_proj": 2}},
+    "rslora, patterns": {
+        "use_rslora": True,
+        "target_modules": "all-linear",
+        "rank_pattern": {r"layers\.1\..*proj": 7, "o_proj": 2},
+        # PEFT sorts them in its file, and the first that fits counts
+        "alpha_pattern": {"model.layers.0.self_attn.o_proj": 1, "o_proj": 3.5},
+    },
+}
+
+
+@pytest.mark.parametrize("options", CONFIGS)
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -> None:
+    given = {"target_modules": list(some(model_type))} | CONFIGS[options]
+    if given["target_modules"] == "all-linear":
+        given["target_modules"] = EVERY.get(model_type, "all-linear")
+    theirs = theirs_of(tmp_path / "base", model_type, case, **given)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    ours.load_adapter(tmp_path / "adapter", trainable=True)
+    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
+    check_same(ours, theirs)
+    with ours.adapters_disabled():
+        assert torch.equal(ours(tokens()).logits, plain)
+    adapted = ours(tokens()).logits
+    ours.merge_adapter()
+    near(ours(tokens()).logits, adapted)
+    assert not ours.adapter_names
+    assert {n for n, _ in ours.named_parameters()} == ours.layout().keys()
+    ours.save_pretrained(tmp_path / "merged")
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_ours_there(model_type: str, case: str, tmp_path: Path) -> None:
+    base = reference(model_type, CASES[model_type][case], tmp_path / "base")
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    targets = (*some(model_type), "model.layers.1.*.o_proj")
+    config = LoraConfig(
+        rank=5, alpha=7.5, targets=targets, rslora=True,
+        rank_pattern={"o_proj": 3}, alpha_pattern={"model.layers.0.*": 2},
+    )  # fmt: skip
+    ours.add_adapter(config)
+    assert torch.equal(ours(tokens()).logits, plain)  # B is zero
+    randomise(trained(ours))
+    ours.save_adapter(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
+    check_same(ours, theirs)
+    again = from_pretrained(tmp_path / "base")
+    again.load_adapter(tmp_path / "adapter")
+    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    assert not trained(again)
+    again.save_adapter(tmp_path / "again")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (
+            tmp_path / "adapter" / name
+        ).read_bytes()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
+    case = "tied" if tied else "grouped"
+    theirs = theirs_of(
+        tmp_path / "base", "llama", case, modules_to_save=["embed_tokens", "lm_head"]
+    )
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    ours.load_adapter(tmp_path / "adapter", trainable=True)
+    check_same(ours, theirs)
+    with ours.adapters_disabled():
+        assert torch.equal(ours(tokens()).logits, plain)
+    ours.save_adapter(tmp_path / "again")
+    base = from_pretrained(tmp_path / "base")
+    base.load_adapter(tmp_path / "again")
+    adapted = ours(tokens()).logits
+    assert torch.equal(base(tokens()).logits, adapted)
+    if tied:
+        with pytest.raises(ValueError, match="embedding and head are one"):
+            base.merge_adapter()
+        assert torch.equal(base(tokens()).logits, adapted)
+    else:
+        base.merge_adapter()
+        near(base(tokens()).logits, adapted)
+
+
+def test_first_values_are_distributed_as_theirs(tmp_path: Path) -> None:
+    base = reference("llama", CASES["llama"]["grouped"], tmp_path / "base")
+    theirs = get_peft_model(base, TheirConfig(r=32, target_modules=["q_proj", "v_proj"]))
+    ours = from_pretrained(tmp_path / "base")
+    ours.add_adapter(LoraConfig(rank=32, targets=("q_proj", "v_proj")))
+    both = []
+    for model in (ours, theirs):
+        a = torch.cat([p.detach().flatten() for n, p in trained(model).items() if "lora_A" in n])
+        both.append(torch.stack([a.std(), a.abs().max()]))
+    torch.testing.assert_close(*both, rtol=0.02, atol=0)
+
+
+def test_the_settings_that_are_written(tmp_path: Path) -> None:
+    reference("qwen2_moe", CASES["qwen2_moe"]["plain"], tmp_path / "base")
+    ours = from_pretrained(tmp_path / "base")
+    ours.add_adapter(LoraConfig(targets=("q_proj", "shared_expert.up_proj")))
+    ours.save_adapter(tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "base")
+    # Of a mixture whole names: in other versions its experts have an up_proj too
+    assert "model.layers.2.mlp.shared_expert.up_proj" in written["target_modules"]

@@ -1,0 +1,238 @@
+"""Runs that train an adapter: what they train, keep, resume from and export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import tigon
+from tests.small import write_model
+from tests.train.ranks import train_on
+from tigon.cli import main as command
+from tigon.train import checkpoint, main
+from tigon.train.export import load_checkpoint
+
+SETTINGS: dict[str, Any] = {
+    "steps": 6,
+    "save_every": 2,
+    "keep_last": 0,
+    "lr": 1e-2,
+    "lora.rank": 4,
+    "lora.alpha": 8,
+    "export": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def settings(workspace):
+    def make(run: str, **changes: Any) -> list[str]:
+        return workspace.settings(run, eval_data=workspace.held_out, **SETTINGS | changes)
+
+    main(make("one", **{"lora.merge": "true"}))
+    return make
+
+
+def step(workspace, run: str, number: int) -> Path:
+    return workspace.root / run / "checkpoints" / f"step-{number:08d}"
+
+
+def tensors(directory: Path, kind: str = "weights") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob(f"{kind}-*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings):
+    losses = workspace.metrics("one", "loss")
+    assert losses[-1] < losses[0] - 0.2
+    for kind in ("weights", "optimizer"):
+        stored = tensors(step(workspace, "one", 6), kind)
+        assert stored and all(".lora_" in name for name in stored), kind
+    weights = tensors(step(workspace, "one", 6))
+    assert len(weights) == 2 * 7 * 2  # A and B of seven projections in two layers
+    assert json.loads((step(workspace, "one", 6) / "run.json").read_text())["config"]["model"]
+
+
+def test_exports(workspace, settings):
+    """The adapter as PEFT reads it, and merged; the same of a checkpoint later."""
+    run = workspace.root / "one"
+    ids = torch.arange(3, 40)[None]
+    model = tigon.from_pretrained(workspace.model)
+    plain = model(ids).logits
+    model.load_adapter(run / "adapter")
+    adapted = model(ids).logits
+    assert (adapted - plain).abs().max() > 0.05
+    torch.testing.assert_close(tigon.from_pretrained(run / "hf")(ids).logits, adapted)
+    base = AutoModelForCausalLM.from_pretrained(workspace.model)
+    theirs = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
+    torch.testing.assert_close(theirs(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+    assert tigon.Tokenizer.from_pretrained(run / "adapter")
+
+    assert command(["export", str(run), str(run / "again")]) == 0
+    assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
+    for name, of in (("adapter_model.safetensors", "adapter"), ("adapter_config.json", "adapter")):
+        assert (run / "again" / name).read_bytes() == (run / of / name).read_bytes()
+    merged, hf = (load_file(run / name / "model.safetensors") for name in ("merged", "hf"))
+    assert all(torch.equal(merged[name], hf[name]) for name in hf)
+    found, _ = load_checkpoint(step(workspace, "one", 6))
+    torch.testing.assert_close(found(ids).logits, adapted)
+
+
+def test_resumed_runs_are_the_same(workspace, settings):
+    source = step(workspace, "one", 2)
+    main(settings("resumed", resume=source))
+    for key in ("loss", "grad_norm"):
+        assert workspace.metrics("resumed", key) == workspace.metrics("one", key)[2:]
+    last = tensors(step(workspace, "one", 6))
+    for name, values in tensors(step(workspace, "resumed", 6)).items():
+        assert torch.equal(values, last[name])
+
+
+def test_two_ranks_and_one(workspace, settings):
+    train_on(2, settings("two", **{"activation_checkpointing": "true", "lora.merge": "true"}))
+    for key in ("loss", "grad_norm", "eval_loss"):
+        expected = workspace.metrics("one", key)
+        assert workspace.metrics("two", key) == pytest.approx(expected, rel=1e-5), key
+    root = workspace.root
+    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        one, two = (load_file(root / run / name) for run in ("one", "two"))
+        assert one.keys() == two.keys()
+        for tensor in one:
+            torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-5)
+    main(settings("two-then-one", resume=step(workspace, "two", 4)))
+    expected = workspace.metrics("one", "loss")[4:]
+    assert workspace.metrics("two-then-one", "loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_dora_on_two_ranks_and_one(workspace, settings):
+    for ranks in (1, 2):
+        train_on(ranks, settings(f"dora-{ranks}", steps=3, **{"lora.dora": "true"}))
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics("dora-1", key)
+        assert expected[1:] != workspace.metrics("one", key)[1:3]
+        assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
+    one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
+    assert any("magnitude" in name for name in one) and one.keys() == two.keys()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_base_of_16_bits(ranks, workspace, settings):
+    """The base in the computation's dtype, and the adapter in param_dtype."""
+    run = f"half-{ranks}"
+    train_on(ranks, settings(run, dtype="bfloat16", steps=3))
+    assert {t.dtype for t in tensors(step(workspace, run, 2)).values()} == {torch.float32}
+    expected = workspace.metrics("one", "loss")[:3]
+    assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
+
+
+def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
+    half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
+    curves = []
+    for name, more in (
+        ("fp8", {}),
+        ("fp8-recomputed", {"activation_checkpointing": "true"}),
+        ("fp8-host", {"activation_offload": "true"}),
+    ):
+        main(settings(name, **half | more))
+        curves.append(workspace.metrics(name, "loss"))
+    assert curves[0] == curves[1] == curves[2]
+    main(settings("bf16", **half | {"fp8": "false"}))
+    expected = workspace.metrics("bf16", "loss")
+    assert curves[0] != expected
+    assert curves[0] == pytest.approx(expected, rel=0.02)
+
+
+def test_modules_to_save_and_patterns(workspace, settings, tmp_path):
+    model = write_model(tmp_path / "untied", tie_word_embeddings=False)
+    more = {
+        "model": model,
+        "steps": 2,
+        "lora.modules_to_save": "[embed_tokens, lm_head]",
+        "lora.targets": "[q_proj, 'model.layers.1.*.down_proj']",
+        "lora.rank_pattern": "{down_proj: 2}",
+        "lora.merge": "true",
+    }
+    main(settings("saved", **more))
+    adapter = load_file(workspace.root / "saved/adapter/adapter_model.safetensors")
+    assert {n for n in adapter if ".lora_" not in n} == {
+        "base_model.model.model.embed_tokens.weight",
+        "base_model.model.lm_head.weight",
+    }
+    before = load_file(model / "model.safetensors")
+    after = load_file(workspace.root / "saved/hf/model.safetensors")
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    }
+
+
+def test_groups_and_gradient_accumulation(workspace, settings):
+    """B learns faster (LoRA+), A of the first layer not at all."""
+    groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"
+    main(settings("groups", parameter_groups=groups, micro_batch_size=2, steps=2))
+    first, last = (tensors(step(workspace, run, 2)) for run in ("groups", "one"))
+    same = {name for name in first if torch.equal(first[name], last[name])}
+    assert not same
+    states = tensors(step(workspace, "groups", 2), "optimizer")
+    assert not any(".layers.0." in name and "lora_A" in name for name in states)
+    assert any(".layers.0." in name and "lora_B" in name for name in states)
+
+
+def test_hooks_of_exports(workspace, settings):
+    main(settings("often", steps=2, hf_every=1, eval_every=1, hf_best="true"))
+    names = {path.name for path in (workspace.root / "often").iterdir()}
+    assert {"adapter", "adapter-step-00000001", "adapter-step-00000002", "adapter-best"} <= names
+    assert "hf" not in names
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora.targets": "query_proj"}, "targets='query_proj' matches no projection of Llama"),
+        ({"lora.targets": "lm_head"}, "tied to the embedding"),
+        ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
+        ({"lora.dropout": 0.1}, "dropout=0.1"),
+        ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
+    ],
+)
+def test_wrong_settings(changes, message, workspace, settings):
+    with pytest.raises(SystemExit, match=message):
+        main(settings("wrong", **changes))
+    assert not (workspace.root / "wrong" / "metrics.jsonl").exists()
+
+
+def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
+    source = step(workspace, "one", 2)
+    other = write_model(tmp_path / "other", hidden_size=32)
+    for changes, message in (
+        ({"lora.rank": 2}, "another adapter or model: lora"),
+        ({"model": other}, "another adapter or model: model"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main(settings("other", resume=source, **changes))
+    whole = [text for text in settings("other", resume=source) if not text.startswith("lora")]
+    with pytest.raises(SystemExit, match="another adapter or model: lora"):
+        main(whole)
+
+
+def test_export_of_a_run_without_one(workspace, settings, tmp_path):
+    main(workspace.settings("whole", steps=1))
+    assert command(["export", str(workspace.root / "whole"), str(tmp_path / "x"), "--merge"]) == 1
+    assert command(["export", str(workspace.model), str(tmp_path / "x"), "--merge"]) == 1
+    assert checkpoint.latest(workspace.root / "whole" / "checkpoints")
+
+
+def test_dry_run_counts_frozen_weights(workspace, settings, capsys):
+    main([*settings("dry"), "--dry-run"])
+    printed = capsys.readouterr().out
+    trained = sum(t.numel() for t in tensors(step(workspace, "one", 6)).values())
+    assert f"{trained:,} of them trained" in printed

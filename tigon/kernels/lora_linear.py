@@ -1,0 +1,194 @@
+"""A linear layer with low-rank additions (LoRA), one for each part of a packed projection.
+
+# ... any leading dimensions, N rows of them, C columns of x, K of y, K_p those of a part,
+# r rank of a part, R ranks of all parts together
+
+y = x W^T + bias, and to the columns of each part s (x A^T) B^T is added. Source: Hu et al. (arXiv
+2106.09685); the numbers are those of PEFT's separate projections. x is read once for all parts'
+A [R, C], and the additions go into the memory of y. Where the base is frozen there is one node for
+all of it: it keeps u = x A^T [N, R] and x, or how x is computed again (`_rebuilt`), which only dA
+needs; dX = dY W + dU A is written once, and nothing is computed for the base.
+
+Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX, and
+dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
+additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels._linear_autograd import computes_later, later, without_numbers
+from tigon.kernels._rebuilt import How, compute_again, recipe_of, sees_products
+from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
+from tigon.kernels.fp8_linear import fp8_gradient, fp8_linear, fp8_product
+from tigon.kernels.gated_act import Activation, gradient_and_product
+from tigon.kernels.row_linear import linear
+
+
+class Addition(NamedTuple):
+    """What is added to the columns of a part."""
+
+    first: int  # of the part's columns in y
+    b: Tensor  # [K_p, r]
+    scale: float
+
+
+class Base(NamedTuple):
+    """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+PLAIN = Base(F.linear, torch.mm)
+FP8 = Base(fp8_product, fp8_gradient)
+
+
+def lora_linear_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, additions: Sequence[Addition]
+) -> Tensor:
+    """The definition."""
+    return _added(F.linear(x, weight, bias), x, a, additions)
+
+
+def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
+    """By operators that autograd, torch.compile and autocast know."""
+    u = F.linear(x, a.to(x.dtype))
+    pieces, column, rank = [], 0, 0
+    for first, b, scale in additions:
+        pieces.append(y[..., column:first])
+        column, r = first + b.shape[0], b.shape[1]
+        own = F.linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        pieces.append(y[..., first:column] + own)
+        rank += r
+    pieces.append(y[..., column:])
+    filled = [piece for piece in pieces if piece.shape[-1]]
+    return filled[0] if len(filled) == 1 else torch.cat(filled, -1)
+
+
+def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
+    """Adds to the memory of y [..., K], of u [N, R]."""
+    rows, rank = y.view(-1, y.shape[-1]), 0
+    for first, b, scale in additions:
+        size, r = b.shape
+        own = u.narrow(1, rank, r)
+        rows.narrow(1, first, size).addmm_(own, b.to(u.dtype).t(), alpha=scale)
+        rank += r
+    return y
+
+
+class _Call(NamedTuple):
+    """What is no tensor."""
+
+    base: Base
+    places: Sequence[tuple[int, float]]  # first column and scale of each addition
+    how: How | None  # x is computed again
+    gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
+    apart: bool
+
+
+class _LoRALinear(torch.autograd.Function):
+    """`gate_up` is given in place of x's graph, where x is its gated activation and nobody else's.
+
+    `apart`: y is not computed; see `later`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor | None, *given: Any) -> Tensor:
+        weight, bias, a, u, call, kept, *bs = given
+        ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
+        ctx.save_for_backward(weight, a, u, *bs, *kept)
+        if call.apart:
+            return without_numbers(x, ctx.columns)
+        additions = [Addition(f, b, s) for (f, s), b in zip(call.places, bs, strict=True)]
+        return _add_into(call.base.product(x, weight, bias), u, additions)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with low-rank additions")
+        base, places, how, gated, _ = ctx.call
+        weight, a, u, *rest = ctx.saved_tensors
+        bs, kept = rest[: len(places)], rest[len(places) :]
+        of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
+        rows, rank = dy.reshape(-1, ctx.columns), 0
+        du, dbs = rows.new_empty(u.shape), []
+        for i, ((first, scale), b) in enumerate(zip(places, bs, strict=True)):
+            size, r = b.shape
+            d = rows.narrow(1, first, size)
+            du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
+            db = None
+            if ctx.needs_input_grad[8 + i]:
+                db = d.t().mm(u.narrow(1, rank, r)).mul_(scale).to(b.dtype)
+            dbs.append(db)
+            rank += r
+        da = dx = dgate_up = None
+        if of_a and not of_gate_up:  # first: what is computed again is gone when dX comes
+            x = kept[0] if how is None else compute_again(how, kept)
+            da = du.t().mm(x.view(-1, a.shape[1]))
+            del x
+        if of_x or of_gate_up:
+            dx = base.gradient(rows, weight).addmm_(du, a.to(du.dtype)).view(ctx.shape)
+        if of_gate_up:
+            assert dx is not None
+            dgate_up, x = gradient_and_product(dx, kept[0], *gated)
+            da, dx = du.t().mm(x.view(-1, a.shape[1])), None
+        da = None if da is None else da.to(a.dtype)
+        return dx, dgate_up, None, None, da, None, None, None, *dbs
+
+
+def _as_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether one node may stand for the product of a frozen weight and what is added to it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor
+        and type(weight) is torch.nn.Parameter
+        and not weight.requires_grad
+        and (bias is None or not bias.requires_grad)
+        and x.dtype == weight.dtype
+        and autocast_dtype(x.device) is None
+        and not sees_products()
+    )
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    additions: Sequence[Addition],
+    *,
+    fp8: bool = False,
+) -> Tensor:
+    """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
+
+    `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
+    and ascend. With `fp8` the product with the weight is of 8-bit floats.
+    """
+    if not (x.numel() and _as_one(x, weight, bias)):
+        y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
+        return _added(y, x, a, additions)
+    if not torch.is_grad_enabled():
+        y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
+        return _add_into(y, F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype)), additions)
+    base, apart = FP8 if fp8 else PLAIN, computes_later()
+    own, gate_up, how, gated = x, None, None, None
+    kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
+    recipe = recipe_of(x) if a.requires_grad else None
+    if recipe is not None and recipe.gated is not None and recipe.alone:
+        gate_up, act, node = recipe.gated
+        own, kept, gated = x.detach(), (gate_up,), (act, node.overwrite)
+    elif recipe is not None:
+        recipe.keep_gate_up()
+        how, kept = recipe.how, recipe.kept
+    with torch.no_grad():
+        u = F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
+    call = _Call(base, [(first, scale) for first, _, scale in additions], how, gated, apart)
+    bs = [b for _, b, _ in additions]
+    place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
+    if not apart:
+        return place
+    return later(place, lambda: _add_into(base.product(x, weight, bias), u, additions))

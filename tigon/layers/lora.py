@@ -1,0 +1,121 @@
+"""Parameters of adapters, inside the layers that they belong to.
+
+# C columns of a layer's input, K_p of a part's output, r rank of a part, R ranks of all parts
+
+The paths of the base's parameters stay as they are: an adapter's are below them, `PATH.lora.NAME`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.lora_linear import Addition
+
+# What names of parameters begin with, the part's behind it
+B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
+
+
+class LoRAPart(NamedTuple):
+    """What is added to one projection of a layer, which may be packed with others."""
+
+    name: str  # such as q_proj
+    first: int  # of its columns in the layer's output
+    size: int  # K_p
+    rank: int
+    scale: float
+
+
+class LowRank(nn.Module):
+    """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
+
+    A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
+    (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
+    of each part; as in its section 4.3, the lengths that they had are constants in backward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Sequence[LoRAPart],
+        *,
+        dora: bool = False,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        super().__init__()
+        self.parts, self.dora = tuple(parts), dora
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        total = sum(part.rank for part in parts)
+        self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
+        for part in parts:
+            self.register_parameter(
+                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **how))
+            )
+        for part in parts if dora else ():
+            empty = torch.empty(part.size, **how)
+            self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
+
+    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Whole initial values in fp32 on the CPU, as PEFT's: A is drawn part by part, B is 0."""
+        ranks, columns = [part.rank for part in self.parts], self.lora_A.shape[1]
+        a = torch.empty(sum(ranks), columns, dtype=torch.float32, device="cpu")
+        for rows in a.split(ranks):
+            nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
+        zeros = {B + p.name: torch.zeros(p.size, p.rank, device="cpu") for p in self.parts}
+        return {"lora_A": a} | zeros
+
+    def additions(self) -> list[Addition]:
+        own: dict[str, Any] = self._parameters  # none is None
+        return [Addition(p.first, own[B + p.name], p.scale) for p in self.parts]
+
+    def gains(self, weight: Tensor) -> Tensor:
+        """[K]: the learned length of each row of W + scale B A over what it is; 1 elsewhere.
+
+        In fp32, from ||W||^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, so that there is no matrix
+        of W's size.
+        """
+        own: dict[str, Any] = self._parameters
+        gains, end, rank = [], 0, 0
+        for part in self.parts:
+            with torch.no_grad():
+                rows = weight[part.first : part.first + part.size]
+                a = self.lora_A[rank : rank + part.rank]
+                b = own[B + part.name].float() * part.scale
+                square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
+                square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
+                square += (b @ (a.float() @ a.float().t()) * b).sum(1)
+            gains.append(square.new_ones(part.first - end))
+            gains.append(own[MAGNITUDE + part.name].float() / square.sqrt())
+            end, rank = part.first + part.size, rank + part.rank
+        gains.append(gains[0].new_ones(weight.shape[0] - end))
+        return torch.cat(gains)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
+
+
+class Adapters(nn.Module):
+    """Those of one layer by name, of which at most one is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: str | None = None
+
+    def active(self) -> LowRank | None:
+        found = None if self.chosen is None else self._modules.get(self.chosen)
+        assert found is None or isinstance(found, LowRank)
+        return found
+
+
+class Copies(nn.Module):
+    """Weights that adapters have in place of a layer's own, by name (PEFT's modules_to_save)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: str | None = None
+
+    def active(self) -> Tensor | None:
+        return None if self.chosen is None else self._parameters.get(self.chosen)

@@ -1,0 +1,167 @@
+"""Adapters from PEFT's files, and to them."""
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace as replaced
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+
+from tigon.hub import Source
+from tigon.json_file import escaped
+from tigon.models._adapters import (
+    adapter_parameters,
+    check_name,
+    check_new,
+    choose,
+    delete_adapter,
+    install,
+    low_ranks,
+    switch,
+)
+from tigon.models._arguments import check_keywords
+from tigon.models._layout import layout
+from tigon.models._lora import plan
+from tigon.models._model import LanguageModel
+from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, peft_config, peft_name, read_adapter
+from tigon.models._save import SavesItself, check_target, write_json, write_model
+from tigon.weights import Entry, Layout, Ranks, Repository, all_finite, entries, load_into, match
+
+
+def load_adapter(
+    model: LanguageModel,
+    path_or_repo: str | os.PathLike[str],
+    name: str = "default",
+    *,
+    trainable: bool = False,
+    dtype: torch.dtype | None = None,
+    **source: Unpack[Source],
+) -> None:
+    """Add an adapter of PEFT's from a directory or a hub repository, and choose it.
+
+    All else is frozen, and the adapter too unless `trainable`. `dtype` None: the model's, as that
+    is what products are computed in; float32 for one that trains on in a model of 16 bits. Raises
+    ValueError, naming what is wrong, for an adapter of another model, features that are not
+    supported, and tensors with NaN; the model is then as it was.
+    """
+    check_keywords("load_adapter", source, frozenset(Source.__annotations__))
+    check_new(model, name)
+    stored = read_adapter(Repository(path_or_repo, **source), model)
+    if trainable and stored.config.dropout:
+        warnings.warn(
+            f"lora_dropout={stored.config.dropout} is not applied: Tigon trains without dropout",
+            stacklevel=2,
+        )
+    half = model.dtype in (torch.bfloat16, torch.float16)
+    dtype = dtype or (torch.float32 if half and trainable else model.dtype)
+    active = model.active_adapter
+    learned = {n for n, p in model.named_parameters() if p.requires_grad}
+    try:
+        install(model, name, stored.config, plan(model, stored.config), dtype, torch.device("meta"))
+        _fill(model, name, stored)
+    except BaseException:
+        if name in model.adapters:
+            delete_adapter(model, name)
+            switch(model, active)
+            for n, p in model.named_parameters():
+                p.requires_grad_(n in learned)
+        raise
+    choose(model, name, trained=trainable)
+
+
+def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
+    """Memory for its parameters, and the file's values, if they fit."""
+    own, parts_of = adapter_parameters(model, name), _layout(model, name)
+    inside = {part.name for parts in parts_of.values() for part in parts}
+    source_of = {
+        n: stored.names.get(peft_name(n, name), PREFIX + peft_name(n, name)) for n in inside
+    }
+    how: dict[str, Any] = {"layout": parts_of, "checkpoint": stored.checkpoint}
+    how |= {"source_of": source_of, "into": f"an adapter of this {type(model).__name__}"}
+    match(own, **how)  # before anything is allocated: sizes are the file's
+    for p in own.values():
+        empty = torch.empty_like(p, device=model.device)
+        torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
+    load_into(own, **how)
+    for n, p in own.items():
+        if p.numel() and not all_finite([p.detach()], torch.device("cpu")):
+            names = ", ".join(source_of[part.name] for part in parts_of[n])
+            raise ValueError(
+                f"{escaped(stored.checkpoint.name)} has values that are NaN or infinite in {names}"
+            )
+
+
+def _layout(model: LanguageModel, name: str) -> Layout:
+    """Of one adapter's parameters."""
+    whole = layout(model, model.checkpoint_names, False)
+    return {n: whole[n] for n in adapter_parameters(model, name)}
+
+
+def save_adapter(
+    model: LanguageModel,
+    directory: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: SavesItself | None = None,
+    replace: bool = False,
+) -> None:
+    """Write an adapter, by default the active one, as PEFT does; PEFT loads it at once.
+
+    In its own dtype or another. The directory must be new or empty, and appears whole or not at
+    all; with `replace`, an earlier adapter may be there. Under a process group every rank calls
+    this, and all need one file system.
+    """
+    ranks = Ranks()
+    with ranks.together():
+        if ranks.first:
+            check_target(Path(directory).expanduser(), replace, CONFIG)
+    tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
+    write_adapter(directory, tensors, describe, ranks=ranks, replace=replace)
+
+
+def prepare_adapter(
+    model: LanguageModel,
+    name: str | None = None,
+    *,
+    ranks: Ranks,
+    dtype: torch.dtype | None = None,
+    tokenizer: SavesItself | None = None,
+) -> tuple[list[Entry], Callable[[Path], None]]:
+    """What save_adapter writes: tensors, and what adds the other files to a directory."""
+    name = check_name(model, name)
+    own = adapter_parameters(model, name)
+    parts_of: Layout = {
+        n: tuple(replaced(part, name=PREFIX + peft_name(part.name, name)) for part in parts)
+        for n, parts in _layout(model, name).items()
+    }
+    layers = low_ranks(model, name).items()
+    names = [f"{path.rpartition('.')[0]}.{p.name}" for path, low in layers for p in low.parts]
+    config = peft_config(model, model.adapters[name], names)
+    dtype = dtype or next(iter(own.values())).dtype
+    with ranks.together():
+        tensors = entries(own, parts_of, dtype, ranks=ranks)
+
+    def describe(root: Path) -> None:
+        write_json(root / CONFIG, config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(root)
+
+    return tensors, describe
+
+
+def write_adapter(
+    directory: str | os.PathLike[str],
+    tensors: Sequence[Entry],
+    describe: Callable[[Path], None],
+    *,
+    ranks: Ranks,
+    replace: bool = False,
+) -> None:
+    """One file of all tensors, as PEFT reads no other."""
+    size = max(1, sum(entry.nbytes for entry in tensors))
+    how: dict[str, Any] = {"max_shard_size": size, "stem": Path(WEIGHTS).stem}
+    write_model(directory, tensors, describe, ranks=ranks, replace=replace, **how)

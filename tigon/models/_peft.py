@@ -1,0 +1,241 @@
+"""Adapters in PEFT's files: adapter_config.json and adapter_model.safetensors.
+
+They are other people's: JSON and safetensors headers are checked before anything is allocated, and
+what an adapter would do that is not done here is refused by name. Source: PEFT's LoraConfig and
+get_peft_model_state_dict.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from tigon.json_file import escaped, read_json, shown
+from tigon.models._layout import PREFIXES
+from tigon.models._lora import LoraConfig, matches, places
+from tigon.models._model import LanguageModel
+from tigon.weights import Checkpoint, Repository, TensorInfo, read_header
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."  # of PEFT's names
+LOW_RANK = re.compile(r"(.+)\.lora_([AB])\.weight")
+# Keys that are read, say what tensors show better, or were for the beginning of training alone
+KNOWN = frozenset(
+    (
+        *(
+            "r",
+            "lora_alpha",
+            "lora_dropout",
+            "use_rslora",
+            "use_dora",
+            "rank_pattern",
+            "alpha_pattern",
+        ),
+        *("modules_to_save", "peft_type", "bias", "target_modules", "exclude_modules"),
+        *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
+        *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("qalora_group_size", "megatron_core", "runtime_config"),
+    )
+)
+# Ways to begin that leave the base as it is; others take from it what the adapter begins with
+BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
+LONGEST_PATTERN, MOST_REPEATS = 200, 3
+
+
+class Stored(NamedTuple):
+    """An adapter's files."""
+
+    config: LoraConfig
+    checkpoint: Checkpoint
+    names: dict[str, str]  # the file's of each tensor, by that which `peft_names` gives it
+
+
+def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
+    """What the files say, as far as it can be told without reading tensors."""
+    try:
+        path = repository.file(CONFIG)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}: it holds no adapter") from error
+    values, where = read_json(path), escaped(path)
+    try:
+        _check_features(values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    weights = repository.optional_file(WEIGHTS)
+    if weights is None:
+        also = ""
+        if PICKLE in repository.listing():
+            also = f"; {PICKLE} is not read, as it can run code: save it again with a current PEFT"
+        raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{also}")
+    tensors = read_header(weights)
+    names = _names(tensors, f"{repository.name}/{WEIGHTS}")
+    try:
+        config = _config(values, {n: tensors[own] for n, own in names.items()}, model)
+    except ValueError as error:
+        raise ValueError(f"{escaped(repository.name)}: {error}") from None
+    return Stored(config, Checkpoint(f"{repository.name}/{WEIGHTS}", tensors), names)
+
+
+def _check_features(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for what would be computed in another way."""
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"peft_type {shown(kind)} is not LORA")
+    beginning = values.get("init_lora_weights", True)
+    if not any(beginning is known or beginning == known for known in BEGINNINGS):
+        raise ValueError(
+            f"init_lora_weights={shown(beginning)} takes from the base what the adapter begins "
+            "with, so that it does not fit the base as it is: convert it with PEFT "
+            "(save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    if values.get("bias", "none") != "none":
+        raise ValueError(f"bias={shown(values['bias'])}: adapters have no biases here")
+    for key, value in values.items():
+        if key not in KNOWN and value not in (None, False, [], {}, ""):
+            raise ValueError(f"{escaped(key, 100)}={shown(value)} is not supported")
+
+
+def _names(tensors: Collection[str], where: str) -> dict[str, str]:
+    """Tensor names as this package's models have them, to the file's."""
+    found: dict[str, str] = {}
+    for name in tensors:
+        inner = name.removeprefix(PREFIX)
+        for prefix in PREFIXES[:-1]:
+            if inner.startswith(prefix):
+                inner = "model." + inner.removeprefix(prefix)
+                break
+        if inner in found:
+            raise ValueError(f"{escaped(where)}: {shown(name)} and {shown(found[inner])} are one")
+        found[inner] = name
+    return found
+
+
+def _config(
+    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
+) -> LoraConfig:
+    """With whole names in place of PEFT's patterns. Ranks are those of the tensors."""
+    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
+    _number("r", rank, int)
+    _number("lora_alpha", alpha, int | float)
+    own = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
+    known = {place.name: place for place in places(model)}
+    if not own:
+        raise ValueError("no tensor of it is named lora_A or lora_B")
+    if unknown := sorted(own - known.keys()):
+        kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        raise ValueError(
+            f"the adapter is for {', '.join(shown(n) for n in unknown[:3])}{more}, which this "
+            f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
+            f"have {kinds}"
+        )
+    ranks, alphas = {}, {}
+    for name in filter(own.__contains__, known):
+        said = _first(values, "rank_pattern", name, rank, int)
+        info = tensors.get(f"{name}.lora_A.weight")
+        if info is not None and info.shape[:1] != (said,):
+            raise ValueError(
+                f"{name}.lora_A.weight is {list(info.shape)}, and the rank is said to be {said}"
+            )
+        if said != rank:
+            ranks[name] = said
+        if (other := _first(values, "alpha_pattern", name, alpha, int | float)) != alpha:
+            alphas[name] = other
+    saved = values.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
+    if saved and values.get("ensure_weight_tying") and model.config.tie_word_embeddings:
+        raise ValueError("ensure_weight_tying=True is not supported: weights are saved apart here")
+    base = values.get("base_model_name_or_path")
+    return LoraConfig(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(short(model, own)),
+        dropout=values.get("lora_dropout", 0.0),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        modules_to_save=tuple(dict.fromkeys(name.rpartition(".")[2] for name in saved)),
+        base=base if isinstance(base, str) else "",
+    )
+
+
+def _number(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name}={shown(value)} is no number that it can be")
+    return value
+
+
+def _first(values: Mapping[str, Any], key: str, name: str, default: Any, kind: Any) -> Any:
+    """The number of the first of PEFT's patterns that fits a projection."""
+    patterns = values.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{key}={shown(patterns)} is no dictionary")
+    for pattern, value in patterns.items():
+        if _compiled(key, pattern).fullmatch(name):
+            return _number(f"{key}[{shown(pattern)}]", value, kind)
+    return default
+
+
+def _compiled(key: str, pattern: str) -> re.Pattern[str]:
+    """PEFT's regular expression, if no name can take it long."""
+    quantifiers = re.findall(r"[*+?{]", pattern)
+    if len(pattern) > LONGEST_PATTERN or len(quantifiers) > MOST_REPEATS:
+        raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
+    if re.search(r"\)[*+?{]", pattern):
+        raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{key}[{shown(pattern)}] is no regular expression: {error}") from None
+
+
+def short(model: LanguageModel, names: Collection[str]) -> list[str]:
+    """Ends of names that mean just these projections, for every version of transformers."""
+    every = [place.name for place in places(model)]
+    ends = list(dict.fromkeys(n.rpartition(".")[2] for n in every if n in names))
+    meant = {name for name in every if any(matches(end, name) for end in ends)}
+    # Experts have projections of such names in older versions
+    plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    return ends if plain and meant == set(names) else sorted(names)
+
+
+def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]) -> dict[str, Any]:
+    """adapter_config.json of an adapter of these projections."""
+
+    def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
+        found = {}
+        for name in sorted(names):
+            value = next((v for key, v in patterns.items() if matches(key, name)), default)
+            if value != default:
+                found[name] = value
+        return found
+
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base or model.config.source.name or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": short(model, names),
+        "rank_pattern": of_each(config.rank_pattern, config.rank),
+        "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def peft_name(name: str, adapter: str) -> str:
+    """Of a tensor in a file, from its name in a model's layout."""
+    inner, dot, kind = name.rpartition(".")
+    inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
+    if inner.endswith(".lora_magnitude_vector"):
+        return inner
+    return f"{inner}{dot}{kind}"

@@ -1,0 +1,39 @@
+"""The adapter of a run: from its settings into the model, and out of its checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tigon import strict
+from tigon.models import CausalLM, begin_adapter
+from tigon.train import checkpoint
+from tigon.train.config import Config
+
+
+def add_lora(model: CausalLM, config: Config) -> None:
+    """The settings' adapter, in param_dtype; on a model without memory without values."""
+    assert config.lora is not None
+    own = config.lora.adapter(config.model)
+    if config.lora.merge and own.modules_to_save and model.config.tie_word_embeddings:
+        raise ValueError(
+            f"lora.merge=true with lora.modules_to_save={list(own.modules_to_save)}: the model's "
+            "embedding and head are one, and would get weights of their own; leave one out"
+        )
+    model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
+
+
+def begin_lora(model: CausalLM, config: Config) -> None:
+    """Its first values: the same on any number of ranks."""
+    begin_adapter(model, generator=torch.Generator().manual_seed(config.seed))
+
+
+def settings_of(source: Path) -> Config | None:
+    """The settings of the run that made a checkpoint of an adapter; None: it is one of a model."""
+    values: dict[str, Any] = checkpoint.facts(source).get("config", {})
+    if not values.get("lora"):
+        return None
+    try:
+        return strict.make(Config, strict.read(Config, values))
+    except ValueError as error:
+        raise ValueError(f"{source / 'run.json'}: {error}") from None

@@ -1,0 +1,34 @@
+"""The settings of an adapter."""
+
+from dataclasses import dataclass
+
+from tigon.models import LoraConfig
+from tigon.strict import setting
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A low-rank adapter, which is trained in place of the model."""
+
+    rank: int = setting(16, "columns of its matrices", least=1)
+    alpha: float = setting(32.0, "what it adds is multiplied by alpha / rank", least=0)
+    targets: tuple[str, ...] = setting(
+        ("all-linear",), "projections, such as q_proj, or shell patterns of their whole names"
+    )
+    dropout: float = setting(0.0, "of its input; only 0 is there", least=0)
+    rslora: bool = setting(False, "multiplied by alpha / sqrt(rank) instead")
+    dora: bool = setting(False, "learn the lengths of weights' rows, too (DoRA)")
+    rank_pattern: dict[str, int] | None = setting(  # noqa: RUF009
+        None, "ranks of some projections, by name or pattern"
+    )
+    alpha_pattern: dict[str, float] | None = setting(None, "likewise alpha")  # noqa: RUF009
+    modules_to_save: tuple[str, ...] = setting(
+        (), "embed_tokens and lm_head, where they are to be trained whole"
+    )
+    merge: bool = setting(False, "write run_dir/hf too at the end, the model with what was added")
+
+    def adapter(self, base: str = "") -> LoraConfig:
+        """ValueError for numbers and names that no adapter has."""
+        own = {name: value for name, value in vars(self).items() if name != "merge"}
+        patterns = {name: own[name] or {} for name in ("rank_pattern", "alpha_pattern")}
+        return LoraConfig(**own | patterns, base=base)

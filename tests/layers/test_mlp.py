@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon.kernels
 import tigon.layers.linear
-from tigon.kernels import row_linear
-from tigon.layers import GatedMLP
+from tigon.kernels import gated_act, row_linear
+from tigon.layers import Adapters, GatedMLP, LoRAPart, LowRank
 
 CUDA = torch.cuda.is_available()
 C, I = 12, 20  # noqa: E741
@@ -127,3 +127,31 @@ def test_one_row_takes_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows == [(2 * I, "silu"), (C, None)]
     torch.testing.assert_close(y, mlp(torch.cat((x, x)))[:1], rtol=1e-5, atol=1e-5)
     assert len(rows) == 2
+
+
+@pytest.mark.parametrize("adapted", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_fp8_with_an_adapter(adapted: str, frozen: bool) -> None:
+    """As its two projections one by one, which nobody takes for one operator."""
+    mlp = GatedMLP(64, 32, "silu").bfloat16().train().requires_grad_(not frozen)
+    mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = True
+    layer = mlp.get_submodule(adapted)
+    parts = [LoRAPart("some", 16, 32, 4, 2.0)]
+    low = LowRank(layer.in_features, parts, dtype=torch.bfloat16, device=layer.weight.device)
+    for p in low.parameters():
+        nn.init.normal_(p)
+    layer.lora = Adapters()
+    layer.lora.add_module("one", low)
+    layer.lora.chosen = "one"
+    x = torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
+    learned = [x, *(p for p in mlp.parameters() if p.requires_grad)]
+
+    def apart(x: Tensor) -> Tensor:
+        return mlp.down_proj.product(gated_act(mlp.gate_up_proj.product(x), "silu").clone())
+
+    upstream = torch.linspace(-1, 1, 16 * 64).view(16, 64).bfloat16()
+    found, expected = ((y, *torch.autograd.grad(y, learned, upstream)) for y in (mlp(x), apart(x)))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    layer.lora.chosen = None
+    assert not torch.equal(mlp(x), found[0])

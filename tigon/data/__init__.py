@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tigon.data.answers import LabelledEncoder, PairEncoder
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, clean_cache, tokenised
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
@@ -25,9 +26,11 @@ __all__ = [
     "Example",
     "Examples",
     "Format",
+    "LabelledEncoder",
     "Loader",
     "MicroBatch",
     "Mixture",
+    "PairEncoder",
     "Report",
     "Rows",
     "Source",

@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import DPOConfig, KTOConfig
-from trl.data_utils import extract_prompt
-from trl.trainer.dpo_trainer import DPOTrainer
-from trl.trainer.kto_trainer import KTOTrainer
 
 from tests.small import CHATML, write_tokenizer
 from tigon.data import Entry, Examples, LabelledEncoder, PairEncoder, find_sources, read
@@ -73,22 +67,27 @@ def sequences(examples: Examples) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def prepared(trainer: Any, config: Any, directory: Path, rows: list[dict[str, Any]]) -> Dataset:
+def prepared(name: str, directory: Path, rows: list[dict[str, Any]], **options: Any) -> Any:
     """The rows as TRL's trainer tokenises them."""
-    own = AutoTokenizer.from_pretrained(directory, chat_template=CHATML)
-    bare = object.__new__(trainer)
+    trl = pytest.importorskip("trl")
+    transformers = pytest.importorskip("transformers")
+    dataset = pytest.importorskip("datasets").Dataset.from_list(rows)
+    own = transformers.AutoTokenizer.from_pretrained(directory, chat_template=CHATML)
+    config = getattr(trl, f"{name}Config")(
+        output_dir=str(directory), bf16=False, use_cpu=True, **options
+    )
+    bare = object.__new__(getattr(trl, f"{name}Trainer"))
     bare._tokenizer, bare.calculate_KL = own, True
     bare.desirable_weight = bare.undesirable_weight = 1.0
-    return bare._prepare_dataset(Dataset.from_list(rows), own, config, "train")
+    return bare._prepare_dataset(dataset, own, config, "train")
 
 
 @pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
 def test_pairs_are_the_tokens_of_trl(
-    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any, tmp_path: Path
+    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
 ) -> None:
     examples = encode(PairEncoder(tokenizer), rows)
-    config = DPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True)
-    expected = prepared(DPOTrainer, config, directory, rows)
+    expected = prepared("DPO", directory, rows)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4]
     found = sequences(examples)
     for i, row in enumerate(expected):
@@ -107,6 +106,7 @@ def test_a_prompt_that_is_a_text_of_whole_conversations(tokenizer: Tokenizer, en
 
 @pytest.mark.parametrize("rows", [r for k, r in PAIRS.items() if "implicit" in k])
 def test_implicit_prompts_are_those_of_trl(rows: Any) -> None:
+    extract_prompt = pytest.importorskip("trl.data_utils").extract_prompt
     for row in rows:
         prompt, chosen, rejected = split_prompt(row["chosen"], row["rejected"])
         assert extract_prompt(row) == {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -123,7 +123,7 @@ def test_margins_are_a_column_where_they_are_read(tokenizer: Tokenizer, encode: 
 
 
 def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
-    directory: Path, tokenizer: Tokenizer, encode: Any, tmp_path: Path
+    directory: Path, tokenizer: Tokenizer, encode: Any
 ) -> None:
     rows = [
         {"prompt": [ASK], "completion": [HO], "label": True},
@@ -131,10 +131,7 @@ def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
         {"prompt": [SO], "completion": [HEY], "label": True},
     ]
     examples = encode(LabelledEncoder(tokenizer), rows)
-    config = KTOConfig(
-        output_dir=str(tmp_path), bf16=False, use_cpu=True, per_device_train_batch_size=3
-    )
-    expected = prepared(KTOTrainer, config, directory, rows)
+    expected = prepared("KTO", directory, rows, per_device_train_batch_size=3)
     assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4, 6]
     assert examples.per_example["desired"].tolist() == [True, True, False, False, True, True]
     assert examples.per_example["matched"].tolist() == [True, False] * 3
@@ -203,7 +200,7 @@ def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -
         encode(LabelledEncoder(tokenizer), [row])
     with pytest.raises(ValueError, match=r"a.jsonl:1: 'completion' has an answer without"):
         encode(LabelledEncoder(tokenizer), [row | {"completion": [EMPTY], "label": True}])
-    with pytest.raises(ValueError, match="its keys .* are those of task=dpo"):
+    with pytest.raises(ValueError, match=r"its keys .* are those of task=dpo"):
         encode(LabelledEncoder(tokenizer), [GOOD])
-    with pytest.raises(ValueError, match="its keys .* are those of task=sft"):
+    with pytest.raises(ValueError, match=r"its keys .* are those of task=sft"):
         encode(PairEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from tigon.data.encoders import FormatEncoder, words_of_template
 from tigon.data.examples import SUPERVISED, Example
@@ -21,7 +22,7 @@ class AnswerEncoder(FormatEncoder):
     prompt and answer part. A text ends with eos. Everything from there on is learned.
     """
 
-    per_token = SUPERVISED
+    per_token: Mapping[str, DTypeLike] = SUPERVISED
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)

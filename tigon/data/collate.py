@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tigon.data.examples import FILLS, Examples
 from tigon.data.mixture import Corpus
+from tigon.data.packing import Rows
 
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
 
@@ -64,6 +65,13 @@ class MicroBatch:
             "cu_seq_lens": self.cu_seq_lens,
             "max_length_q": self.longest,
         }
+
+
+def collate_rows(corpus: Corpus, rows: Rows, chosen: Sequence[int]) -> MicroBatch:
+    """Some of the rows, packed or each sequence on a line of its own."""
+    if rows.packing:
+        return collate(corpus, [(corpus, rows[row]) for row in chosen], rows.seq_len)
+    return collate(corpus, [(corpus, span[None]) for row in chosen for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -> MicroBatch:

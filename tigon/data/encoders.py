@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tokenizers
+from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Source
 from tigon.data.examples import WEIGHTED, Encoder, Example
@@ -25,7 +26,7 @@ MESSAGE_KEYS = {"role", "content", "weight", "train"}
 class FormatEncoder(Encoder):
     """Rows in one of the formats of `formats.py`."""
 
-    per_token = WEIGHTED
+    per_token: Mapping[str, DTypeLike] = WEIGHTED
     formats: Sequence[str] = ()
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):

@@ -31,6 +31,8 @@ def train(run: Run) -> int:
         if world.main and report.is_due(Path(config.run_dir)):
             world.say(report.attempt(Path(config.run_dir)))
         return 0
+    loaders = [loader for loader in (run.data, run.eval_data) if loader is not None]
+    run.objective.open(run.model, loaders, trained=run.start > 0)
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
     if run.meter.convention:

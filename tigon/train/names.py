@@ -122,7 +122,6 @@ OTHERS = {
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
     "max_epochs": "epochs",
-    "max_length": "seq_len",
     "max_seq_len": "seq_len",
     "max_seq_length": "seq_len",
     "model_max_length": "seq_len",

@@ -29,6 +29,11 @@ class Scores:
     def margin(self) -> Tensor:
         return self.chosen - self.rejected
 
+    def __sub__(self, other: "Scores") -> "Scores":
+        """Those of another model taken off: of log-probabilities, log-ratios."""
+        chosen, rejected = self.chosen - other.chosen, self.rejected - other.rejected
+        return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
+
     def means(self) -> "Scores":
         """Of an answer's tokens, in place of their sums."""
         tokens = self.chosen_tokens, self.rejected_tokens

@@ -1,0 +1,39 @@
+"""Models that a run reads and does not train: references and teachers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.train.config import Config
+from tigon.train.model import compute_dtype
+from tigon.train.parallel import World, shard
+from tigon.weights import Repository
+
+
+def load_frozen(config: Config, world: World, path: str) -> CausalLM:
+    """Of a directory or a hub repository, in the dtype of the computation, on the run's device.
+
+    Divided over the ranks if there are several. Every rank calls this.
+    """
+    compute = compute_dtype(config, world.device)
+    model, weights = build(Repository(path), MODELS, dtype=compute)
+    if world.size > 1:
+        shard(model, world, compute)
+    materialize(model, world.device)
+    load_weights(model, weights)
+    model.use_attention(config.attention)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def has_adapters(model: CausalLM) -> bool:
+    """Whether the model can be run without what is trained of it."""
+    return hasattr(model, "adapters_disabled")
+
+
+@contextmanager
+def without_adapters(model: CausalLM) -> Iterator[None]:
+    """The base of a model with adapters, which stays as it is while they are trained."""
+    disabled = getattr(model, "adapters_disabled", nullcontext)
+    with disabled():
+        yield

@@ -1,0 +1,97 @@
+"""Kahneman-Tversky optimisation: answers that are desired or not, one at a time.
+
+# n sequences
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tigon.data import Encoder, LabelledEncoder
+from tigon.models import CausalLM, CausalLMOutput
+from tigon.tokenizer import Tokenizer
+from tigon.train import reference
+from tigon.train.config import Config
+from tigon.train.objectives.answers import SHARED, Answers, answered, of_sequences
+from tigon.train.objectives.base import Inputs, Part
+from tigon.train.objectives.losses import kto
+from tigon.train.parallel import World
+
+
+class KTO(Answers):
+    """Each answer against the divergence from the reference, estimated over the whole step.
+
+    It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
+    up. TRL takes the mean of each device's batch; here it does not depend on how many micro-batches
+    and ranks share a step. For it the step's rows are read once more, without gradients.
+    """
+
+    serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}
+    refers = True
+    group = 2
+    per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {
+        "desired": torch.bool,
+        "matched": torch.bool,
+    }
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
+        with torch.no_grad():
+            _, ratios = self._ratios(inputs, self.forward(model, inputs))
+        return super().sums(model, inputs) | {
+            "answers": matched.sum(),
+            "desired": (matched & desired).sum(),
+            "mismatched": (~matched).sum(),
+            "divergence": torch.where(matched, 0, ratios.double()).sum(),
+        }
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        output = self.forward(model, inputs)
+        logprobs, ratios = self._ratios(inputs, output)
+        matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
+        kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
+        config = self.config
+        losses = kto(
+            ratios,
+            desired,
+            kl,
+            beta=self.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        loss = torch.where(matched, losses, 0).sum() / sums["answers"].clamp(min=1)
+        loss = loss + self.balance(model, output, inputs, sums)
+        metrics = {}
+        for name, which, count in (
+            ("chosen", matched & desired, sums["desired"]),
+            ("rejected", matched & ~desired, sums["answers"] - sums["desired"]),
+        ):
+            for kind, values in (("rewards", self.beta * ratios), ("logps", logprobs)):
+                chosen = torch.where(which, values.detach().double(), 0)
+                metrics[f"{kind}/{name}"] = chosen.sum() / count.clamp(min=1)
+        share = matched.sum() / sums["answers"].clamp(min=1)
+        return Part(loss, metrics | {"kl": kl.double() * share})
+
+    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        return metrics | {
+            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        }
+
+    def _ratios(self, inputs: Inputs, output: CausalLMOutput) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and log-ratios, fp32 [n]."""
+        assert output.logprobs is not None
+        tokens = answered(inputs)
+        known = torch.where(tokens, self.reference_logprobs(inputs), 0)
+        logprobs = of_sequences(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
+        return logprobs, logprobs - of_sequences(inputs.micro_batch, known)

@@ -38,6 +38,13 @@ def pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def text_pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{prompt}:", "chosen": f" {chosen}", "rejected": f" {rejected}"}
+        for prompt, chosen, rejected in answers(count, seed)
+    ]
+
+
 def labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [
         {

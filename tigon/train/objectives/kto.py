@@ -48,7 +48,7 @@ class KTO(Answers):
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
         with torch.no_grad():
-            _, ratios = self._ratios(inputs, self.forward(model, inputs))
+            _, ratios, _ = self._ratios(model, inputs)
         return super().sums(model, inputs) | {
             "answers": matched.sum(),
             "desired": (matched & desired).sum(),
@@ -57,8 +57,7 @@ class KTO(Answers):
         }
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
-        output = self.forward(model, inputs)
-        logprobs, ratios = self._ratios(inputs, output)
+        logprobs, ratios, output = self._ratios(model, inputs)
         matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
         kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
         config = self.config
@@ -88,10 +87,12 @@ class KTO(Answers):
             "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]
         }
 
-    def _ratios(self, inputs: Inputs, output: CausalLMOutput) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and log-ratios, fp32 [n]."""
+    def _ratios(self, model: CausalLM, inputs: Inputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
+        """Log-probabilities and log-ratios, fp32 [n], and the output that they are made of."""
+        known = self.reference_logprobs(inputs)
+        output = self.forward(model, inputs)
         assert output.logprobs is not None
         tokens = answered(inputs)
-        known = torch.where(tokens, self.reference_logprobs(inputs), 0)
+        known = of_sequences(inputs.micro_batch, torch.where(tokens, known, 0))
         logprobs = of_sequences(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
-        return logprobs, logprobs - of_sequences(inputs.micro_batch, known)
+        return logprobs, logprobs - known, output

@@ -67,13 +67,14 @@ class Pairs(Answers):
         return scores
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        # First, while nothing of the model's own pass is in memory
+        known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
         tokens = answered(inputs)
         logprobs = scores = as_pairs(inputs, output.logprobs, tokens)
-        if self.refers:
-            known = as_pairs(inputs, self.reference_logprobs(inputs), tokens)
-            scores = logprobs - known
+        if known is not None:
+            scores = logprobs - as_pairs(inputs, known, tokens)
         losses, values = self.compare(scores)
         also, metrics = self.likelihood(output.logprobs, inputs, sums)
         pairs = sums["pairs"].clamp(min=1)

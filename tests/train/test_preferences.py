@@ -12,7 +12,10 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import cache_root
 from tigon.train import load, main
+from tigon.train.estimate.memory import estimate
+from tigon.train.model import outline
 from tigon.train.objectives import find_objective
+from tigon.train.parallel import World
 
 PAIRED = ("dpo", "ipo", "apo", "cpo", "simpo", "orpo")
 KEYS = (
@@ -212,3 +215,14 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     assert "1 cut to seq_len 256, 2 left out: what has nothing" in capsys.readouterr().out
     main(settings("whole-only", "dpo", **same, truncate="false"))
     assert "0 cut to seq_len 256, 4 left out: what is longer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
+def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task, capsys):
+    main([*settings(f"dry-{task}", task), "--dry-run"])
+    assert "a step, measured: " in capsys.readouterr().out
+    config = load(None, settings(f"estimated-{task}", task))
+    objective = find_objective(task)(config, World(0, 1, torch.device("cpu")))
+    model = outline(config, torch.float32)
+    found = estimate(model, objective, config, 1, torch.bfloat16)
+    assert found.kinds["activations"] > 0 and found.kinds["logits and loss"] > 0

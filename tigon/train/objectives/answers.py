@@ -70,7 +70,7 @@ class Answers(Objective):
         config, world = self.config, self.world
         if not self.needs_reference:
             return
-        if has_adapters(model) and not config.reference:
+        if self._keeps_to_base(model):
             self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
         if not all(isinstance(loader.windows, Mixture) for loader in loaders):
@@ -91,6 +91,15 @@ class Answers(Objective):
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
             reference.attach(loader, config, world, make, name=name)
         reshard(model)
+
+    def rehearse(self, model: CausalLM) -> None:
+        if self._keeps_to_base(model):
+            self.live = lambda inputs: self._base_logprobs(model, inputs)
+        else:
+            self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
+
+    def _keeps_to_base(self, model: CausalLM) -> bool:
+        return has_adapters(model) and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
         """One besides the model that is trained."""

@@ -98,6 +98,9 @@ class Objective:
         """Called on every rank before `begin` of a run, and by no estimate: what is to be computed
         or read before training. `trained`: the model is not as it was at the beginning."""
 
+    def rehearse(self, model: CausalLM) -> None:
+        """Called in place of `open` by whoever times a few steps whose losses do not matter."""
+
     def setting(self, name: str, *, training: bool) -> Any:
         """One of TWINS, as it is in training or in evaluation."""
         twin = None if training else getattr(self.config, f"eval_{name}")

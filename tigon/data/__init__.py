@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tigon.data.answers import LabelledEncoder, PairEncoder
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, clean_cache, tokenised
+from tigon.data.distributions import TopEncoder
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
 from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
 from tigon.data.formats import Format
@@ -36,6 +37,7 @@ __all__ = [
     "Source",
     "Stream",
     "TextEncoder",
+    "TopEncoder",
     "Window",
     "cache_root",
     "clean_cache",

@@ -15,6 +15,7 @@ Messages = list[dict[str, Any]]
 CHATS = ("messages", "sharegpt", "prompt_completion", "instruction")
 TEXTS = ("text",)
 PAIRS, LABELLED, REWARDED = ("preference",), ("unpaired",), ("completions",)
+DISTRIBUTED = ("distributions",)
 # What a row of each format must have, and what else is read of it
 REQUIRED = {
     "messages": ("messages",),
@@ -25,6 +26,7 @@ REQUIRED = {
     "preference": ("chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
     "completions": ("prompt", "completions"),
+    "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
 OPTIONAL = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
@@ -34,6 +36,7 @@ OPTIONAL = {
     "text": ("weight",),
     "preference": ("prompt", "margin", "tools", "chat_template_kwargs"),
     "unpaired": ("tools", "chat_template_kwargs"),
+    "distributions": ("completion_mask",),
     "completions": ("rewards", "advantages", "old_logprobs", "tools", "chat_template_kwargs"),
 }
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
@@ -46,10 +49,14 @@ EXPLAINED = {
     "text": '"text"',
     "preference": '"chosen" and "rejected", texts or lists of messages, with or without "prompt"',
     "unpaired": '"prompt", "completion" and "label", which is true or false',
+    "distributions": '"input_ids" with "teacher_tokens" and "teacher_logprobs", a list each',
     "completions": '"prompt", "completions" and "rewards" or "advantages"',
 }
 # The task that has a format, for whoever gives its rows to another one
-TASKS = {"text": "pretrain", "preference": "dpo", "unpaired": "kto", "completions": "grpo"}
+TASKS = {
+    **{"text": "pretrain", "preference": "dpo", "unpaired": "kto", "completions": "grpo"},
+    "distributions": "distill",
+}
 SMALLEST, LARGEST = 1e-30, 1e30  # weights; what is learned with them stays within float32
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),

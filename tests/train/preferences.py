@@ -59,3 +59,24 @@ def labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return path
+
+
+def rewarded(count: int, seed: int = 0, tokens: int = 300) -> list[dict[str, Any]]:
+    """Prompts with three answers each, as tokens, and log-probabilities of whoever gave them."""
+    draw = random.Random(seed)
+
+    def ids(longest: int) -> list[int]:
+        return [draw.randrange(3, tokens) for _ in range(draw.randint(1, longest))]
+
+    rows = []
+    for _ in range(count):
+        answers = [ids(9) for _ in range(3)]
+        rows.append(
+            {
+                "prompt": ids(6),
+                "completions": answers,
+                "rewards": [draw.random() for _ in answers],
+                "old_logprobs": [[draw.uniform(-8, -4) for _ in a] for a in answers],
+            }
+        )
+    return rows

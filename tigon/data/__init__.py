@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tigon.data.answers import LabelledEncoder, PairEncoder
+from tigon.data.answers import LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, clean_cache, tokenised
 from tigon.data.distributions import TopEncoder
@@ -33,6 +33,7 @@ __all__ = [
     "Mixture",
     "PairEncoder",
     "Report",
+    "RewardedEncoder",
     "Rows",
     "Source",
     "Stream",

@@ -8,8 +8,8 @@ from numpy.typing import DTypeLike
 
 from tigon.data.encoders import FormatEncoder, words_of_template
 from tigon.data.examples import SUPERVISED, Example
-from tigon.data.formats import LABELLED, PAIRS, Format, Row
-from tigon.data.preferences import Prompted, as_labelled, as_pair, number
+from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
+from tigon.data.preferences import Prompted, as_labelled, as_pair, as_rewarded, number
 from tigon.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
@@ -140,6 +140,59 @@ class LabelledEncoder(AnswerEncoder):
         except RecursionError:
             return ValueError("is nested too deeply")
         return prompt, ids, label
+
+
+class RewardedEncoder(AnswerEncoder):
+    """Answers of a policy to a prompt, with the advantage that each has over the row's others.
+
+    A row's rewards become advantages as in GRPO (arXiv 2402.03300): less their mean and, with
+    `scale`, over their standard deviation. Log-probabilities by the policy that gave the answers
+    are a column, NaN where the row has none.
+    """
+
+    formats = REWARDED
+    per_token = SUPERVISED | {"old_logprobs": np.float32}
+    per_example = {"advantage": np.float32}
+    grouped = False
+
+    def __init__(self, tokenizer: Tokenizer, *, scale: bool = True, skip_bad_rows: bool = False):
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.scale = scale
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos, "scale": self.scale}
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        given = as_rewarded(row, form)
+        if given.said is None:
+            prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
+        else:
+            prompt, whole = self.tokens(given.said)
+        values = np.array(given.values)
+        advantages = values if given.are_advantages else advantages_of(values, scale=self.scale)
+        examples = []
+        for i, ids in enumerate(whole):
+            old = np.full(len(ids), np.nan)
+            if given.old_logprobs is not None:
+                own = given.old_logprobs[i]
+                if len(own) != len(ids) - prompt:
+                    raise ValueError(
+                        f"{form.key('old_logprobs')!r} has {len(own)} numbers for the "
+                        f"{len(ids) - prompt} tokens of answer {i}: give completions as the tokens "
+                        "that they are of"
+                    )
+                old[prompt:] = own
+            columns = {"supervised": np.arange(len(ids)) >= prompt, "old_logprobs": old}
+            examples.append(Example(ids, columns, {"advantage": advantages[i]}))
+        return examples
+
+
+def advantages_of(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
+    """Of the answers to one prompt."""
+    centred = rewards - rewards.mean()
+    if not scale or len(rewards) < 2:
+        return centred
+    return centred / (rewards.std(ddof=1) + 1e-4)
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -82,6 +82,74 @@ def as_labelled(row: Row, form: Format) -> tuple[Prompted, bool]:
     return _prompted(row, form, prompt, (answer,)), label
 
 
+@dataclass(frozen=True)
+class Rewarded:
+    """Answers that a policy gave to a prompt, and how good they are."""
+
+    said: Prompted | None  # None: tokens
+    prompt: list[int]  # if they are tokens
+    answers: list[list[int]]
+    values: list[float]  # rewards, or advantages
+    are_advantages: bool
+    old_logprobs: list[list[float]] | None  # of each answer's tokens, by the policy that gave them
+
+
+def as_rewarded(row: Row, form: Format) -> Rewarded:
+    """A row of the format completions; prompt and completions may be texts, messages or tokens."""
+    prompt, answers = form.get(row, "prompt"), form.get(row, "completions")
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(f"{form.key('completions')!r} must be a list of answers")
+    given = [name for name in ("rewards", "advantages") if form.get(row, name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"needs either {form.key('rewards')!r} or {form.key('advantages')!r}, "
+            f"{'and has both' if given else 'and has neither'}"
+        )
+    count = len(answers)
+    values = _numbers(form.get(row, given[0]), form.key(given[0]), count)
+    old = form.get(row, "old_logprobs")
+    name = form.key("old_logprobs")
+    if old is not None:
+        if not isinstance(old, list) or len(old) != count:
+            raise ValueError(f"{name!r} must have a list for each of the {count} answers")
+        old = [_numbers(some, name) for some in old]
+    tokens = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+    if tokens and not all(_are_tokens(answer) for answer in answers):
+        raise ValueError(
+            f"{form.key('prompt')!r} is a list of tokens, and so must each answer be one, and none "
+            "empty"
+        )
+    said = None
+    if not tokens:
+        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
+        for answer in answers:
+            if not isinstance(answer, str | list):
+                raise ValueError(
+                    f"{form.key('completions')!r} has {kind_of(answer)} in it: give texts, or "
+                    "lists of messages"
+                )
+            _check_alike(form, "completions", said.prompt, answer)
+            _check_answer(form.key("completions"), answer)
+        prompt, answers = [], []
+    return Rewarded(said, prompt, answers, values, given == ["advantages"], old)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
+    """Finite ones, as many as `count` says."""
+    if not isinstance(values, list) or (count is not None and len(values) != count):
+        raise ValueError(
+            f"{name!r} must be a list of numbers" + ("" if count is None else f", {count} of them")
+        )
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{name!r} has {value!r:.100} in it, which is no finite number")
+    return [float(value) for value in values]
+
+
 def number(row: Row, form: Format, name: str, missing: float) -> float:
     """A finite number of the row."""
     value = form.get(row, name)

@@ -6,6 +6,7 @@ from tigon.train.objectives.cpo import CPO, SimPO
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.objectives.distill import Distill
 from tigon.train.objectives.dpo import APO, DPO, IPO
+from tigon.train.objectives.grpo import GRPO
 from tigon.train.objectives.kto import KTO
 from tigon.train.objectives.orpo import ORPO
 from tigon.train.objectives.pretrain import Pretrain
@@ -14,7 +15,7 @@ from tigon.train.objectives.sft import SFT
 OBJECTIVES: dict[str, type[Objective]] = {
     **{"pretrain": Pretrain, "sft": SFT},
     **{"dpo": DPO, "ipo": IPO, "apo": APO, "cpo": CPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO},
-    "distill": Distill,
+    **{"grpo": GRPO, "distill": Distill},
 }
 
 __all__ = ["OBJECTIVES", "CrossEntropyObjective", "Inputs", "Objective", "Part", "find_objective"]

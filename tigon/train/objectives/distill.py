@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class Distill(CrossEntropyObjective):
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
     def _divergence(self, inputs: Inputs) -> Criterion:
-        options = {"beta": self.beta, "temperature": self.config.temperature}
+        options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:
             teacher = self.teacher

@@ -26,10 +26,18 @@ def ours(workspace: Any, name: str, rows: list[dict[str, Any]], **settings: Any)
 
 
 def theirs(
-    workspace: Any, trainer: Any, config: Any, rows: list[dict[str, Any]], **settings: Any
+    workspace: Any,
+    trainer: Any,
+    config: Any,
+    rows: list[dict[str, Any]],
+    classifier: Any = None,
+    **settings: Any,
 ) -> list[dict[str, float]]:
     """What TRL logs of each step."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32)
+    cls, path = transformers.AutoModelForCausalLM, workspace.model
+    if classifier is not None:
+        cls, path = transformers.AutoModelForSequenceClassification, classifier
+    model = cls.from_pretrained(path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         workspace.model, pad_token="<|endoftext|>"
     )

@@ -9,7 +9,7 @@ from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
 from tigon.models._description import config_file, read_config
 from tigon.models._fit import misfits
-from tigon.models._load import LoadOptions, build, load_weights, materialize, split_gguf
+from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._quantised import read_quantisation
@@ -58,6 +58,7 @@ __all__ = [
     "prepare_save",
     "read_config",
     "read_quantisation",
+    "scored",
     "split_gguf",
     "torch_dtype",
     "write_converted",

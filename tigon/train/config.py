@@ -53,6 +53,11 @@ class Config(
 ):
     """The settings of all sections. A dataclass takes the fields of its last base first."""
 
+    @property
+    def labels(self) -> int:
+        """Scores of a sequence that the model is to give; 0: it predicts tokens."""
+        return int(self.task == "reward")
+
     def __post_init__(self) -> None:
         strict.check_bounds(self)
         for name in ("run_dir", "data"):

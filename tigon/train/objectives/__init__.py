@@ -10,12 +10,13 @@ from tigon.train.objectives.grpo import GRPO
 from tigon.train.objectives.kto import KTO
 from tigon.train.objectives.orpo import ORPO
 from tigon.train.objectives.pretrain import Pretrain
+from tigon.train.objectives.reward import Reward
 from tigon.train.objectives.sft import SFT
 
 OBJECTIVES: dict[str, type[Objective]] = {
     **{"pretrain": Pretrain, "sft": SFT},
     **{"dpo": DPO, "ipo": IPO, "apo": APO, "cpo": CPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO},
-    **{"grpo": GRPO, "distill": Distill},
+    **{"reward": Reward, "grpo": GRPO, "distill": Distill},
 }
 
 __all__ = ["OBJECTIVES", "CrossEntropyObjective", "Inputs", "Objective", "Part", "find_objective"]

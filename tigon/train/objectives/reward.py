@@ -57,7 +57,6 @@ class Reward(Objective):
         assert self.tokenizer is not None
         pad = choose_pad(model.config.pad_token_id, self.tokenizer, corpora)
         model.config = replace(model.config, pad_token_id=pad)
-        model.model.embed_tokens.padding_idx = pad  # as a model has it that is made of this config
         if self.tokenizer.pad_token_id != pad:
             self.tokenizer.use_pad(pad)
 

@@ -192,11 +192,6 @@ class LanguageModel(nn.Module):
         """
         batch, targets = self._resolve(input_ids, given, batch, targets)
         batch.check_cache()
-        if self.config.labels and (targets.labels is not None or given.get("criteria")):
-            raise ValueError(
-                f"this {type(self).__name__} scores sequences and predicts no token: call it "
-                "without labels and criteria, and its logits [B, T, labels] are the scores"
-            )
         of_head, of_routing = self._metrics(given.get("metrics"), targets)
         asked = Asked(targets, of_head, given.get("criteria"))
         x = batch.inputs_embeds
@@ -250,7 +245,13 @@ class LanguageModel(nn.Module):
         batch = Batch.of(self, **of_batch) if batch is None else batch
         if batch.defaults is not self.defaults:
             raise ValueError("batch= was made by Batch.of for another model: make one for this")
-        return batch, Targets.of(batch, **of_targets) if targets is None else targets
+        targets = Targets.of(batch, **of_targets) if targets is None else targets
+        if self.config.labels and (targets.labels is not None or given.get("criteria")):
+            raise ValueError(
+                f"this {type(self).__name__} scores sequences and predicts no token: call it "
+                "without labels and criteria, and its logits [B, T, labels] are the scores"
+            )
+        return batch, targets
 
     def _metrics(
         self, given: str | Sequence[str] | None, targets: Targets

@@ -163,7 +163,7 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         ("loss_type=dr_grpo", "max_completion_length=None with loss_type=dr_grpo"),
         ("max_completion_length=9", "max_completion_length=9 with loss_type=dapo"),
         ("reference=x", "reference=x with beta=0 has no effect"),
-        ("loss_type=sapo", "loss_type=sapo of task=grpo is not one of dapo, grpo"),
+        ("loss_type=hinge", "loss_type=hinge of task=grpo is not one of dapo, grpo"),
         ("desirable_weight=2", "desirable_weight=2: task=grpo has no use for it"),
     ],
 )

@@ -179,7 +179,7 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
         ("task=sft beta=0.2", "beta=0.2: task=sft has no use for it"),
         ("task=sft max_length=9", "task=sft has no use for it: seq_len is where rows are cut"),
         ("task=orpo loss_type=hinge", "loss_type='hinge': task=orpo has no use for it"),
-        ("task=dpo loss_type=simpo", "loss_type=simpo of task=dpo is not one of sigmoid, hinge"),
+        ("task=dpo loss_type=dapo", "loss_type=dapo of task=dpo is not one of sigmoid, hinge"),
         ("task=dpo beta=0", "beta=0 of task=dpo must be above 0"),
         ("task=dpo loss_type=ipo label_smoothing=0.1", "loss_type=ipo of task=dpo has no use"),
         ("task=dpo loss_type=robust label_smoothing=0.5", "label_smoothing=0.5 must be below 0.5"),

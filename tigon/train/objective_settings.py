@@ -8,12 +8,26 @@ from typing import Literal
 
 from tigon.train.settings import option
 
+LossType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "sigmoid_norm",
+    "apo_zero",
+    "apo_down",
+    "dapo",
+    "grpo",
+    "dr_grpo",
+    "cispo",
+]
+
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
     """Preferences, rewards and distillation."""
 
-    loss_type: str | None = option(
+    loss_type: LossType | None = option(
         None,
         "of dpo: sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down; of apo: apo_zero, "
         "apo_down; of cpo: sigmoid, hinge, ipo; of grpo: dapo, grpo, dr_grpo, cispo; null: the "

@@ -27,7 +27,7 @@ LossType = Literal[
 class ObjectiveSettings:
     """Preferences, rewards and distillation."""
 
-    loss_type: LossType | None = option(
+    loss_type: LossType | None = option(  # noqa: RUF009
         None,
         "of dpo: sigmoid, hinge, ipo, robust, sigmoid_norm, apo_zero, apo_down; of apo: apo_zero, "
         "apo_down; of cpo: sigmoid, hinge, ipo; of grpo: dapo, grpo, dr_grpo, cispo; null: the "

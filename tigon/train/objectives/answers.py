@@ -44,7 +44,7 @@ class Answers(Objective):
             if value != getattr(Config, name):
                 raise ValueError(f"{name}={value}: task={config.task} has no use for it")
         self.beta = self.default_beta if config.beta is None else config.beta
-        self.loss_type = config.loss_type or next(iter(self.losses), "")
+        self.loss_type: str = config.loss_type or next(iter(self.losses), "")
         if self.losses and self.loss_type not in self.losses:
             raise ValueError(
                 f"loss_type={config.loss_type} of task={config.task} is not one of "

@@ -1,5 +1,6 @@
 """Preference objectives in the trainer: ranks, packing, resuming, references, refusals."""
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,20 @@ def test_resuming_without_the_cache_asks_the_initial_model(
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "another"))
     main(settings("lost", "dpo", resume=workspace.root / "kept/checkpoints/step-00000002"))
     assert_same(workspace, "lost", "kept", last=2)
+
+
+def test_resuming_with_another_reference_or_without_its_files(workspace, settings, tmp_path):
+    model = write_model(tmp_path / "model")
+    run = settings("begun", "dpo", model=model, steps=4, save_every=2, eval_data="[]")
+    main([*run, "steps=2"])
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + bytes(4))
+    with pytest.raises(SystemExit, match="is not the reference that the run began with"):
+        main([*run, "resume=auto"])
+    shutil.rmtree(model)
+    main([*run, "resume=auto"])
+    assert len(workspace.metrics("begun", "loss")) == 4
 
 
 def test_another_model_as_the_reference(workspace, settings, tmp_path):

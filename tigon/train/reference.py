@@ -30,6 +30,7 @@ from tigon.train.parallel import World
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
+RECORD = "reference.json"  # in the run directory
 VERSION = 1  # of these files; others are made anew
 GROUPS = 4096  # that are packed at a time
 EXCHANGED = 2**26  # numbers that ranks add up at a time
@@ -38,17 +39,23 @@ Pass = Callable[[MicroBatch], Tensor]  # log-probabilities [B, T] of the tokens 
 
 
 def attach(
-    loader: Loader, config: Config, world: World, make: Callable[[], Pass], *, name: str = "data"
+    loader: Loader,
+    config: Config,
+    world: World,
+    make: Callable[[], Pass],
+    *,
+    weights: str,
+    name: str = "data",
 ) -> None:
     """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
 
-    Every rank calls this. OSError for a cache that cannot be written.
+    `weights`: what `shared_digest` said. Every rank calls this. OSError for a cache that cannot be
+    written.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    with world.together():
-        path = cache_root() / "reference" / f"{_shared_key(corpus, config, world)}.npy"
-        found = read(path, _tokens(corpus))
+    path = cache_root() / "reference" / f"{_key(corpus, config, world.device, weights)}.npy"
+    found = read(path, _tokens(corpus))
     if world.most(found is None):
         began = time.monotonic()
         values = computed(loader, config.micro_batch_size, world, make())
@@ -127,26 +134,53 @@ def _tokens(corpus: Corpus) -> int:
     return int(corpus.first_token[-1])
 
 
-def _shared_key(corpus: Corpus, config: Config, world: World) -> str:
-    """What the first rank finds: reading the weights of all of them would take as many times."""
-    own = _key(corpus, config, world.device) if world.main else ""
-    first = world.board.gather(own)[0]
-    assert first is not None
-    return first
-
-
-def _key(corpus: Corpus, config: Config, device: torch.device) -> str:
+def _key(corpus: Corpus, config: Config, device: torch.device, weights: str) -> str:
     settings = (
         *(config.seq_len, config.packing, config.truncate, config.max_length),
         *(compute_dtype(config, device), config.fp8),
     )
     data = [part.identity() for part in corpus.parts]
-    text = repr((VERSION, data, settings, weights_digest(config)))
+    text = repr((VERSION, data, settings, weights))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def shared_digest(config: Config, world: World, *, trained: bool) -> str:
+    """What changes with the reference's weights: the first rank reads them for all.
+
+    The run directory keeps it. ValueError for a run that goes on (`trained`) with another reference
+    than it had; without the files of the one that it had, what is known of them will do as long as
+    the cache has what they gave.
+    """
+    own = ""
+    with world.together():
+        if world.main:
+            own = _digest(config, trained)
+    first = world.board.gather(own)[0]
+    assert first is not None
+    return first
+
+
+def _digest(config: Config, trained: bool) -> str:
+    path = Path(config.run_dir, RECORD)
+    known = read_json(path)["weights"] if trained and path.is_file() else None
+    try:
+        found = weights_digest(config)
+    except OSError:
+        if known is None:
+            raise
+        return known
+    if known not in (None, found):
+        raise ValueError(
+            f"{config.reference or config.model or config.init} is not the reference that the run "
+            f"began with, as {path} has it: put its files back, or begin another run_dir"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps({"weights": found}))
+    return found
+
+
 def weights_digest(config: Config) -> str:
-    """Changes with the reference's weights; ValueError where the files that say them are gone."""
+    """Of the files that say the reference's weights; OSError where they are gone."""
     if not (config.reference or config.model):
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision

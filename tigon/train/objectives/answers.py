@@ -88,8 +88,9 @@ class Answers(Objective):
             by = chosen()
             return lambda rows: self._logprobs_by(by, rows)
 
+        weights = reference.shared_digest(config, world, trained=trained)
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
-            reference.attach(loader, config, world, make, name=name)
+            reference.attach(loader, config, world, make, weights=weights, name=name)
         reshard(model)
 
     def rehearse(self, model: CausalLM) -> None:

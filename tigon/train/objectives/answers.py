@@ -140,7 +140,8 @@ class Answers(Objective):
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
         training = other.training
         other.eval()
-        logprobs = self.forward(other, self.resolve(other, rows, training=False)).logprobs
+        inputs = Objective.resolve(self, other, rows, training=False)  # whatever a subclass adds
+        logprobs = self.forward(other, inputs).logprobs
         other.train(training)
         assert logprobs is not None
         return logprobs

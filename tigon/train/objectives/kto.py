@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tigon.data import Encoder, LabelledEncoder
+from tigon.data import Encoder, LabelledEncoder, MicroBatch
 from tigon.models import CausalLM, CausalLMOutput
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -20,12 +21,19 @@ from tigon.train.objectives.losses import kto
 from tigon.train.parallel import World
 
 
+@dataclass(frozen=True)
+class Halves(Inputs):
+    """The answers of a micro-batch, and the mismatched ones."""
+
+    mismatched: Inputs = field(kw_only=True)
+
+
 class KTO(Answers):
     """Each answer against the divergence from the reference, estimated over the whole step.
 
     It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
     up. TRL takes the mean of each device's batch; here it does not depend on how many micro-batches
-    and ranks share a step. For it the step's rows are read once more, without gradients.
+    and ranks share a step. Mismatched answers have a pass of their own, without gradients.
     """
 
     serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}
@@ -45,20 +53,33 @@ class KTO(Answers):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+        if not micro_batch.sources:  # an estimate, or padding alone
+            whole = super().resolve(model, micro_batch, training=training)
+            return Halves(**vars(whole), mismatched=whole)
+        matched = micro_batch.known("matched")
+        own, other = (
+            super(KTO, self).resolve(model, micro_batch.select(keep), training=training)
+            for keep in (matched, ~matched)
+        )
+        return Halves(**vars(own), mismatched=other)
+
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
-        matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
+        assert isinstance(inputs, Halves)
+        desired = inputs.micro_batch.per_example["desired"]
+        count = torch.full((), len(inputs.mismatched.micro_batch.spans), device=model.device)
         with torch.no_grad():
-            _, ratios, _ = self._ratios(model, inputs)
+            _, ratios, _ = self._ratios(model, inputs.mismatched)
         return super().sums(model, inputs) | {
-            "answers": matched.sum(),
-            "desired": (matched & desired).sum(),
-            "mismatched": (~matched).sum(),
-            "divergence": torch.where(matched, 0, ratios.double()).sum(),
+            "answers": torch.full((), len(desired), device=model.device),
+            "desired": desired.sum(),
+            "mismatched": count,
+            "divergence": ratios.double().sum(),
         }
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         logprobs, ratios, output = self._ratios(model, inputs)
-        matched, desired = (inputs.micro_batch.per_example[n] for n in ("matched", "desired"))
+        desired = inputs.micro_batch.per_example["desired"]
         kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
         config = self.config
         losses = kto(
@@ -69,17 +90,17 @@ class KTO(Answers):
             desirable_weight=config.desirable_weight,
             undesirable_weight=config.undesirable_weight,
         )
-        loss = torch.where(matched, losses, 0).sum() / sums["answers"].clamp(min=1)
+        loss = losses.sum() / sums["answers"].clamp(min=1)
         loss = loss + self.balance(model, output, inputs, sums)
         metrics = {}
         for name, which, count in (
-            ("chosen", matched & desired, sums["desired"]),
-            ("rejected", matched & ~desired, sums["answers"] - sums["desired"]),
+            ("chosen", desired, sums["desired"]),
+            ("rejected", ~desired, sums["answers"] - sums["desired"]),
         ):
             for kind, values in (("rewards", self.beta * ratios), ("logps", logprobs)):
                 chosen = torch.where(which, values.detach().double(), 0)
                 metrics[f"{kind}/{name}"] = chosen.sum() / count.clamp(min=1)
-        share = matched.sum() / sums["answers"].clamp(min=1)
+        share = len(desired) / sums["answers"].clamp(min=1)
         return Part(loss, metrics | {"kl": kl.double() * share})
 
     def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -163,6 +163,12 @@ def test_settings_that_differ_from_their_defaults(run: Path) -> None:
     assert ">beta1<" in same and ">beta1<" not in changed
 
 
+def test_metrics_with_a_stroke_have_their_chart(tmp_path: Path) -> None:
+    rows = [step_row(i, **{"rewards/chosen": i / 2}) for i in (1, 2, 3)]
+    page = page_of(write_run(tmp_path / "run", [*rows, {"step": 3, "eval_rewards/chosen": 1.5}]))
+    assert "rewards/chosen" in page
+
+
 def test_the_settings_are_those_of_training() -> None:
     for section, ours in zip(SECTIONS, sections(), strict=True):
         assert ours.title == (section.__doc__ or "").splitlines()[0].rstrip(".")

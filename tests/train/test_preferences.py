@@ -1,5 +1,6 @@
 """Preference objectives in the trainer: ranks, packing, resuming, references, refusals."""
 
+import json
 import shutil
 from typing import Any
 
@@ -18,7 +19,7 @@ from tigon.train.model import outline
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 
-PAIRED = ("dpo", "ipo", "apo", "cpo", "simpo", "orpo")
+PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
 KEYS = (
     "loss",
     "grad_norm",
@@ -152,6 +153,16 @@ def test_another_model_as_the_reference(workspace, settings, tmp_path):
     assert found == pytest.approx(rewards, rel=1e-4)
 
 
+def test_a_reference_of_other_tokens_is_refused(workspace, settings, tmp_path):
+    other = write_model(tmp_path / "other")
+    path = other / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["added_tokens"].append(values["added_tokens"][0] | {"id": 300, "content": "<|x|>"})
+    path.write_text(json.dumps(values))
+    with pytest.raises(SystemExit, match=r"another vocabulary: token '<\|x\|>' is 300 there"):
+        main(settings("foreign", "dpo", reference=other))
+
+
 def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
     same = {"steps": 4, "batch_size": 64}
     main(settings("whole", "dpo", **same))
@@ -200,6 +211,7 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
         ("task=dpo loss_type=robust label_smoothing=0.5", "label_smoothing=0.5 must be below 0.5"),
         ("task=cpo reference=x", "reference='x': task=cpo has no use for it"),
         ("task=kto label_smoothing=0.1", "label_smoothing=0.1: task=kto has no use for it"),
+        ("task=kto cuda_graphs=true", "cuda_graphs=true with task=kto"),
         ("task=dpo train_on=all", "train_on=all: task=dpo has no use for it"),
         ("task=dpo loss_reduction=sequence", "loss_reduction=sequence: task=dpo has no use"),
         ("task=dpo metrics=[nll]", "task=dpo has no use for it"),

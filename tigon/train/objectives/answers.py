@@ -3,6 +3,7 @@
 # B lines, T tokens of a line, n sequences
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from tigon.data import Loader, MicroBatch, Mixture, Rows, Window, whole
 from tigon.kernels.criteria import LogProbs
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
+from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.frozen import has_adapters, load_frozen, without_adapters
@@ -50,6 +52,7 @@ class Answers(Objective):
                 f"loss_type={config.loss_type} of task={config.task} is not one of "
                 f"{', '.join(self.losses)}"
             )
+        self.tokenizer: Tokenizer | None = None
         self.live: Callable[[Inputs], Tensor] | None = None
 
     @property
@@ -92,6 +95,8 @@ class Answers(Objective):
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
             reference.attach(loader, config, world, make, weights=weights, name=name)
         reshard(model)
+        chosen.cache_clear()
+        gc.collect()  # what is sharded refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
         if self._keeps_to_base(model):
@@ -107,7 +112,7 @@ class Answers(Objective):
         config, world = self.config, self.world
         with world.together():
             if config.reference:
-                other = load_frozen(config, world, config.reference)
+                other = load_frozen(config, world, config.reference, self.tokenizer)
             else:
                 other = build_model(config, world).requires_grad_(False).eval()
         return other

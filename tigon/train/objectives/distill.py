@@ -75,8 +75,7 @@ class Distill(CrossEntropyObjective):
         if not path:
             return
         with world.together():
-            check_vocabulary(path, self.tokenizer)
-            self.teacher = load_frozen(self.config, world, path)
+            self.teacher = load_frozen(self.config, world, path, self.tokenizer)
             own, other = model.config.vocab_size, self.teacher.config.vocab_size
             if own != other:
                 raise ValueError(
@@ -113,18 +112,3 @@ class Distill(CrossEntropyObjective):
         if not inputs.training:  # a sum, there
             divergence = divergence / sums["items"].clamp(min=1)
         return replace(part, metrics=part.metrics | {"kl": divergence})
-
-
-def check_vocabulary(path: str, tokenizer: Tokenizer | None) -> None:
-    """ValueError if a teacher's tokens are not those of the tokenizer."""
-    if tokenizer is None:
-        return
-    theirs = Tokenizer.from_pretrained(path).backend.get_vocab()
-    ours = tokenizer.backend.get_vocab()
-    if theirs == ours:
-        return
-    token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
-    raise ValueError(
-        f"teacher={path} has another vocabulary: token {token!r} is {theirs.get(token)} there and "
-        f"{ours.get(token)} here"
-    )

@@ -61,6 +61,7 @@ class GRPO(Answers):
         return self.beta > 0
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
         config = self.config
         scale, skip = config.scale_rewards == "group", config.bad_rows == "skip"
         return RewardedEncoder(tokenizer, scale=scale, skip_bad_rows=skip)

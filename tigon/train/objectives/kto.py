@@ -49,8 +49,14 @@ class KTO(Answers):
         super().__init__(config, world)
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+        if config.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "
+                "end, and a graph has one"
+            )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
         return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:

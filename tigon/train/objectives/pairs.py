@@ -45,6 +45,7 @@ class Pairs(Answers):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
         return PairEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:

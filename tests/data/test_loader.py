@@ -242,3 +242,30 @@ def test_a_window_without_rows_in_the_middle_of_a_batch():
 def test_batch_size_must_divide():
     with pytest.raises(ValueError, match=r"batch_size 8 must be a multiple of .* 2 x 3 ranks"):
         loader(world=3)
+
+
+def test_some_sequences_of_a_batch_in_one_line():
+    """As if the others had not been there, with all columns."""
+    rng = np.random.default_rng(3)
+    lengths = [5, 3, 7, 2, 6]
+    per_example = {"kind": np.array([1, 0, 1, 1, 0])}
+    examples = make(lengths, per_example=per_example, noise=rng.random(sum(lengths)))
+    corpus = Mixture.of(examples).corpus
+    spans = np.stack([examples.offsets[:-1], examples.offsets[1:]], axis=1)
+    packed = collate(corpus, [(corpus, spans[:3]), (corpus, spans[3:])], 16)
+    padded = collate(corpus, [(corpus, span[None]) for span in spans])
+    for batch in (packed, padded):
+        assert batch.known("kind").tolist() == [1, 0, 1, 1, 0]
+        for keep in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]):
+            chosen = np.array(keep, dtype=bool)
+            found = batch.select(chosen)
+            expected = collate(corpus, [(corpus, spans[chosen])])
+            for name in ("input_ids", "position_ids", "cu_seq_lens", "spans", "parts"):
+                assert torch.equal(getattr(found, name), getattr(expected, name)), name
+            assert found.attention_mask is None and found.longest == expected.longest
+            assert torch.equal(found.per_token["noise"], expected.per_token["noise"])
+            assert torch.equal(found.per_example["kind"], expected.per_example["kind"])
+            assert found.origins == expected.origins
+        none = batch.select(np.zeros(5, dtype=bool))
+        assert none.input_ids.tolist() == [[0]] and none.cu_seq_lens.tolist() == [0, 1]
+        assert not none.attention_mask.any() and len(none.spans) == len(none.sources) == 0

@@ -22,8 +22,7 @@ from tigon.report.page import _digest
 from tigon.report.read import COLUMNS, read
 from tigon.report.series import Column, points
 from tigon.report.settings import UNKNOWN, plain, sections
-from tigon.train.config import dump, load
-from tigon.train.settings import SECTIONS
+from tigon.train.config import SECTIONS, dump, load
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>\"'&"
 LOADS = {"src", "href", "srcset", "action", "background", "data", "poster", "ping", "formaction"}
@@ -162,6 +161,12 @@ def test_settings_that_differ_from_their_defaults(run: Path) -> None:
     changed, _, same = optimizer.partition("<details>")
     assert "<td>0.001</td><td>1.0e-05</td>" in changed and ">steps<" in changed
     assert ">beta1<" in same and ">beta1<" not in changed
+
+
+def test_metrics_with_a_stroke_have_their_chart(tmp_path: Path) -> None:
+    rows = [step_row(i, **{"rewards/chosen": i / 2}) for i in (1, 2, 3)]
+    page = page_of(write_run(tmp_path / "run", [*rows, {"step": 3, "eval_rewards/chosen": 1.5}]))
+    assert "rewards/chosen" in page
 
 
 def test_the_settings_are_those_of_training() -> None:

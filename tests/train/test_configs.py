@@ -10,6 +10,7 @@ import torch
 
 from bench.train_cases import MODELS, config
 from tests.small import LLAMA, write_chats, write_tokenizer
+from tests.train import preferences
 from tigon.train import load, main
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import held_dtype, outline
@@ -49,7 +50,7 @@ SIZES["mistral_7b"] |= {"sliding_window": None}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data of both tasks, and a tokenizer."""
+    """Data of all tasks, and a tokenizer."""
     root = tmp_path_factory.mktemp("configs")
     write_tokenizer(root / "tokenizer")
     chats = write_chats(root / "sft.jsonl", 40).read_text().splitlines()
@@ -58,15 +59,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for task, lines in ("sft", chats), ("pretrain", rows):
         (root / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
         (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:1]) + "\n")
+    preferences.write(root / "dpo.jsonl", preferences.pairs(40))
+    preferences.write(root / "dpo-held-out.jsonl", preferences.pairs(1))
     return root
 
 
 def test_there_is_one_of_each_kind_for_each_model() -> None:
     models = {path.stem.rsplit("_", 1)[0] for path in READY}
-    assert len(models) == 7 and len(READY) == 16
+    assert len(models) == 7 and len(READY) == 18
     assert {path.stem for path in READY if load(path).lora} == {
         "llama_3_1_8b_lora",
         "smollm2_135m_lora",
+    }
+    assert {path.stem for path in READY if path.stem.endswith("_dpo")} == {
+        "smollm2_135m_dpo",
+        "llama_3_1_8b_dpo",
     }
 
 
@@ -91,9 +98,12 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
         "device": "cpu",
         "export": "false",
     }
+    if config.task == "dpo":
+        small |= {"seq_len": 96, "max_length": "null"}
     main([str(path), *(f"{key}={value}" for key, value in small.items())])
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
-    assert len(losses) == 2 and all(4 < loss < 8 for loss in losses)
+    least, most = (0.6, 0.8) if config.task == "dpo" else (4, 8)
+    assert len(losses) == 2 and all(least < loss < most for loss in losses)
     assert Path(config.run_dir).name == path.stem
 
 

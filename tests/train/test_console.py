@@ -11,7 +11,7 @@ import pytest
 
 from tigon.train import console as module
 from tigon.train import load, main
-from tigon.train.console import Console, duration, line, number, shorten
+from tigon.train.console import Console, by_set, duration, line, number, shorten
 
 ROW = {
     "step": 1,
@@ -141,3 +141,10 @@ def test_every_row_has_its_speed(workspace, capsys):
 
 def test_no_control_character_of_a_sample_reaches_a_terminal():
     assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\u009bc\u2028"'
+
+
+def test_a_metric_may_have_a_stroke_in_its_name():
+    row = {"eval_loss": 1.0, "eval_rewards/chosen": 2.0, "eval_tokens": 3}
+    assert by_set(row) == ({"loss": 1.0, "rewards/chosen": 2.0}, {})
+    row |= {"eval_loss/a": 4.0, "eval_accuracy/a": 0.5}
+    assert by_set(row)[1] == {"a": {"loss": 4.0, "accuracy": 0.5}}

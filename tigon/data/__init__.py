@@ -3,8 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tigon.data.answers import LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.data.blocks import Block, Source
 from tigon.data.cache import cache_root, clean_cache, tokenised
+from tigon.data.distributions import TopEncoder
 from tigon.data.encoders import ChatEncoder, TextEncoder, read_texts
 from tigon.data.examples import Encoder, Example, Examples, Report, collect, join, read
 from tigon.data.formats import Format
@@ -25,14 +27,18 @@ __all__ = [
     "Example",
     "Examples",
     "Format",
+    "LabelledEncoder",
     "Loader",
     "MicroBatch",
     "Mixture",
+    "PairEncoder",
     "Report",
+    "RewardedEncoder",
     "Rows",
     "Source",
     "Stream",
     "TextEncoder",
+    "TopEncoder",
     "Window",
     "cache_root",
     "clean_cache",

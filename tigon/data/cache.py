@@ -228,10 +228,20 @@ def _remove_leftovers(root: Path) -> None:
 
 def write(path: Path, text: str) -> None:
     """Whole or not at all; in a directory that others can write, through no link of theirs."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with temporary.open("x") as file:
-        file.write(text)
-    os.replace(temporary, path)
+    with temporary(path) as partial:
+        with partial.open("x") as file:
+            file.write(text)
+        os.replace(partial, path)
+
+
+@contextmanager
+def temporary(path: Path) -> Iterator[Path]:
+    """A name beside a path that nobody else has, for a file that gets the path when it is whole."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 class Progress:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tigon.data.examples import FILLS, Examples
-from tigon.data.mixture import Corpus
+from tigon.data.mixture import Corpus, ranges
+from tigon.data.packing import Rows
 
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
 
@@ -34,11 +35,54 @@ class MicroBatch:
     per_token: Mapping[str, Tensor]  # [B, T, ...] each
     per_example: Mapping[str, Tensor]  # [n, ...] each: those of each sequence's example
     sources: tuple[tuple[Examples, int], ...]  # of each sequence: whose it is, and from which token
+    # int64 [n, 2], the spans on the host, where nothing waits for the device
+    places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     @property
     def origins(self) -> tuple[str, ...]:
         """The "file:line" of each sequence."""
         return tuple(examples.where(start) for examples, start in self.sources)
+
+    def known(self, column: str) -> np.ndarray:
+        """[n], a column per example, on the host."""
+        return np.array([e.per_example[column][e.index(np.asarray(a))] for e, a in self.sources])
+
+    def select(self, keep: np.ndarray) -> Self:
+        """Some of the sequences, one after the other in one line; [n] says which.
+
+        A line of one token of padding if there is none.
+        """
+        starts, lengths = self.places[keep, 0], np.diff(self.places[keep])[:, 0]
+        index_of, ends = ranges(starts, lengths), np.cumsum(lengths)
+        device, empty = self.input_ids.device, not len(lengths)
+
+        def sent(values: np.ndarray) -> Tensor:
+            tensor = torch.from_numpy(values)
+            pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+            return pinned.to(device, non_blocking=True)
+
+        index, which = sent(index_of), sent(np.flatnonzero(keep))
+
+        def taken(x: Tensor) -> Tensor:
+            flat = x.flatten(0, 1)
+            return (flat.new_zeros(1, *flat.shape[1:]) if empty else flat[index])[None]
+
+        places = np.stack([ends - lengths, ends], axis=1)
+        cu = np.array([0, 1]) if empty else np.append(0, ends)
+        return replace(
+            self,
+            input_ids=taken(self.input_ids),
+            position_ids=taken(self.position_ids),
+            attention_mask=torch.zeros(1, 1, dtype=torch.bool, device=device) if empty else None,
+            cu_seq_lens=sent(cu.astype(np.int32)),
+            longest=int(lengths.max(initial=1)),
+            spans=sent(places),
+            parts=self.parts[which],
+            per_token={name: taken(column) for name, column in self.per_token.items()},
+            per_example={name: column[which] for name, column in self.per_example.items()},
+            sources=tuple(s for s, kept in zip(self.sources, keep, strict=True) if kept),
+            places=places,
+        )
 
     def to(self, device: torch.device) -> Self:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
@@ -64,6 +108,13 @@ class MicroBatch:
             "cu_seq_lens": self.cu_seq_lens,
             "max_length_q": self.longest,
         }
+
+
+def collate_rows(corpus: Corpus, rows: Rows, chosen: Sequence[int]) -> MicroBatch:
+    """Some of the rows, packed or each sequence on a line of its own."""
+    if rows.packing:
+        return collate(corpus, [(corpus, rows[row]) for row in chosen], rows.seq_len)
+    return collate(corpus, [(corpus, span[None]) for row in chosen for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -> MicroBatch:
@@ -107,6 +158,7 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
             for e, a, _ in slices
         ]
         per_example[name] = np.array(values, like.dtype).reshape(-1, *like.shape[1:])
+    places = np.stack([stops - sizes, stops], axis=1)
     tokens = place([e.tokens[a:b] for e, a, b in slices], np.zeros(0, np.int64))
     return MicroBatch(
         torch.from_numpy(tokens),
@@ -114,9 +166,10 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         None if real.all() else torch.from_numpy(real),
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
-        torch.from_numpy(np.stack([stops - sizes, stops], axis=1)),
+        torch.from_numpy(places.copy()),
         torch.from_numpy(np.concatenate([corpus.parts_of(spans) for corpus, spans in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),
+        places,
     )

@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tokenizers
+from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Source
 from tigon.data.examples import WEIGHTED, Encoder, Example
@@ -25,7 +26,7 @@ MESSAGE_KEYS = {"role", "content", "weight", "train"}
 class FormatEncoder(Encoder):
     """Rows in one of the formats of `formats.py`."""
 
-    per_token = WEIGHTED
+    per_token: Mapping[str, DTypeLike] = WEIGHTED
     formats: Sequence[str] = ()
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
@@ -133,11 +134,7 @@ class ChatEncoder(FormatEncoder):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
         self.train_on, self.must_end = train_on, must_end
         self.ends: set[int] = set()
-        template = tokenizer.chat_template or ""
-        texts = template.values() if isinstance(template, dict) else [template]
-        self.read_in_messages = MESSAGE_KEYS | set(re.findall(r"\w+", " ".join(texts)))
-        if self.read_in_messages & set(REASONING):
-            self.read_in_messages |= set(REASONING)
+        self.read_in_messages = MESSAGE_KEYS | words_of_template(tokenizer)
 
     def begin(self, row: Row, form: Format) -> Format:
         chat = as_chat(row, form)
@@ -193,6 +190,14 @@ class ChatEncoder(FormatEncoder):
         ids = self.ended(ids)
         counted = [*counted[: len(ids) - 1], 1.0]
         return weighted(ids, np.array(counted) * text.weight)
+
+
+def words_of_template(tokenizer: Tokenizer) -> set[str]:
+    """The keys of messages that a chat template may read, among all its words."""
+    template = tokenizer.chat_template or ""
+    texts = template.values() if isinstance(template, dict) else [template]
+    words = set(re.findall(r"\w+", " ".join(texts)))
+    return words | set(REASONING) if words & set(REASONING) else words
 
 
 def weighted(ids: list[int], weights: np.ndarray) -> Sequence[Example]:

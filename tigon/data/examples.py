@@ -148,6 +148,7 @@ class Encoder:
     per_token: Mapping[str, DTypeLike] = SUPERVISED
     per_example: Mapping[str, DTypeLike] = NONE
     skip_bad_rows = False
+    grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
         """The source with what its first rows decide; ValueError if they cannot be read.
@@ -198,7 +199,7 @@ class Encoder:
                     raise ValueError(message) from examples
                 report += Report(skipped=1, errors=(message,))
             elif examples:
-                groups.append((line, examples))
+                groups += [(line, examples)] if self.grouped else [(line, [e]) for e in examples]
             else:
                 report += Report(unlearned=1)
         report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored))

@@ -14,6 +14,8 @@ Messages = list[dict[str, Any]]
 
 CHATS = ("messages", "sharegpt", "prompt_completion", "instruction")
 TEXTS = ("text",)
+PAIRS, LABELLED, REWARDED = ("preference",), ("unpaired",), ("completions",)
+DISTRIBUTED = ("distributions",)
 # What a row of each format must have, and what else is read of it
 REQUIRED = {
     "messages": ("messages",),
@@ -21,6 +23,10 @@ REQUIRED = {
     "prompt_completion": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+    "completions": ("prompt", "completions"),
+    "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
 OPTIONAL = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
@@ -28,6 +34,10 @@ OPTIONAL = {
     "prompt_completion": ("tools", "weight", "chat_template_kwargs"),
     "instruction": ("input", "system", "weight", "chat_template_kwargs"),
     "text": ("weight",),
+    "preference": ("prompt", "margin", "tools", "chat_template_kwargs"),
+    "unpaired": ("tools", "chat_template_kwargs"),
+    "distributions": ("completion_mask",),
+    "completions": ("rewards", "advantages", "old_logprobs", "tools", "chat_template_kwargs"),
 }
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
 OTHER_NAMES = {"messages": "conversations"}  # under which a key is found without `columns`
@@ -37,6 +47,15 @@ EXPLAINED = {
     "prompt_completion": '"prompt" and "completion", both texts or both lists of messages',
     "instruction": '"instruction" and "output", with or without "input"',
     "text": '"text"',
+    "preference": '"chosen" and "rejected", texts or lists of messages, with or without "prompt"',
+    "unpaired": '"prompt", "completion" and "label", which is true or false',
+    "distributions": '"input_ids" with "teacher_tokens" and "teacher_logprobs", a list each',
+    "completions": '"prompt", "completions" and "rewards" or "advantages"',
+}
+# The task that has a format, for whoever gives its rows to another one
+TASKS = {
+    **{"text": "pretrain", "preference": "dpo", "unpaired": "kto", "completions": "grpo"},
+    "distributions": "distill",
 }
 SMALLEST, LARGEST = 1e-30, 1e30  # weights; what is learned with them stays within float32
 ROLES = {
@@ -109,7 +128,7 @@ class Format:
             )
         elsewhere = [kind for kind in REQUIRED if kind not in accepted and form._fits(row, kind)]
         if self.kind is None and elsewhere:
-            task = "pretrain" if elsewhere[0] in TEXTS else "sft"
+            task = TASKS.get(elsewhere[0], "sft")
             raise ValueError(f"its keys {_names(row)} are those of task={task}")
         raise ValueError(
             f"needs the keys of one of the formats {expected}; its keys are {_names(row)}; "
@@ -191,13 +210,20 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
         else message
         for message in messages
     ]
+    return Chat(
+        messages, weights, len(asked), weight, tools_of(row, form), template_variables(row, form)
+    )
+
+
+def template_variables(row: Row, form: Format) -> dict[str, Any]:
+    """What the row says to the chat template; ValueError for what is not its own to say."""
     variables = form.get(row, "chat_template_kwargs") or {}
     if not isinstance(variables, dict) or RESERVED & variables.keys():
         raise ValueError(
             f"{form.key('chat_template_kwargs')!r} must be an object of the chat template's own "
             f"variables, not {variables!r:.100}"
         )
-    return Chat(messages, weights, len(asked), weight, _tools(row, form), variables)
+    return variables
 
 
 def _instruction(row: Row, form: Format) -> Messages:
@@ -261,12 +287,13 @@ def _weight(value: Any, name: str) -> float:
     return float(value)
 
 
-def _tools(row: Row, form: Format) -> list[Any] | None:
+def tools_of(row: Row, form: Format) -> list[Any] | None:
+    """The functions that the row lets the model call; they may be given as JSON."""
     tools, name = form.get(row, "tools"), form.key("tools")
     if isinstance(tools, str):
         tools = _json(tools, repr(name)) if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{name!r} must be a list, or its JSON as text, not {_kind(tools)}")
+        raise ValueError(f"{name!r} must be a list, or its JSON as text, not {kind_of(tools)}")
     return tools
 
 
@@ -300,10 +327,10 @@ def _missing(row: Row, form: Format, ours: str, needed: str) -> str:
             f"needs {needed} {name!r}, as its source's first row has (format {form.kind}); "
             f"its keys are {_names(row)}"
         )
-    return f"{name!r} must be {needed}, not {_kind(row[name])}"
+    return f"{name!r} must be {needed}, not {kind_of(row[name])}"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
 

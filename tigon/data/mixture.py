@@ -5,7 +5,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd
 from threading import Lock
 from typing import Any
@@ -48,6 +48,7 @@ class Corpus:
             if name in FILLS:
                 self.columns["per_token"].setdefault(name, np.empty(0, dtype))
         self.files = tuple(dict.fromkeys(file for part in parts for file in part.files))
+        self._added: dict[str, np.ndarray] = {}  # columns per token, of all parts
         self._opened: dict[int, tuple[Examples, np.ndarray]] = {}
         self._lock = Lock()  # a thread reads ahead
 
@@ -57,8 +58,20 @@ class Corpus:
             if part not in self._opened:
                 if len(self._opened) >= self.most:
                     self._opened.pop(next(iter(self._opened)))
-                self._opened[part] = self.parts[part].open()
+                examples, targets = self.parts[part].open()
+                if self._added:
+                    own = slice(*self.first_token[part : part + 2].tolist())
+                    added = {name: values[own] for name, values in self._added.items()}
+                    examples = replace(examples, per_token={**examples.per_token, **added})
+                self._opened[part] = examples, targets
             return self._opened[part]
+
+    def add(self, name: str, values: np.ndarray) -> None:
+        """A column per token, of all tokens of the corpus; one of that name is replaced."""
+        with self._lock:
+            self._added[name] = values
+            self.columns["per_token"][name] = values[:0]
+            self._opened.clear()
 
     def release(self) -> None:
         """Give back the memory that holds what was read of files."""

@@ -33,21 +33,30 @@ class Rows:
         return self.spans[self.offsets[row] : self.offsets[row + 1]]
 
 
-def whole(window: Window, seq_len: int, *, packing: bool = True, truncate: bool = True) -> Rows:
+def whole(
+    window: Window,
+    seq_len: int,
+    *,
+    packing: bool = True,
+    truncate: bool = True,
+    most: int | None = None,
+) -> Rows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
-    An example longer than seq_len is cut there. When packing, a whole group has to fit: the
-    examples of one that does not are cut to seq_len divided by their number. Without `truncate`
-    such groups are left out. A group is also left out if one of its examples has no supervised
-    token after its first, and so nothing to learn.
+    An example longer than seq_len, or `most`, is cut there. When packing, a whole group has to fit:
+    the examples of one that then does not are cut to seq_len divided by their number. Without
+    `truncate` groups that would be cut are left out. A group is also left out if one of its
+    examples has no supervised token after its first, and so nothing to learn.
     """
     starts, stops = window.starts, window.stops
     first, sizes = window.groups[:-1], np.diff(window.groups)
     lengths = stops - starts
-    needed = np.add.reduceat(lengths, first) if packing else np.maximum.reduceat(lengths, first)
-    long = needed > seq_len
-    share = seq_len // sizes if packing else np.full_like(sizes, seq_len)
-    limit = np.repeat(np.where(long, share, seq_len), sizes)
+    most = seq_len if most is None else min(most, seq_len)
+    bounded = np.minimum(lengths, most)
+    needed = np.add.reduceat(bounded, first) if packing else np.maximum.reduceat(bounded, first)
+    share = np.minimum(seq_len // sizes, most) if packing else np.full_like(sizes, most)
+    limit = np.repeat(np.where(needed > seq_len, share, most), sizes)
+    long = np.maximum.reduceat(lengths > limit, first)
     stops = np.minimum(stops, starts + limit)
     spans, targets = np.stack([starts, stops], axis=1), window.targets.copy()
     short = np.flatnonzero(lengths > limit)

@@ -38,6 +38,8 @@ def check_prompt(
 
     Without a mask, pad tokens are padding unless they also end texts, as in transformers.
     """
+    if getattr(model.config, "labels", 0):
+        raise ValueError(f"this {type(model).__name__} scores sequences and cannot write any")
     _check_ids(ids, model.config.vocab_size)
     source = "attention_mask"
     if mask is None and pad is not None and pad not in eos:

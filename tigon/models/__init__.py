@@ -11,7 +11,7 @@ from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
 from tigon.models._description import config_file, read_config
 from tigon.models._fit import misfits
-from tigon.models._load import LoadOptions, build, load_weights, materialize, split_gguf
+from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
 from tigon.models._lora import LoraConfig
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
@@ -65,6 +65,7 @@ __all__ = [
     "prepare_save",
     "read_config",
     "read_quantisation",
+    "scored",
     "split_gguf",
     "torch_dtype",
     "write_adapter",

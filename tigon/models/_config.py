@@ -29,6 +29,7 @@ SILENT = {
     "is_decoder",
     "is_encoder_decoder",
     "label2id",
+    "num_labels",
     "output_attentions",
     "output_hidden_states",
     "pretraining_tp",
@@ -123,13 +124,15 @@ class Config:
     eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] = field(default_factory=dict)
     dtype: str | None = None
+    # Scores that the head gives in place of logits of the vocabulary; 0: a language model
+    labels: int = 0
     source: Source = field(default_factory=Source, repr=False, compare=False)
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
         """Read config.json's content; raises on a key that may change a number and is not known."""
         cls._check_keys(source)
-        names = strict.hints(cls).keys() - {"source"}
+        names = strict.hints(cls).keys() - {"source", "labels"}
         values = {k: v for k, v in source.items() if k in names}
         for key in ("num_key_value_heads", "head_dim"):
             if key in values and values[key] is None:
@@ -150,7 +153,12 @@ class Config:
             warnings.warn(f"{dropout} is not applied: Tigon trains without dropout", stacklevel=3)
         longest = values.get("max_position_embeddings", cls.max_position_embeddings)
         values["rope_parameters"] = cls._read_rope(source, longest)
-        return cls(**values, source=Source(dict(source)))
+        return cls(**values, labels=_labels(source), source=Source(dict(source)))
+
+    @classmethod
+    def classifier(cls) -> str | None:
+        """transformers' class of this family with scores for whole sequences; None: it has none."""
+        return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @classmethod
     def _check_keys(cls, source: Mapping[str, Any]) -> None:
@@ -160,7 +168,7 @@ class Config:
         kind = source.get("model_type", cls.model_type)
         if kind != cls.model_type:
             raise ConfigError(f"model_type {shown(kind)} is not {cls.model_type!r}")
-        names = strict.hints(cls).keys()
+        names = strict.hints(cls).keys() - {"labels"}
         silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
         unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
         for key, value in source.items():
@@ -219,12 +227,18 @@ class Config:
         # auto_map names code that is not exported
         given = self.source.config
         out = {k: v for k, v in given.items() if not k.startswith("_") and k != "auto_map"}
-        out |= {f.name: getattr(self, f.name) for f in fields(self) if f.name != "source"}
+        own = [f.name for f in fields(self) if f.name not in ("source", "labels")]
+        out |= {name: getattr(self, name) for name in own}
         if out.get("layer_types", ()) is None:  # to some readers the key alone says something
             del out["layer_types"]
+        if self.labels:
+            names = {str(i): f"LABEL_{i}" for i in range(self.labels)}
+            if _labels(given) != self.labels or "id2label" not in given:
+                out["id2label"], out["label2id"] = names, {v: int(k) for k, v in names.items()}
+            out["num_labels"] = self.labels
         return out | {
             "model_type": self.model_type,
-            "architectures": [self.architecture],
+            "architectures": [self.classifier() if self.labels else self.architecture],
             "torch_dtype": self.dtype,
             **self._rope_keys(),
         }
@@ -280,6 +294,19 @@ class TwoRopesConfig(WindowedConfig):
 
     def _rope_keys(self) -> dict[str, Any]:
         return write_two_ropes(self.rope_parameters)
+
+
+def _labels(source: Mapping[str, Any]) -> int:
+    """How many scores a sequence has by this config.json; 0 of a language model."""
+    names = source.get("architectures")
+    named = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if not any(name.endswith("ForSequenceClassification") for name in named):
+        return 0
+    labels = source.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else source.get("num_labels", 2)
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"num_labels={shown(count)} is no number of labels")
+    return count
 
 
 def torch_dtype(name: Any) -> torch.dtype:

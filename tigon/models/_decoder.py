@@ -40,7 +40,11 @@ class Decoder(nn.Module):
         c = config
         self.input_scale, self.rounded_angles = input_scale, rounded_angles
         self.embed_tokens = Embedding(
-            c.vocab_size, c.hidden_size, padding_idx=c.pad_token_id, scale=embedding_scale
+            c.vocab_size,
+            c.hidden_size,
+            # A model of scores may have any token as padding, even one that it is to learn
+            padding_idx=None if c.labels else c.pad_token_id,
+            scale=embedding_scale,
         )
         blocks = [block(c, i) for i in range(c.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)

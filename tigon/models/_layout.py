@@ -12,6 +12,7 @@ from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # Checkpoints with more than text in them, and the model type of their text where they name none
@@ -38,6 +39,7 @@ class Names(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Ending of a parameter -> what it is in checkpoints that have experts apart, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
+    head: str = HEAD
 
     def stacked_in(self, present: Collection[str]) -> bool:
         """Whether a checkpoint of these tensors has all experts of a layer in one."""
@@ -58,7 +60,9 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 found[name] = _of_adapter(path, module, kind, shape)
                 continue
             parent, _, own = path.rpartition(".")
-            if isinstance(module, FusedLinear) and own in names.packed:
+            if name == HEAD:
+                found[name] = (Part.whole(names.head, shape),)
+            elif isinstance(module, FusedLinear) and own in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[own]]
                 found[name] = _tile(parts, module.parts, shape[1:])
             elif not stacked_experts and (ending := _ending(name, names.experts)):

@@ -19,15 +19,24 @@ from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
 from tigon.models._fit import check_counts, check_fit, check_sizes, sources
-from tigon.models._layout import base_parameters, embedding_and_head
+from tigon.models._layout import SCORE, base_parameters, embedding_and_head
 from tigon.models._model import LanguageModel
-from tigon.weights import STAGING_BYTES, Checkpoint, Decoded, Repository, load_into, map_parameters
+from tigon.weights import (
+    STAGING_BYTES,
+    Checkpoint,
+    Decoded,
+    Drawn,
+    Repository,
+    load_into,
+    map_parameters,
+)
 
 BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 M = TypeVar("M", bound=LanguageModel)
+C = TypeVar("C", bound=Config)
 
 
 class LoadOptions(Source, total=False):
@@ -89,12 +98,15 @@ def build(
     dtype: torch.dtype | str = "auto",
     gguf_file: str | None = None,
     fit: bool = True,
+    labels: int = 0,
+    seed: int = 0,
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`. Raises
     unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
-    say what does not.
+    say what does not. `labels`: the model is to give so many scores in place of logits; their head
+    is drawn by the seed if the checkpoint has none.
     """
     chosen = _named_dtype(dtype)
     file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
@@ -106,6 +118,8 @@ def build(
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         origin = replace(config.source, stacked_experts=stacked, name=repository.name)
         config = replace(config, source=origin)
+        if labels:
+            config, checkpoint = with_scores(config, checkpoint, labels, seed)
         model = on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
@@ -116,6 +130,29 @@ def build(
         with named(escaped(generation)):
             check_generation_config(model.generation_config)
     return model, checkpoint
+
+
+def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tuple[C, Checkpoint]:
+    """A model with so many scores, and the checkpoint with their head; ConfigError if its family
+    has no class for them in transformers, or it has another number."""
+    config = scored(config, labels)
+    if SCORE in checkpoint.tensors:
+        return config, checkpoint
+    shape = (labels, config.hidden_size)
+    head = Drawn(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
+    return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
+
+
+def scored(config: C, labels: int) -> C:
+    """The config of a model with so many scores in place of logits."""
+    if config.labels not in (0, labels):
+        raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
+    if config.classifier() is None:
+        raise ConfigError(
+            f"transformers has no class for scores of {config.model_type!r}: nothing could load "
+            "such a model"
+        )
+    return replace(config, labels=labels)
 
 
 def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
@@ -281,7 +318,7 @@ def init_weights(model: LanguageModel) -> None:
         for name, p in module.named_parameters(recurse=False):
             if name == "bias":
                 nn.init.zeros_(p)
-            elif not (module is model.lm_head and model.config.tie_word_embeddings):
+            elif not (module is model.lm_head and model.ties_head):
                 nn.init.normal_(p, std=std)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx].zero_()

@@ -28,7 +28,7 @@ from tigon.models._blocks import Block
 from tigon.models._config import Config
 from tigon.models._criteria import Asked
 from tigon.models._decoder import Decoder
-from tigon.models._layout import Names
+from tigon.models._layout import SCORE, Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
 from tigon.models._targets import Targets, positions_at
@@ -39,7 +39,7 @@ class LanguageModel(nn.Module):
 
     config_class: ClassVar[type[Config]]
     block_class: ClassVar[type[Block]]
-    checkpoint_names: ClassVar[Names] = Names()
+    checkpoint_names: Names = Names()
 
     def __init__(self, config: Config):
         super().__init__()
@@ -59,9 +59,18 @@ class LanguageModel(nn.Module):
         self.active_adapter: str | None = None  # the one that is added
         self.trained_without: set[str] = set()  # what trained before there were any
         self.model = self.make_decoder(config)
-        self.lm_head = self.make_head(config)
-        if config.tie_word_embeddings:
+        if config.labels:
+            self.lm_head = LMHead(config.hidden_size, config.labels)
+            self.checkpoint_names = self.checkpoint_names._replace(head=SCORE)
+        else:
+            self.lm_head = self.make_head(config)
+        if self.ties_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head's weight is that of the embedding."""
+        return self.config.tie_word_embeddings and not self.config.labels
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
         return Decoder(c, self.block_class, **options)
@@ -239,7 +248,13 @@ class LanguageModel(nn.Module):
         batch = Batch.of(self, **of_batch) if batch is None else batch
         if batch.defaults is not self.defaults:
             raise ValueError("batch= was made by Batch.of for another model: make one for this")
-        return batch, Targets.of(batch, **of_targets) if targets is None else targets
+        targets = Targets.of(batch, **of_targets) if targets is None else targets
+        if self.config.labels and (targets.labels is not None or given.get("criteria")):
+            raise ValueError(
+                f"this {type(self).__name__} scores sequences and predicts no token: call it "
+                "without labels and criteria, and its logits [B, T, labels] are the scores"
+            )
+        return batch, targets
 
     def _metrics(
         self, given: str | Sequence[str] | None, targets: Targets

@@ -30,6 +30,7 @@ RANGES: dict[str, Range] = {
     "hidden_size": SIZE,
     "initializer_range": WEIGHT,
     "intermediate_size": SIZE,
+    "labels": (0, MOST_ITEMS),  # num_labels
     "logits_scaling": POSITIVE,
     "max_position_embeddings": SIZE,
     "max_window_layers": COUNT,

@@ -20,6 +20,11 @@ from tigon.strict import check
 class Gemma3Config(GemmaConfig, TwoRopesConfig):
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
+
+    @classmethod
+    def classifier(cls) -> str:
+        return "Gemma3TextForSequenceClassification"
+
     default_theta = 1e6
     # Read with the RoPEs; and a copy of sliding_window_pattern
     ignored = frozenset({"rope_local_base_freq", "_sliding_window_pattern"})

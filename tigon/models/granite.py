@@ -18,6 +18,10 @@ class GraniteConfig(LlamaConfig):
     model_type = "granite"
     architecture = "GraniteForCausalLM"
 
+    @classmethod
+    def classifier(cls) -> None:
+        """transformers has none."""
+
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     attention_multiplier: float = 1.0  # of the scores, in place of 1 / sqrt(head_dim)

@@ -155,7 +155,12 @@ def letter(index: int) -> str:
 def _plots(runs: Sequence[RunFiles]) -> list[Plot]:
     """The usual ones, then one for every other key of the metrics."""
     keys = list(dict.fromkeys(key for run in runs for key in run.columns))
-    bases = [key.removeprefix("eval_").split("/")[0] for key in keys if key not in SILENT]
+    named = {key.removeprefix("eval_loss/") for key in keys if key.startswith("eval_loss/")}
+    bases = []
+    for key in keys:
+        base, _, which = key.removeprefix("eval_").partition("/")
+        if key not in SILENT:  # rewards/chosen is a metric, and no data set's
+            bases.append(base if which in named else key.removeprefix("eval_"))
     usual = {plot.key for plot in PLOTS}
     others = [key for key in dict.fromkeys(bases) if key not in usual and key not in SILENT]
     return [*PLOTS, *(Plot(key, TITLES.get(key, key.replace("_", " "))) for key in others)]

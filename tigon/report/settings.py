@@ -1,6 +1,6 @@
 """Every setting of a training run with its default, by section.
 
-Read from the source of train/settings.py, as importing it imports torch, which takes seconds.
+Read from the sources, as importing them imports torch, which takes seconds.
 """
 
 import ast
@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[1] / "train" / "settings.py"
+TRAIN = Path(__file__).resolve().parents[1] / "train"
+SOURCES = (TRAIN / "settings.py", TRAIN / "objective_settings.py")
 UNKNOWN = object()  # a default that is no literal
 
 
@@ -21,8 +22,9 @@ class Section:
 
 @cache
 def sections() -> tuple[Section, ...]:
-    """In the order of the file, which is that of `tigon train --help`."""
-    classes = (n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef))
+    """In the order of the files, which is that of `tigon train --help`."""
+    trees = [ast.parse(source.read_text()) for source in SOURCES]
+    classes = (n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef))
     found = []
     for node in (c for c in classes if c.name.endswith("Settings")):
         defaults = {

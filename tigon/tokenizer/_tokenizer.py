@@ -99,12 +99,18 @@ class Tokenizer:
 
     def use_eos(self, token_id: int) -> None:
         """Another token as eos, which `save_pretrained` then writes too."""
+        self.eos_token, self.eos_token_id = self._use("eos_token", token_id), token_id
+
+    def use_pad(self, token_id: int) -> None:  # likewise
+        self.pad_token, self.pad_token_id = self._use("pad_token", token_id), token_id
+
+    def _use(self, name: str, token_id: int) -> str:
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
-        self.special_tokens = self.special_tokens | {"eos_token": token}
-        self.eos_token, self.eos_token_id = token, token_id
-        self._changed = {"eos_token": token}
+        self.special_tokens = self.special_tokens | {name: token}
+        self._changed = self._changed | {name: token}
+        return token
 
     @property
     def vocab_size(self) -> int:

@@ -11,8 +11,8 @@ import yaml
 from tigon import strict
 from tigon.hub import check_repository
 from tigon.train.names import answer
+from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.settings import (
-    SECTIONS,
     DataSettings,
     LossSettings,
     ModelSettings,
@@ -40,12 +40,23 @@ OF_OPTIMIZERS = {
     "adjust_lr_fn": ("muon",),
     "adamw_lr": ("muon",),
 }
+SECTIONS = (
+    *(ModelSettings, DataSettings, LossSettings),
+    *(OptimizerSettings, RunSettings, ObjectiveSettings),
+)
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
 
 @dataclass(frozen=True)
-class Config(RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings):
+class Config(
+    ObjectiveSettings, RunSettings, OptimizerSettings, LossSettings, DataSettings, ModelSettings
+):
     """The settings of all sections. A dataclass takes the fields of its last base first."""
+
+    @property
+    def labels(self) -> int:
+        """Scores of a sequence that the model is to give; 0: it predicts tokens."""
+        return int(self.task == "reward")
 
     def __post_init__(self) -> None:
         strict.check_bounds(self)

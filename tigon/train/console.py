@@ -127,8 +127,11 @@ def by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval_") and key != "eval_tokens":
-            name, slash, which = key.removeprefix("eval_").partition("/")
-            (sets.setdefault(which, {}) if slash else whole)[name] = value
+            name, _, which = key.removeprefix("eval_").partition("/")
+            if f"eval_loss/{which}" in row:
+                sets.setdefault(which, {})[name] = value
+            else:  # a metric may have such a name too, as rewards/chosen
+                whole[key.removeprefix("eval_")] = value
     return whole, sets
 
 

@@ -14,11 +14,22 @@ from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_step, exported_step, kind
 from tigon.train.optim import learning_rate
-from tigon.train.parallel import reshard
+from tigon.train.parallel import InputError, reshard
 from tigon.train.profile import Profiler
 from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward
 from tigon.train.stopping import Deadline
+
+
+def open_objective(run: Run) -> None:
+    """Whatever the objective reads besides the data; InputError if that is not what it needs."""
+    loaders = [loader for loader in (run.data, run.eval_data) if loader is not None]
+    try:
+        run.objective.open(run.model, loaders, trained=run.start > 0)
+    except InputError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise InputError(str(error)) from None
 
 
 def train(run: Run) -> int:
@@ -31,6 +42,7 @@ def train(run: Run) -> int:
         if world.main and report.is_due(Path(config.run_dir)):
             world.say(report.attempt(Path(config.run_dir)))
         return 0
+    open_objective(run)
     run.objective.begin(run.model)
     record = Record(config, world, run.start, run.steps)
     if run.meter.convention:

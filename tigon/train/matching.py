@@ -11,14 +11,15 @@ from tigon.train.model import context_of
 
 
 def check_context(config: Config, source: Path | None = None) -> None:
-    """ValueError for rows that are longer than what the model can read. Before they are made:
+    """ValueError for sequences that are longer than what the model can read. Before they are made:
     that may take long, and a cache for such a run would be of no use.
     """
     context = context_of(config, source)
-    if config.seq_len > context:
+    name = "seq_len" if config.max_length is None else "max_length"
+    if (longest := min(config.seq_len, config.max_length or config.seq_len)) > context:
         raise ValueError(
-            f"seq_len={config.seq_len} is more than the model's context of {context} tokens "
-            f"(max_position_embeddings): set seq_len={context} or less"
+            f"{name}={longest} is more than the model's context of {context} tokens "
+            f"(max_position_embeddings): set {name}={context} or less"
         )
 
 

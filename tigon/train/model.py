@@ -19,6 +19,7 @@ from tigon.models import (
     load_weights,
     materialize,
     read_config,
+    scored,
     torch_dtype,
 )
 from tigon.parallel import find_zero, shard_gradients
@@ -52,12 +53,14 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         materialize(model, world.device)
     elif config.init:
         torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
-        model = _from_config(_init(config), dtype, "cpu")
+        model = _from_config(_init(config), dtype, "cpu", config.labels)
         divide(model, config, world)
         model.to(world.device)
     else:
         repository = Repository(config.model, revision=config.revision)
-        model, weights = build(repository, MODELS, dtype=dtype)
+        model, weights = build(
+            repository, MODELS, dtype=dtype, labels=config.labels, seed=config.seed
+        )
         divide(model, config, world)
         materialize(model, world.device)
         if source is None:
@@ -126,6 +129,11 @@ def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
 
 def finish(model: CausalLM, config: Config) -> CausalLM:
     """The settings that do not depend on its weights."""
+    if model.config.labels != config.labels:
+        raise ValueError(
+            f"the model gives {model.config.labels} scores of a sequence and predicts no token: "
+            f"task=reward trains it, and task={config.task} a language model"
+        )
     if config.router_aux_loss_coef is not None:
         set_balance(model, config.router_aux_loss_coef)
     if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
@@ -143,9 +151,10 @@ def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> C
     if config.lora is None and source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
     elif config.init:
-        model = _from_config(_init(config), dtype, "meta")
+        model = _from_config(_init(config), dtype, "meta", config.labels)
     else:
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+        values = scored(values, config.labels) if config.labels else values
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
     if config.lora is not None:
         add_lora(model, config)
@@ -263,9 +272,10 @@ def _config_of(path: Path) -> Any:
         raise ConfigError(f"{escaped(path)}: {error}") from error
 
 
-def _from_config(path: Path, dtype: torch.dtype, device: str) -> CausalLM:
+def _from_config(path: Path, dtype: torch.dtype, device: str, labels: int = 0) -> CausalLM:
     config = _config_of(path)
     try:
+        config = scored(config, labels) if labels else config
         return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
     except ConfigError as error:
         raise ConfigError(f"{escaped(path)}: {error}") from error

@@ -30,6 +30,10 @@ STATES = "optimizer: adamw_bf16 has states of bfloat16, adamw_8bit of 8 bits"
 PURE = "param_dtype=bfloat16"
 OFFLOAD = "optimizer_offload=true keeps optimizer states in host memory; weights stay on the GPU"
 AVERAGE = "ema_decay, such as 0.999"
+REFERENCE = (
+    "reference: a model; without it the one that is trained, as it was at the beginning, whose "
+    "log-probabilities are computed once"
+)
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
@@ -123,7 +127,6 @@ OTHERS = {
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
     "max_epochs": "epochs",
-    "max_length": "seq_len",
     "max_seq_len": "seq_len",
     "max_seq_length": "seq_len",
     "model_max_length": "seq_len",
@@ -274,6 +277,32 @@ OTHERS = {
     "cosine_min_lr_ratio": "min_lr_ratio",
     "num_warmup_steps": "warmup_steps",
     "weight_decay_rate": "weight_decay",
+    "precompute_ref_log_probs": REFERENCE,
+    "precompute_ref_batch_size": "micro_batch_size",
+    "ref_model": REFERENCE,
+    "ref_model_name_or_path": REFERENCE,
+    "model_ref": REFERENCE,
+    "sync_ref_model": "no: the reference stays what it was",
+    "loss_weights": "one loss_type at a time; cpo_alpha weighs the cross-entropy of task=cpo",
+    "rpo_alpha": "cpo_alpha, of task=cpo and task=simpo",
+    "orpo_alpha": "beta, of task=orpo",
+    "gamma": "simpo_gamma",
+    "dpo_beta": "beta",
+    "pref_beta": "beta",
+    "pref_loss": "task: dpo, ipo, apo, cpo, simpo, orpo or kto; loss_type",
+    "rl": "task: dpo, ipo, apo, cpo, simpo, orpo, kto or grpo",
+    "max_prompt_length": "max_length: the most tokens of a prompt with one answer",
+    "truncation_mode": "truncate: sequences are cut at their end, as keep_start does",
+    "teacher_model_name_or_path": "teacher",
+    "teacher_model": "teacher",
+    "kd_temperature": "temperature",
+    "kd_alpha": "cross_entropy_weight",
+    "kd_ce_alpha": "cross_entropy_weight",
+    "lmbda": "no: answers are those of the rows, which examples/grpo.py shows how to generate",
+    "num_generations": "no: completions are in the rows; examples/grpo.py generates them",
+    "epsilon_low": "epsilon",
+    "cliprange": "epsilon",
+    "kl_coef": "beta",
 }
 
 

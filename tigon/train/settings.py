@@ -96,8 +96,8 @@ class DataSettings:
     seed: int = option(0, "of the data order and of random weights", least=0, stream=True)
     format: str | None = option(
         None,
-        "of the rows: messages, sharegpt, prompt_completion, instruction or text; null: told from "
-        "their keys",
+        "of the rows: messages, sharegpt, prompt_completion, instruction, text, preference, "
+        "unpaired or completions; null: told from their keys",
         stream=True,
     )
     columns: dict[str, str] | None = option(  # noqa: RUF009
@@ -129,7 +129,9 @@ class LossSettings:
     """The loss, and what is measured with it."""
 
     task: str = option(
-        "sft", "the objective; sft: chats, learning what the assistant says; pretrain: text"
+        "sft",
+        "the objective; sft: chats, learning what the assistant says; pretrain: text; dpo, ipo, "
+        "apo, cpo, simpo, orpo: pairs; kto: labelled answers: docs/preference.md",
     )
     loss_reduction: Literal["token", "sequence"] = option(
         "token", "what weighs the same in a step's loss: every token, or every sequence"
@@ -320,6 +322,3 @@ class RunSettings:
     profile: Profile | None = option(  # noqa: RUF009
         None, "{start: 10, steps: 3}: write to run_dir/profile where the time of these steps goes"
     )
-
-
-SECTIONS = (ModelSettings, DataSettings, LossSettings, OptimizerSettings, RunSettings)

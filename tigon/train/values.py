@@ -65,6 +65,21 @@ VALUES: dict[str, dict[str, str]] = {
             ("hsdp", "hybrid_shard", "HYBRID_SHARD"), "full, over all ranks of all hosts"
         ),
     },
+    "loss_type": {
+        "bnpo": "dapo, whose mean is of the whole step",
+        "simpo": "none; task=simpo",
+        "alphapo": "none; task=simpo is the nearest",
+        "kto": "none; task=kto",
+        "kto_pair": "none; task=kto",
+        "orpo": "none; task=orpo",
+        "cdpo": "sigmoid, with label_smoothing",
+        "sft": "none; cpo_alpha of task=cpo adds the cross-entropy of the chosen answers",
+        **dict.fromkeys(
+            ("exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "discopop"),
+            "none; docs/preference.md lists the losses",
+        ),
+        **dict.fromkeys(("sapo", "vespo", "luspo"), "none; of grpo dapo, grpo, dr_grpo or cispo"),
+    },
     "dtype": DTYPES,
     "param_dtype": DTYPES,
     "attention": {

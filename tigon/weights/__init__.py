@@ -3,7 +3,7 @@
 from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.converted import Stored, converted
-from tigon.weights.decoded import Decoded
+from tigon.weights.decoded import Decoded, Drawn
 from tigon.weights.directory import check_free, fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
@@ -30,6 +30,7 @@ __all__ = [
     "Checkpoint",
     "Decoded",
     "DiskFull",
+    "Drawn",
     "Entry",
     "GGMLTensor",
     "Layout",

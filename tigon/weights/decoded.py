@@ -48,3 +48,16 @@ class Decoded(ABC):
 
         A row of a one-dimensional tensor is an element; a scalar has one.
         """
+
+
+@dataclass(frozen=True)
+class Drawn(Decoded):
+    """A matrix that the checkpoint lacks: normal numbers, the same on every rank."""
+
+    std: float
+    seed: int = 0
+
+    def rows(self, reader: Reader, first: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        values = torch.empty(self.shape).normal_(std=self.std, generator=generator)
+        return values[first : first + count]

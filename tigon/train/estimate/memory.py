@@ -125,7 +125,7 @@ def _weigh(
     with use("triton"), meter:
         for index in range(last + 1):
             rows = min(config.micro_batch_size, -(-config.batch_size // world))
-            inputs = objective.resolve(model, stand_in(rows, config.seq_len))
+            inputs = objective.resolve(model, stand_in(rows, config.seq_len, objective))
             sums = objective.sums(model, inputs)
             if gathering is not None:
                 gathering.begin(reduce=index == last)
@@ -139,19 +139,23 @@ def _weigh(
     return ledger
 
 
-def stand_in(rows: int, tokens: int) -> MicroBatch:
-    """A micro-batch of full rows on the meta device."""
+def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
+    """A micro-batch of full rows on the meta device, with an objective's columns."""
     options: dict[str, Any] = {"device": "meta"}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
+    sequences = rows * of.group
+    per_token = {"supervised": torch.bool, **of.per_token}
     return MicroBatch(
         input_ids=ids,
         position_ids=torch.zeros_like(ids),
         attention_mask=None,
-        cu_seq_lens=torch.zeros(rows + 1, dtype=torch.int32, **options),
-        longest=tokens,
-        spans=torch.zeros(rows, 2, dtype=torch.int64, **options),
-        parts=torch.zeros(rows, dtype=torch.int64, **options),
-        per_token={"supervised": torch.ones(rows, tokens, dtype=torch.bool, **options)},
-        per_example={},
+        cu_seq_lens=torch.zeros(sequences + 1, dtype=torch.int32, **options),
+        longest=-(-tokens // of.group),
+        spans=torch.zeros(sequences, 2, dtype=torch.int64, **options),
+        parts=torch.zeros(sequences, dtype=torch.int64, **options),
+        per_token={n: torch.ones(rows, tokens, dtype=d, **options) for n, d in per_token.items()},
+        per_example={
+            n: torch.ones(sequences, dtype=d, **options) for n, d in of.per_example.items()
+        },
         sources=(),
     )

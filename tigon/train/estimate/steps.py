@@ -44,6 +44,7 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
 def measure(run: Run, steps: int = STEPS) -> Measured:
     """The last of `steps` steps; raises torch.OutOfMemoryError where the GPU is too small."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
+    run.objective.rehearse(run.model)
     run.objective.begin(run.model)
     gc.collect()
     if device.type == "cuda":

@@ -2,11 +2,22 @@
 
 from tigon.strict import suggest
 from tigon.train.objectives.base import Inputs, Objective, Part
+from tigon.train.objectives.cpo import CPO, SimPO
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
+from tigon.train.objectives.distill import Distill
+from tigon.train.objectives.dpo import APO, DPO, IPO
+from tigon.train.objectives.grpo import GRPO
+from tigon.train.objectives.kto import KTO
+from tigon.train.objectives.orpo import ORPO
 from tigon.train.objectives.pretrain import Pretrain
+from tigon.train.objectives.reward import Reward
 from tigon.train.objectives.sft import SFT
 
-OBJECTIVES: dict[str, type[Objective]] = {"pretrain": Pretrain, "sft": SFT}
+OBJECTIVES: dict[str, type[Objective]] = {
+    **{"pretrain": Pretrain, "sft": SFT},
+    **{"dpo": DPO, "ipo": IPO, "apo": APO, "cpo": CPO, "simpo": SimPO, "orpo": ORPO, "kto": KTO},
+    **{"reward": Reward, "grpo": GRPO, "distill": Distill},
+}
 
 __all__ = ["OBJECTIVES", "CrossEntropyObjective", "Inputs", "Objective", "Part", "find_objective"]
 

@@ -1,16 +1,19 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from tigon.data import Encoder, Entry, MicroBatch, Rows, Window, whole
+from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.hooks import Hooks, View, Wanted
+from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel import World
 from tigon.train.settings import LossSettings
 
@@ -50,19 +53,33 @@ class Objective:
     """
 
     predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+    # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
+    serves: ClassVar[frozenset[str]] = frozenset()
+    # What estimates of memory and time take for data: sequences of a row, and their columns
+    group: ClassVar[int] = 1
+    per_token: ClassVar[Mapping[str, torch.dtype]] = {}
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {}
 
     def __init__(self, config: Config, world: World):
         """Raises ValueError for settings that the objective cannot serve."""
         self.config, self.world = config, world
         for setting in fields(LossSettings):
-            value = getattr(config, setting.name)
-            if not self.predicts_tokens and setting.name in OF_TOKENS and value != setting.default:
-                raise ValueError(f"{setting.name}={value!r}: task={config.task} has no use for it")
+            if setting.name in OF_TOKENS and not self.predicts_tokens:
+                self._check_unused(setting.name, setting.default)
+        for setting in fields(ObjectiveSettings):
+            self._check_unused(setting.name, setting.default)
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:
             raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
         self.hooks = Hooks(config.hooks, config.hook_every)
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
+
+    def _check_unused(self, name: str, default: Any) -> None:
+        value = getattr(self.config, name)
+        if value != default and name not in self.serves:
+            task = self.config.task
+            hint = ": seq_len is where rows are cut" if name == "max_length" else ""
+            raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """What makes examples of the data's rows, with all columns that the loss reads."""
@@ -76,6 +93,13 @@ class Objective:
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""
+
+    def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        """Called on every rank before `begin` of a run, and by no estimate: what is to be computed
+        or read before training. `trained`: the model is not as it was at the beginning."""
+
+    def rehearse(self, model: CausalLM) -> None:
+        """Called in place of `open` by whoever times a few steps whose losses do not matter."""
 
     def setting(self, name: str, *, training: bool) -> Any:
         """One of TWINS, as it is in training or in evaluation."""

@@ -73,25 +73,30 @@ class CrossEntropyObjective(Objective):
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         targets = inputs.targets.with_num_items(sums["items"])
-        output = self._forward(model, inputs, targets)
+        output = self._forward(model, inputs, targets, self.criteria(inputs))
         assert output.loss is not None
         return self._part(output.loss, output, inputs, sums)
 
     def evaluate(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
         """Of the tokens alone: what the balance of experts adds belongs to training."""
-        each = inputs.wanted is not None and inputs.wanted.losses
-        # The same sum in any case, and with it what it is the sum of
-        criteria = (CrossEntropy(), CrossEntropy(reduction="none")) if each else None
+        criteria = self.criteria(inputs)
+        if inputs.wanted is not None and inputs.wanted.losses:
+            # The same sum in any case, and with it what it is the sum of
+            criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
         output = self._forward(model, inputs, inputs.targets.summed(), criteria)
         assert output.loss is not None
         return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
+
+    def criteria(self, inputs: Inputs) -> tuple[Criterion, ...] | None:
+        """What the loss is the sum of; None: one cross-entropy."""
+        return None
 
     def _forward(
         self,
         model: CausalLM,
         inputs: Inputs,
         targets: Targets,
-        criteria: Sequence[Criterion] | None = None,
+        criteria: Sequence[Criterion] | None,
     ) -> Output:
         wanted, training = inputs.wanted, inputs.training
         logits = wanted is not None and self.setting("return_logits", training=training)
@@ -125,7 +130,7 @@ class CrossEntropyObjective(Objective):
             metrics={name: targets.place(x, 0) for name, x in found.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
-            losses=targets.place(output.criteria[1], 0) if inputs.wanted.losses else None,
+            losses=targets.place(output.criteria[-1], 0) if inputs.wanted.losses else None,
         )
         return Part(loss, means, view)
 

@@ -1,0 +1,190 @@
+"""Distillation against the definition in fp64: live teachers, stored distributions, ranks.
+
+# T tokens, V vocab, K tokens whose log-probabilities were stored
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from tests.small import write_model
+from tests.train.ranks import train_on
+from tigon.train import load, main
+from tigon.train.objectives import find_objective
+
+K = 5
+
+
+@pytest.fixture(scope="module")
+def teacher(workspace) -> Any:
+    """Another width and depth, and other weights."""
+    return write_model(
+        workspace.root / "teacher", num_hidden_layers=1, hidden_size=48, initializer_range=0.2
+    )
+
+
+def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Of log-probabilities [T, V], fp64: GKD's definition (arXiv 2306.13649)."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if beta in (0, 1):
+        return kl(teacher, student) if beta == 0 else kl(student, teacher)
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+class Definition:
+    """Of the untrained model on all rows, one by one."""
+
+    def __init__(self, workspace: Any, teacher: Any):
+        tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
+        models = [tigon.from_pretrained(path) for path in (workspace.model, teacher)]
+        self.rows = []
+        for line in workspace.data.read_text().splitlines():
+            ids, mask = tokenizer.encode_chat(json.loads(line)["messages"])
+            given = torch.tensor(ids)
+            with torch.no_grad():
+                logits = [model(given[None]).logits[0, :-1].double() for model in models]
+            self.rows.append((given, torch.tensor(mask), logits))
+
+    def loss(self, beta: float, t: float, weight: float, top: int = 0) -> tuple[float, float]:
+        """And the mean divergence."""
+        total, divergences, count = 0.0, 0.0, 0
+        for ids, mask, (own, other) in self.rows:
+            student, teacher = ((x / t).log_softmax(-1) for x in (own, other))
+            if top:
+                kept = teacher.topk(top).indices
+                student, teacher = (rest_as_one(x, kept) for x in (student, teacher))
+            each = divergence(student, teacher, beta)[mask[1:]]
+            nll = -own.log_softmax(-1).gather(1, ids[1:, None])[mask[1:], 0]
+            total += ((1 - weight) * t**2 * each + weight * nll).sum().item()
+            divergences += each.sum().item()
+            count += len(each)
+        return total / count, divergences / count
+
+
+def rest_as_one(logprobs: Tensor, kept: Tensor) -> Tensor:
+    some = logprobs.gather(1, kept)
+    return torch.cat([some, torch.log1p(-some.exp().sum(1, keepdim=True))], dim=1)
+
+
+ALL = {"task": "distill", "batch_size": 64, "steps": 1}
+
+
+@pytest.fixture(scope="module")
+def definition(workspace, teacher) -> Definition:
+    return Definition(workspace, teacher)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("t", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
+    name = f"live-{beta}-{t}-{weight}"
+    own = {"teacher": teacher, "beta": beta, "temperature": t, "cross_entropy_weight": weight}
+    held = {"eval_data": workspace.data, "eval_every": 1}
+    main(workspace.settings(name, **ALL, **own, **held, metrics="[nll]", lr=0))
+    loss, kl = definition.loss(beta, t, weight)
+    for prefix in ("", "eval_"):
+        assert workspace.metrics(name, f"{prefix}loss")[0] == pytest.approx(loss, rel=1e-5)
+        assert workspace.metrics(name, f"{prefix}kl")[0] == pytest.approx(kl, rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("t", [1.0, 2.0])
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_stored_distributions(workspace, definition, beta, t, weight):
+    path = workspace.root / f"stored-{t}.jsonl"
+    lines = []
+    for ids, mask, (_, other) in definition.rows:
+        top = (other / t).log_softmax(-1).topk(K)
+        row = {"input_ids": ids.tolist(), "completion_mask": mask.int().tolist()}
+        row["teacher_tokens"] = [[], *top.indices.tolist()]
+        row["teacher_logprobs"] = [[], *top.values.tolist()]
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines))
+    name = f"stored-{beta}-{t}-{weight}"
+    own = {"data": path, "beta": beta, "temperature": t, "cross_entropy_weight": weight}
+    main(workspace.settings(name, **ALL, **own))
+    loss, kl = definition.loss(beta, t, weight, top=K)
+    assert workspace.metrics(name, "loss")[0] == pytest.approx(loss, rel=1e-5)
+    assert workspace.metrics(name, "kl")[0] == pytest.approx(kl, rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
+    same = {"task": "distill", "teacher": teacher, "beta": 0.5, "steps": 4}
+    same |= {"cross_entropy_weight": 0.5, "temperature": 1.5, "max_grad_norm": 0}
+    main(workspace.settings("curve", **same, save_every=2))
+    source = workspace.root / "curve/checkpoints/step-00000002"
+    main(workspace.settings("resumed", **same, resume=source))
+    train_on(2, workspace.settings("two", **same))
+    main(workspace.settings("packed", **same, batch_size=64))
+    for name, more in (("padded", {"packing": "false"}), ("parts", {"micro_batch_size": 4})):
+        main(workspace.settings(name, **same, batch_size=64, **more))
+    for key in ("loss", "grad_norm", "accuracy", "kl"):
+        curve = workspace.metrics("curve", key)
+        assert workspace.metrics("resumed", key) == curve[2:]
+        assert workspace.metrics("two", key) == pytest.approx(curve, rel=1e-4), key
+        packed = workspace.metrics("packed", key)
+        for name in ("padded", "parts"):
+            assert workspace.metrics(name, key) == pytest.approx(packed, rel=1e-4), key
+    main(workspace.settings("falls", task="distill", teacher=teacher, steps=12, batch_size=64))
+    assert workspace.metrics("falls", "kl")[-1] < 0.7 * workspace.metrics("falls", "kl")[0]
+
+
+def test_teachers_of_another_vocabulary_are_refused(workspace, tmp_path):
+    larger = write_model(tmp_path / "larger", vocab_size=400)  # the workspace's has 321
+    with pytest.raises(SystemExit, match="has a vocabulary of 400 tokens, and the model one of"):
+        main(workspace.settings("larger", **ALL, teacher=larger))
+    path = larger / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["added_tokens"].append(values["added_tokens"][0] | {"id": 300, "content": "<|x|>"})
+    path.write_text(json.dumps(values))
+    with pytest.raises(SystemExit, match=r"another vocabulary: token '<\|x\|>' is 300 there"):
+        main(workspace.settings("other", **ALL, teacher=larger))
+
+
+ROW = {"input_ids": [5, 6], "teacher_tokens": [[], [1]], "teacher_logprobs": [[], [-0.1]]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher_tokens": [[]]}, "'teacher_tokens' must have a list for each of the 2 tokens"),
+        ({"teacher_tokens": [[], []], "teacher_logprobs": [[], []]}, "token 1 is empty"),
+        ({"teacher_logprobs": [[], [-0.1, -2]]}, "token 1 has 1 tokens and 2 log-probabilities"),
+        ({"teacher_logprobs": [[], [0.1]]}, "token 1 is none"),
+        ({"teacher_tokens": [[], [1, 1]], "teacher_logprobs": [[], [-1, -2]]}, "a token twice"),
+        ({"input_ids": "text"}, "'input_ids' must be a list of whole numbers"),
+        ({"completion_mask": [1, 0]}, "has no token to learn"),
+        ({"completion_mask": [1]}, "'completion_mask' has 1 values for 2 tokens"),
+    ],
+)
+def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (ROW, ROW | changes)))
+    with pytest.raises(SystemExit, match=f"bad.jsonl:2: .*{message}"):
+        main(workspace.settings("bad", **ALL, data=path))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("beta=1.5", r"beta=1.5 of task=distill is not in \[0, 1\]"),
+        ("cross_entropy_weight=1", "cross_entropy_weight=1 must be below 1"),
+        ("temperature=0", "temperature=0 must be above 0"),
+        ("label_smoothing=0.1", "label_smoothing=0.1 is of the cross-entropy"),
+        ("simpo_gamma=1", "simpo_gamma=1: task=distill has no use for it"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(world, given, message):
+    config = load(None, ["run_dir=a", "model=m", "data=a.jsonl", "task=distill", *given.split()])
+    with pytest.raises(ValueError, match=message):
+        find_objective("distill")(config, world)

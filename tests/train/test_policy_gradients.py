@@ -1,0 +1,173 @@
+"""Policy gradients in the trainer: against the definition, ranks, packing, rows.
+
+# G answers of a prompt
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tigon
+from tests.small import write_model
+from tests.train import preferences
+from tests.train.ranks import train_on
+from tigon.data.answers import advantages_of
+from tigon.train import load, main
+from tigon.train.objectives import find_objective
+
+CASES: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"epsilon_high": 0.28},
+    "dr_grpo": {"max_completion_length": 20, "delta": 1.1},
+    "cispo": {"importance_sampling_level": "sequence", "epsilon_high": 5},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def data(workspace) -> Any:
+    return preferences.write(workspace.root / "rewarded.jsonl", preferences.rewarded(14))
+
+
+@pytest.fixture(scope="module")
+def other(workspace) -> Any:
+    return write_model(workspace.root / "other", num_hidden_layers=1)
+
+
+def definition(
+    workspace: Any, other: Any, kind: str, beta: float, settings: dict[str, Any]
+) -> float:
+    """Of the untrained model, an answer at a time, in fp64."""
+    models = [tigon.from_pretrained(path) for path in (workspace.model, other)]
+    low = 0.2
+    high = settings.get("epsilon_high", low)
+    total, tokens, answers = 0.0, 0, 0
+    for row in preferences.rewarded(14):
+        rewards = np.array(row["rewards"])
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        for ids, old, advantage in zip(
+            row["completions"], row["old_logprobs"], advantages, strict=True
+        ):
+            whole = torch.tensor([*row["prompt"], *ids])
+            first = len(row["prompt"])
+            with torch.no_grad():
+                own, reference = (
+                    m(whole[None])
+                    .logits[0, first - 1 : -1]
+                    .double()
+                    .log_softmax(-1)
+                    .gather(1, whole[first:, None])[:, 0]
+                    for m in models
+                )
+            ratio = (own - torch.tensor(old, dtype=torch.float64)).exp()
+            if settings.get("importance_sampling_level") == "sequence":
+                ratio = (own - torch.tensor(old)).mean().exp().expand(len(ids))
+            if kind == "cispo":
+                each = -ratio.clamp(max=high) * advantage * own
+            else:
+                free = ratio.clamp(max=settings.get("delta", np.inf))
+                bounded = ratio.clamp(1 - low, 1 + high)
+                each = -torch.minimum(free * advantage, bounded * advantage)
+            each = each + beta * ((reference - own).exp() - (reference - own) - 1)
+            total += (each.mean() if kind == "grpo" else each.sum()).item()
+            tokens, answers = tokens + len(ids), answers + 1
+    counts = {"grpo": answers, "dr_grpo": answers * settings.get("max_completion_length", 0)}
+    return total / counts.get(kind, tokens)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("kind", CASES)
+def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
+    name = f"first-{kind}-{beta}"
+    own = {"task": "grpo", "loss_type": kind, "steps": 1, "batch_size": 64, **CASES[kind]}
+    own |= {"beta": beta, "reference": other} if beta else {}
+    main(workspace.settings(name, data=data, **own))
+    expected = definition(workspace, other, kind, beta, CASES[kind])
+    assert workspace.metrics(name, "loss")[0] == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["dapo", "grpo"])
+def test_ranks_packing_and_resuming_change_nothing(workspace, data, kind):
+    same = {"task": "grpo", "data": data, "loss_type": kind, "steps": 4, "max_grad_norm": 0}
+    same |= {"beta": 0.1, "importance_sampling_level": "sequence", "seq_len": 64}
+    main(workspace.settings(f"{kind}", **same, save_every=2))
+    source = workspace.root / kind / "checkpoints/step-00000002"
+    main(workspace.settings(f"{kind}-resumed", **same, resume=source))
+    train_on(2, workspace.settings(f"{kind}-two", **same))
+    main(workspace.settings(f"{kind}-packed", **same, batch_size=64))
+    padded = {"packing": "false", "micro_batch_size": 4}
+    main(workspace.settings(f"{kind}-padded", **same, batch_size=64, **padded))
+    for key in ("loss", "grad_norm", "kl", "clip_ratio/region_mean"):
+        curve = workspace.metrics(kind, key)
+        assert len(curve) == 4
+        assert workspace.metrics(f"{kind}-resumed", key) == curve[2:]
+        close = {"rel": 5e-4, "abs": 1e-6}
+        assert workspace.metrics(f"{kind}-two", key) == pytest.approx(curve, **close), key
+        packed = workspace.metrics(f"{kind}-packed", key)
+        assert workspace.metrics(f"{kind}-padded", key) == pytest.approx(packed, **close), key
+
+
+def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):
+    rows = [{k: v for k, v in r.items() if k != "old_logprobs"} for r in preferences.rewarded(4)]
+    data = preferences.write(tmp_path / "plain.jsonl", rows)
+    main(workspace.settings("plain", task="grpo", data=data, steps=1, batch_size=64))
+    weights = [len(a) for row in rows for a in row["completions"]]
+    advantages = np.concatenate([advantages_of(np.array(row["rewards"])) for row in rows])
+    expected = -(advantages * weights).sum() / sum(weights)
+    assert workspace.metrics("plain", "loss")[0] == pytest.approx(expected, rel=1e-5)
+    assert workspace.metrics("plain", "grad_norm")[0] > 1e-3
+
+
+def test_advantages_are_those_of_trl():
+    utils = pytest.importorskip("trl.trainer.utils")
+    rewards = torch.tensor([0.1, 0.7, 0.2, 1.5])
+    expected = (rewards - rewards.mean()) / (utils.nanstd(rewards) + 1e-4)
+    assert advantages_of(rewards.numpy()) == pytest.approx(expected.numpy(), rel=1e-5)
+    assert advantages_of(np.ones(1)).tolist() == [0.0]
+
+
+TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": [1]}, "'rewards' must be a list of numbers, 2 of them"),
+        ({"rewards": [1, "x"]}, "'rewards' has 'x' in it, which is no finite number"),
+        ({"advantages": [1, 0]}, "needs either 'rewards' or 'advantages', and has both"),
+        ({"rewards": None}, "needs either 'rewards' or 'advantages', and has neither"),
+        ({"completions": []}, "'completions' must be a list of answers"),
+        ({"completions": [" reads", ""]}, "'completions' has no answer: it is empty"),
+        ({"completions": [" reads", 3]}, "'completions' has int in it"),
+        ({"old_logprobs": [[-1.0]]}, "'old_logprobs' must have a list for each of the 2 answers"),
+        ({"old_logprobs": [[-1.0], [-1.0]]}, "'old_logprobs' has 1 numbers for the"),
+        ({"prompt": [3, 4]}, "'prompt' is a list of tokens, and so must each answer be one"),
+    ],
+)
+def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
+    path = preferences.write(tmp_path / "bad.jsonl", [TEXT, TEXT | changes])
+    with pytest.raises(SystemExit, match=f"bad.jsonl:2: .*{message}"):
+        main(workspace.settings("bad", task="grpo", data=path, steps=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("loss_type=dr_grpo", "max_completion_length=None with loss_type=dr_grpo"),
+        ("max_completion_length=9", "max_completion_length=9 with loss_type=dapo"),
+        ("reference=x", "reference=x with beta=0 has no effect"),
+        ("loss_type=hinge", "loss_type=hinge of task=grpo is not one of dapo, grpo"),
+        ("desirable_weight=2", "desirable_weight=2: task=grpo has no use for it"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(world, given, message):
+    config = load(None, ["run_dir=a", "model=m", "data=a.jsonl", "task=grpo", *given.split()])
+    with pytest.raises(ValueError, match=message):
+        find_objective("grpo")(config, world)

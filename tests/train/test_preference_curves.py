@@ -1,0 +1,138 @@
+"""Curves of the trainer against TRL's trainers: the same model, rows and optimizer."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train import preferences
+from tigon.train import main
+from tigon.train.objectives import losses
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
+ROWS, STEPS, LR = 8, 30, 1e-3
+SAME = {"batch_size": ROWS, "micro_batch_size": ROWS, "lr": LR, "schedule": "constant"}
+
+
+def ours(workspace: Any, name: str, rows: list[dict[str, Any]], **settings: Any) -> str:
+    """The name of a run over all rows at each step."""
+    data = preferences.write(workspace.root / f"{name}.jsonl", rows)
+    changes = {"data": data, "steps": STEPS, "packing": "false", **SAME, **settings}
+    main(workspace.settings(name, **changes, max_grad_norm=0, log_every=1))
+    return name
+
+
+def theirs(
+    workspace: Any,
+    trainer: Any,
+    config: Any,
+    rows: list[dict[str, Any]],
+    classifier: Any = None,
+    **settings: Any,
+) -> list[dict[str, float]]:
+    """What TRL logs of each step."""
+    cls, path = transformers.AutoModelForCausalLM, workspace.model
+    if classifier is not None:
+        cls, path = transformers.AutoModelForSequenceClassification, classifier
+    model = cls.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        workspace.model, pad_token="<|endoftext|>"
+    )
+    arguments = config(
+        output_dir=str(workspace.root / "trl"),
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        learning_rate=LR,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-8,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        logging_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        gradient_checkpointing=False,
+        max_length=128,
+        **settings,
+    )
+    made = trainer(
+        model=model,
+        args=arguments,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    made.train()
+    return [row for row in made.state.log_history if "loss" in row]
+
+
+def assert_same(workspace: Any, run: str, rows: list[dict[str, float]], *names: str) -> None:
+    assert len(rows) == STEPS
+    for name in ("loss", *names):
+        curve = torch.tensor(workspace.metrics(run, name), dtype=torch.float64)
+        expected = torch.tensor([row[name] for row in rows], dtype=torch.float64)
+        assert curve.std() > 1e-4, name  # it moves
+        difference = (curve - expected).abs().max().item()
+        assert difference <= 1e-4 * max(1.0, expected.abs().max().item()), (name, difference)
+
+
+REWARDS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loss_type", losses.DPO)
+def test_dpo(workspace: Any, loss_type: str) -> None:
+    rows = preferences.pairs(ROWS)
+    smoothing = 0.1 if loss_type == "robust" else 0.0
+    settings = {"beta": 0.3, "label_smoothing": smoothing, "loss_type": loss_type}
+    run = ours(workspace, f"dpo-{loss_type}", rows, task="dpo", **settings)
+    found = theirs(workspace, trl.DPOTrainer, trl.DPOConfig, rows, **settings)
+    assert_same(workspace, run, found, *REWARDS, "rewards/accuracies")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "ipo"])
+def test_cpo_and_simpo(workspace: Any, loss_type: str) -> None:
+    module = pytest.importorskip("trl.experimental.cpo")
+    rows = preferences.text_pairs(ROWS, 1)  # TRL's adds eos to chats too, behind their last turn
+    shared = {"beta": 0.7, "cpo_alpha": 0.5}
+    own = {"task": "cpo", "loss_type": loss_type, **shared}
+    if loss_type == "simpo":
+        shared["simpo_gamma"] = 0.4
+        own = {"task": "simpo", **shared}
+    run = ours(workspace, f"cpo-{loss_type}", rows, **own)
+    found = theirs(
+        workspace, module.CPOTrainer, module.CPOConfig, rows, loss_type=loss_type, **shared
+    )
+    assert_same(workspace, run, found, *REWARDS, "nll_loss")
+
+
+@pytest.mark.timeout(300)
+def test_orpo(workspace: Any) -> None:
+    module = pytest.importorskip("trl.experimental.orpo")
+    rows = preferences.text_pairs(ROWS, 2)
+    run = ours(workspace, "orpo", rows, task="orpo", beta=0.3)
+    found = theirs(workspace, module.ORPOTrainer, module.ORPOConfig, rows, beta=0.3)
+    assert_same(workspace, run, found, *REWARDS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+
+
+@pytest.mark.timeout(300)
+def test_kto(workspace: Any) -> None:
+    rows = preferences.labelled(ROWS, 3)
+    settings = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
+    run = ours(workspace, "kto", rows, task="kto", **settings)
+    found = theirs(workspace, trl.KTOTrainer, trl.KTOConfig, rows, **settings)
+    assert_same(workspace, run, found, *REWARDS, "kl")

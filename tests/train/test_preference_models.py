@@ -1,0 +1,108 @@
+"""Preference objectives with other models and ways to divide them, and the memory of logits.
+
+# T tokens, V vocab
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.small import EXPERTS, LLAMA, write_model
+from tests.train import preferences
+from tests.train.ranks import train_on
+from tigon.train import load, main, prepare, start
+from tigon.train.loop import open_objective
+from tigon.train.step import backward
+
+V = LLAMA["vocab_size"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def data(tmp_path) -> dict[str, Any]:
+    pairs = preferences.write(tmp_path / "pairs.jsonl", preferences.pairs(21, 5))
+    kto = preferences.write(tmp_path / "kto.jsonl", preferences.labelled(21, 5))
+    grpo = preferences.write(tmp_path / "grpo.jsonl", preferences.rewarded(9))
+    return {"kto": kto, "grpo": grpo} | dict.fromkeys(("dpo", "orpo", "reward"), pairs)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("task", ["dpo", "kto", "reward", "grpo"])
+def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
+    experts = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
+    model = write_model(tmp_path / "experts", **{**EXPERTS, **experts})
+    same = {"task": task, "data": data[task], "steps": 3, "model": model, "max_grad_norm": 0}
+    main(workspace.settings(f"experts-{task}", **same))
+    train_on(2, workspace.settings(f"experts-{task}-two", **same))
+    off = {**same, "router_aux_loss_coef": 0}
+    main(workspace.settings(f"experts-{task}-off", **off))
+    curve, two, without = (
+        workspace.metrics(f"experts-{task}{name}", "grad_norm") for name in ("", "-two", "-off")
+    )
+    assert two == pytest.approx(curve, rel=1e-3)
+    balanced = abs(curve[0] - without[0]) > 1e-3 * curve[0]
+    assert balanced == (task != "reward")  # as in transformers, whose scores have no such loss
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
+def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
+    other = write_model(tmp_path / "other", num_hidden_layers=1)
+    same = {"task": task, "data": data[task], "steps": 3, "max_grad_norm": 0}
+    same |= {"reference": other} if task != "reward" else {}
+    main(workspace.settings(f"one-{task}", **same))
+    train_on(2, workspace.settings(f"two-{task}", **same, sharding="gradients"))
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics(f"one-{task}", key)
+        assert workspace.metrics(f"two-{task}", key) == pytest.approx(expected, rel=2e-4), key
+
+
+@pytest.mark.timeout(300)
+def test_a_stream_has_its_second_model_on_every_rank(workspace, data, tmp_path):
+    other = write_model(tmp_path / "other", num_hidden_layers=1)
+    same = {"task": "dpo", "data": data["dpo"], "steps": 3, "reference": other, "batch_size": 4}
+    same |= {"streaming": "true", "shuffle_window": 64}
+    main(workspace.settings("stream-one", **same))
+    train_on(2, workspace.settings("stream-two", **same))
+    expected = workspace.metrics("stream-one", "loss")
+    assert workspace.metrics("stream-two", "loss") == pytest.approx(expected, rel=2e-4)
+
+
+def test_bfloat16_weights(workspace, data):
+    same = {"task": "dpo", "data": data["dpo"], "steps": 2, "batch_size": 64}
+    main(workspace.settings("bf16", **same, param_dtype="bfloat16"))
+    assert workspace.metrics("bf16", "loss")[0] == pytest.approx(0.6931, abs=1e-3)
+
+
+class Largest(TorchDispatchMode):
+    """The most rows of logits that any operation returns."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor) and x.dim() and x.shape[-1] == V:
+                self.rows = max(self.rows, x.numel() // V)
+        return out
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "kto", "grpo", "distill"])
+def test_no_logits_of_all_tokens_exist(workspace, data, tmp_path, task):
+    own: dict[str, Any] = {"task": task, "data": data.get(task, workspace.data)}
+    if task == "distill":
+        own["teacher"] = write_model(tmp_path / "teacher", num_hidden_layers=1)
+    own |= {"logits_bytes": 16 * V * 4, "batch_size": 4, "steps": 1}
+    with start("cpu") as world:
+        run = prepare(load(None, workspace.settings(f"memory-{task}", **own)), world)
+        open_objective(run)
+        run.objective.begin(run.model)
+        with run.feed, Largest() as largest:
+            backward(run, 0)
+    assert 0 < largest.rows <= 64  # the weight itself, [V, C], has C columns

@@ -1,0 +1,255 @@
+"""Preference objectives in the trainer: ranks, packing, resuming, references, refusals."""
+
+import json
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tigon
+from tests.small import write_model
+from tests.train import preferences
+from tests.train.ranks import train_on
+from tigon.data import cache_root
+from tigon.train import load, main
+from tigon.train.estimate.memory import estimate
+from tigon.train.model import outline
+from tigon.train.objectives import find_objective
+from tigon.train.parallel import World
+
+PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
+KEYS = (
+    "loss",
+    "grad_norm",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def settings(workspace):
+    """21 pairs or labelled answers, and some held out."""
+    made = {}
+    for kind, make in (("pairs", preferences.pairs), ("labelled", preferences.labelled)):
+        for name, count, seed in (("data", 21, 5), ("eval_data", 5, 9)):
+            path = workspace.root / f"{kind}-{name}.jsonl"
+            made[kind, name] = preferences.write(path, make(count, seed))
+
+    def settings(run: str, task: str, **changes: Any) -> list[str]:
+        kind = "labelled" if task == "kto" else "pairs"
+        same = {name: made[kind, name] for name in ("data", "eval_data")}
+        same |= {"task": task, "steps": 4, "eval_every": 2, "max_grad_norm": 0}
+        return workspace.settings(run, **same | changes)
+
+    return settings
+
+
+def assert_same(workspace: Any, run: str, other: str, *, last: int = 4, rel: float = 0.0) -> None:
+    for key in (*KEYS, *(f"eval_{key}" for key in KEYS if key != "grad_norm")):
+        curve, expected = workspace.metrics(run, key), workspace.metrics(other, key)
+        assert len(expected) == (3 if key.startswith("eval") else 4)
+        expected = expected[-last:]
+        assert curve == pytest.approx(expected, rel=rel, abs=rel / 10), key
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("task", [*PAIRED, "kto"])
+def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
+    main(settings(task, task, save_every=2))
+    source = workspace.root / task / "checkpoints/step-00000002"
+    main(settings(f"{task}-resumed", task, resume=source))
+    assert_same(workspace, f"{task}-resumed", task, last=2)
+    train_on(2, settings(f"{task}-two", task))
+    assert_same(workspace, f"{task}-two", task, rel=2e-4)
+    whole = {"batch_size": 64, "steps": 4}
+    main(settings(f"{task}-packed", task, **whole))
+    for name, more in (
+        ("padded", {"packing": "false"}),
+        ("parts", {"micro_batch_size": 4, "activation_checkpointing": "true"}),
+    ):
+        main(settings(f"{task}-{name}", task, **whole, **more))
+        assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
+
+
+def test_the_first_loss_is_that_of_no_change(workspace, settings):
+    main(settings("first", "dpo", steps=1))
+    assert workspace.metrics("first", "loss")[0] == pytest.approx(np.log(2), rel=1e-6)
+    assert workspace.metrics("first", "rewards/margins")[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_references_are_computed_once_and_checked(workspace, settings, capsys):
+    def run(name: str, **changes: Any) -> list[str]:
+        main(settings(name, "dpo", **changes))
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("reference: ")]
+
+    first = run("cached")
+    assert len(first) == 2 and all("computed in" in line for line in first)
+    assert all(", from " in line for line in run("cached-again"))
+    assert all("computed in" in line for line in run("cached-length", max_length=20))
+    assert all("computed in" in line for line in run("cached-rows", seq_len=64))
+    path = min((cache_root() / "reference").glob("*.npy"))
+    values = np.load(path)
+    values[np.flatnonzero(values)[0]] += 1
+    np.save(path, values)
+    again = run("cached-damaged") + run("d2", max_length=20) + run("d3", seq_len=64)
+    assert sum("computed in" in line for line in again) == 1
+    for name in ("cached-again", "cached-damaged"):
+        assert_same(workspace, name, "cached")
+
+
+def test_resuming_without_the_cache_asks_the_initial_model(
+    workspace, settings, monkeypatch, tmp_path
+):
+    main(settings("kept", "dpo", save_every=2))
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "another"))
+    main(settings("lost", "dpo", resume=workspace.root / "kept/checkpoints/step-00000002"))
+    assert_same(workspace, "lost", "kept", last=2)
+
+
+def test_resuming_with_another_reference_or_without_its_files(workspace, settings, tmp_path):
+    model = write_model(tmp_path / "model")
+    run = settings("begun", "dpo", model=model, steps=4, save_every=2, eval_data="[]")
+    main([*run, "steps=2"])
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + bytes(4))
+    with pytest.raises(SystemExit, match="is not the reference that the run began with"):
+        main([*run, "resume=auto"])
+    shutil.rmtree(model)
+    main([*run, "resume=auto"])
+    assert len(workspace.metrics("begun", "loss")) == 4
+
+
+def test_another_model_as_the_reference(workspace, settings, tmp_path):
+    other = write_model(tmp_path / "other", num_hidden_layers=1)
+    main(settings("other", "dpo", reference=other, steps=2))
+    rows = preferences.pairs(21, 5)
+    models = [tigon.from_pretrained(path) for path in (workspace.model, other)]
+    tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
+
+    def logprob(model: Any, row: Any, answer: str) -> float:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
+        ids = torch.tensor(tokenizer.apply_chat_template([*row["prompt"], *row[answer]]))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0].double().log_softmax(-1)
+        return sum(logits[t - 1, ids[t]].item() for t in range(len(prompt), len(ids)))
+
+    main(settings("other-all", "dpo", reference=other, steps=1, batch_size=64))
+    rewards = [
+        np.mean([0.1 * (logprob(models[0], r, a) - logprob(models[1], r, a)) for r in rows])
+        for a in ("chosen", "rejected")
+    ]
+    found = [workspace.metrics("other-all", f"rewards/{a}")[0] for a in ("chosen", "rejected")]
+    assert found == pytest.approx(rewards, rel=1e-4)
+
+
+def test_a_reference_of_other_tokens_is_refused(workspace, settings, tmp_path):
+    other = write_model(tmp_path / "other")
+    path = other / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["added_tokens"].append(values["added_tokens"][0] | {"id": 300, "content": "<|x|>"})
+    path.write_text(json.dumps(values))
+    with pytest.raises(SystemExit, match=r"another vocabulary: token '<\|x\|>' is 300 there"):
+        main(settings("foreign", "dpo", reference=other))
+
+
+def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
+    same = {"steps": 4, "batch_size": 64}
+    main(settings("whole", "dpo", **same))
+    main(settings("stream", "dpo", **same, streaming="true", shuffle_window=64))
+    assert_same(workspace, "stream", "whole", rel=2e-4)
+
+
+def test_adapters_are_taken_off_for_the_reference(workspace, settings, monkeypatch):
+    """As a model with adapters would have it, whose base does not change."""
+    from contextlib import contextmanager
+
+    from tigon.models import CausalLM
+
+    bases: list[Any] = []
+
+    @contextmanager
+    def adapters_disabled(self):
+        own = {name: p.detach().clone() for name, p in self.named_parameters()}
+        bases.append(own) if not bases else None
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.copy_(bases[0][name])
+            yield
+            for name, p in self.named_parameters():
+                p.copy_(own[name])
+
+    main(settings("stored", "dpo"))
+    monkeypatch.setattr(CausalLM, "adapters_disabled", adapters_disabled, raising=False)
+    main(settings("live", "dpo"))
+    assert not list((cache_root() / "reference").glob("*.npy"))[2:]
+    assert_same(workspace, "live", "stored", rel=2e-4)
+
+
+NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("task=sft beta=0.2", "beta=0.2: task=sft has no use for it"),
+        ("task=sft max_length=9", "task=sft has no use for it: seq_len is where rows are cut"),
+        ("task=orpo loss_type=hinge", "loss_type='hinge': task=orpo has no use for it"),
+        ("task=dpo loss_type=dapo", "loss_type=dapo of task=dpo is not one of sigmoid, hinge"),
+        ("task=dpo beta=0", "beta=0 of task=dpo must be above 0"),
+        ("task=dpo loss_type=ipo label_smoothing=0.1", "loss_type=ipo of task=dpo has no use"),
+        ("task=dpo loss_type=robust label_smoothing=0.5", "label_smoothing=0.5 must be below 0.5"),
+        ("task=cpo reference=x", "reference='x': task=cpo has no use for it"),
+        ("task=kto label_smoothing=0.1", "label_smoothing=0.1: task=kto has no use for it"),
+        ("task=kto cuda_graphs=true", "cuda_graphs=true with task=kto"),
+        ("task=dpo train_on=all", "train_on=all: task=dpo has no use for it"),
+        ("task=dpo loss_reduction=sequence", "loss_reduction=sequence: task=dpo has no use"),
+        ("task=dpo metrics=[nll]", "task=dpo has no use for it"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(world, given, message):
+    config = load(None, [*NEEDED, *given.split()])
+    with pytest.raises(ValueError, match=message):
+        find_objective(config.task)(config, world)
+
+
+def test_bad_rows_end_the_run_with_their_line(workspace, settings, tmp_path, capsys):
+    row = preferences.pairs(1)[0]
+    data = preferences.write(tmp_path / "bad.jsonl", [row, row | {"rejected": row["chosen"]}])
+    with pytest.raises(SystemExit, match=r"bad.jsonl:2: 'chosen' and 'rejected' are equal"):
+        main(settings("bad", "dpo", data=data))
+    main(settings("skipped", "dpo", data=data, bad_rows="skip", steps=1))
+    assert "1 of 2 rows skipped as bad" in capsys.readouterr().out
+
+
+def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_path, capsys):
+    rows = preferences.pairs(3)
+    long = rows[0] | {"chosen": preferences.message("assistant", "words " * 100)}
+    asked = rows[1] | {"prompt": preferences.message("user", "words " * 100)}
+    data = preferences.write(tmp_path / "long.jsonl", [*rows, long, asked])
+    same = {"data": data, "max_length": 100, "seq_len": 256, "steps": 1}
+    main(settings("cut", "dpo", **same))
+    assert "1 cut to seq_len 256, 2 left out: what has nothing" in capsys.readouterr().out
+    main(settings("whole-only", "dpo", **same, truncate="false"))
+    assert "0 cut to seq_len 256, 4 left out: what is longer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])
+def test_a_dry_run_times_steps_and_memory_is_estimated(workspace, settings, task, capsys):
+    main([*settings(f"dry-{task}", task), "--dry-run"])
+    assert "a step, measured: " in capsys.readouterr().out
+    config = load(None, settings(f"estimated-{task}", task))
+    objective = find_objective(task)(config, World(0, 1, torch.device("cpu")))
+    model = outline(config, torch.float32)
+    found = estimate(model, objective, config, 1, torch.bfloat16)
+    assert found.kinds["activations"] > 0 and found.kinds["logits and loss"] > 0

@@ -1,0 +1,201 @@
+"""Prompts with answers to examples: sequences of which the answers alone are learned."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from tigon.data.encoders import FormatEncoder, words_of_template
+from tigon.data.examples import SUPERVISED, Example
+from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
+from tigon.data.preferences import Prompted, as_labelled, as_pair, as_rewarded, number
+from tigon.tokenizer import Tokenizer
+
+KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
+
+
+class AnswerEncoder(FormatEncoder):
+    """A prompt and its answers, as TRL makes tokens of them.
+
+    An answer begins where the tokens of the prompt, as generation would have it, and those of
+    prompt and answer part. A text ends with eos. Everything from there on is learned.
+    """
+
+    per_token: Mapping[str, DTypeLike] = SUPERVISED
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.read_in_messages = {"role", "content"} | words_of_template(tokenizer)
+
+    def tokens(self, said: Prompted) -> tuple[int, list[list[int]]]:
+        """How many tokens the prompt has, and the ids of it with each answer."""
+        tokenizer = self.tokenizer
+        whole: list[list[int]]
+        if said.is_chat:
+            given: dict[str, Any] = {"tools": said.tools, **said.variables}
+
+            def encode(messages: Any, **more: Any) -> list[int]:
+                ids = tokenizer.apply_chat_template(messages, **given, **more)
+                assert isinstance(ids, list)
+                return ids
+
+            prompt = encode(said.prompt, add_generation_prompt=True)
+            whole = [encode([*said.prompt, *answer]) for answer in said.answers]
+        else:
+            assert isinstance(said.prompt, str)
+            prompt = tokenizer.encode(said.prompt)
+            texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
+            whole = [self.ended(tokenizer.encode(text)) for text in texts]
+        shared = min(common(prompt, ids) for ids in whole)
+        for ids in whole:
+            if len(ids) == shared:
+                raise ValueError("an answer has no tokens of its own behind the prompt")
+        return shared, whole
+
+    def example(self, ids: Sequence[int], prompt: int, **values: Any) -> Example:
+        """The tokens behind the first `prompt` are learned."""
+        return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        """Those of messages too, as "chosen.KEY"."""
+        found = super().ignored(row, form)
+        known = self.read_in_messages
+        for name in KEYS:
+            messages = form.get(row, name)
+            for message in messages if isinstance(messages, list) else ():
+                if isinstance(message, dict) and not message.keys() <= known:
+                    found |= {f"{form.key(name)}.{key}" for key in message.keys() - known}
+        return found
+
+
+class PairEncoder(AnswerEncoder):
+    """Pairs: a group of the chosen answer and the rejected one, each after the prompt.
+
+    `margin`: a column of what the row says of by how much the one is better.
+    """
+
+    formats = PAIRS
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, margin: bool = False, skip_bad_rows: bool = False
+    ) -> None:
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.per_example = {"margin": np.float32} if margin else {}
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos, "margin": "margin" in self.per_example}
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        unread = set() if self.per_example else {form.key("margin")} & row.keys()
+        return super().ignored(row, form) | unread
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        prompt, both = self.tokens(as_pair(row, form))
+        if both[0] == both[1]:
+            raise ValueError("chosen and rejected are the same tokens")
+        values: Mapping[str, float] = {}
+        if self.per_example:
+            values = {"margin": number(row, form, "margin", 0.0)}
+        return [self.example(ids, prompt, **values) for ids in both]
+
+
+class LabelledEncoder(AnswerEncoder):
+    """Answers that are desired or not, as for KTO.
+
+    Each is in a group with a second sequence: the row's prompt with the answer of the row before
+    it, from which the divergence from the reference is estimated. The first row of a block (about
+    a megabyte of a file) has the last one's answer. A row that is alone in its block has none. So
+    pairs depend on the file alone, and on no batch and no rank.
+    """
+
+    formats = LABELLED
+    per_example = {"desired": np.bool_, "matched": np.bool_}
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos}
+
+    def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
+        encoded = [self._attempt(row, form) for row in rows]
+        good = [found for found in encoded if not isinstance(found, ValueError)]
+        before = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
+        for found in encoded:
+            if isinstance(found, ValueError):
+                yield found
+                continue
+            prompt, ids, label = found
+            group = [self.example(ids, prompt, desired=label, matched=True)]
+            other_prompt, other, _ = before[id(found)]
+            if len(good) > 1:
+                mixed = [*ids[:prompt], *other[other_prompt:]]
+                group.append(self.example(mixed, prompt, desired=label, matched=False))
+            yield group
+
+    def _attempt(self, row: Row, form: Format) -> tuple[int, list[int], bool] | ValueError:
+        try:
+            said, label = as_labelled(row, form)
+            prompt, (ids,) = self.tokens(said)
+        except ValueError as error:
+            return error
+        except RecursionError:
+            return ValueError("is nested too deeply")
+        return prompt, ids, label
+
+
+class RewardedEncoder(AnswerEncoder):
+    """Answers of a policy to a prompt, with the advantage that each has over the row's others.
+
+    A row's rewards become advantages as in GRPO (arXiv 2402.03300): less their mean and, with
+    `scale`, over their standard deviation. Log-probabilities by the policy that gave the answers
+    are a column, NaN where the row has none.
+    """
+
+    formats = REWARDED
+    per_token = SUPERVISED | {"old_logprobs": np.float32}
+    per_example = {"advantage": np.float32}
+    grouped = False
+
+    def __init__(self, tokenizer: Tokenizer, *, scale: bool = True, skip_bad_rows: bool = False):
+        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.scale = scale
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos, "scale": self.scale}
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        given = as_rewarded(row, form)
+        if given.said is None:
+            prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
+        else:
+            prompt, whole = self.tokens(given.said)
+        values = np.array(given.values)
+        advantages = values if given.are_advantages else advantages_of(values, scale=self.scale)
+        examples = []
+        for i, ids in enumerate(whole):
+            old = np.full(len(ids), np.nan)
+            if given.old_logprobs is not None:
+                own = given.old_logprobs[i]
+                if len(own) != len(ids) - prompt:
+                    raise ValueError(
+                        f"{form.key('old_logprobs')!r} has {len(own)} numbers for the "
+                        f"{len(ids) - prompt} tokens of answer {i}: give completions as the tokens "
+                        "that they are of"
+                    )
+                old[prompt:] = own
+            columns = {"supervised": np.arange(len(ids)) >= prompt, "old_logprobs": old}
+            examples.append(Example(ids, columns, {"advantage": advantages[i]}))
+        return examples
+
+
+def advantages_of(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
+    """Of the answers to one prompt."""
+    centred = rewards - rewards.mean()
+    if not scale or len(rewards) < 2:
+        return centred
+    return centred / (rewards.std(ddof=1) + 1e-4)
+
+
+def common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))

@@ -1,0 +1,84 @@
+"""Rows of tokens with what a teacher makes of each: its most likely tokens and their
+log-probabilities.
+
+# N tokens of a row, K of them at a place
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from tigon.data.encoders import FormatEncoder
+from tigon.data.examples import Example
+from tigon.data.formats import DISTRIBUTED, Format, Row
+
+NOTHING = -1  # in place of a token where there are fewer than K
+SUM = 1e-3  # by which probabilities may add up to more than 1, as they are rounded
+
+
+class TopEncoder(FormatEncoder):
+    """Sequences of tokens, each with the teacher's distribution that it stands in.
+
+    `teacher_tokens[i]` and `teacher_logprobs[i]` are those of token i after the ones before it, as
+    vLLM's prompt_logprobs are; the first token has none, and any may have fewer than the others.
+    Learned is where `completion_mask` is 1; without it, everything.
+    """
+
+    formats = DISTRIBUTED
+    per_token: Mapping[str, DTypeLike] = {
+        "supervised": np.bool_,
+        "teacher_tokens": np.int32,
+        "teacher_logprobs": np.float32,
+    }
+
+    def row(self, row: Row, form: Format) -> Sequence[Example]:
+        ids = _whole_numbers(form.get(row, "input_ids"), form.key("input_ids"))
+        tokens, logprobs = (form.get(row, n) for n in ("teacher_tokens", "teacher_logprobs"))
+        for name, given in (("teacher_tokens", tokens), ("teacher_logprobs", logprobs)):
+            if not isinstance(given, list) or len(given) != len(ids):
+                raise ValueError(
+                    f"{form.key(name)!r} must have a list for each of the {len(ids)} tokens"
+                )
+        mask = form.get(row, "completion_mask")
+        learned = np.ones(len(ids), dtype=bool)
+        if mask is not None:
+            learned = np.array(_whole_numbers(mask, form.key("completion_mask"))) > 0
+            if len(learned) != len(ids):
+                raise ValueError(
+                    f"{form.key('completion_mask')!r} has {len(learned)} values for {len(ids)} "
+                    "tokens"
+                )
+        learned[:1] = False  # nothing predicts it
+        if not learned.any():
+            raise ValueError("has no token to learn behind its first")
+        widest = max(len(some or ()) for some in tokens)
+        columns = np.full((len(ids), widest), NOTHING), np.zeros((len(ids), widest))
+        for i, (some, given) in enumerate(zip(tokens, logprobs, strict=True)):
+            if i and learned[i]:
+                _check(i, some, given)
+            count = len(some or ())
+            if i and count:
+                columns[0][i, :count], columns[1][i, :count] = some, given
+        values = {"supervised": learned, "teacher_tokens": columns[0]}
+        return [Example(ids, values | {"teacher_logprobs": columns[1]})]
+
+
+def _whole_numbers(value: Any, name: str) -> list[int]:
+    if isinstance(value, list) and value and all(type(v) in (int, bool) for v in value):
+        return value
+    raise ValueError(f"{name!r} must be a list of whole numbers, not {value!r:.100}")
+
+
+def _check(place: int, tokens: Any, logprobs: Any) -> None:
+    where = f"the teacher's distribution of token {place}"
+    if not isinstance(tokens, list) or not isinstance(logprobs, list) or not tokens:
+        raise ValueError(f"{where} is empty: give its tokens and their log-probabilities")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{where} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
+    if any(type(t) is not int or t < 0 for t in tokens) or len({*tokens}) < len(tokens):
+        raise ValueError(f"{where} has a token twice, or one that is none: {tokens!r:.100}")
+    given = np.array(logprobs, dtype=np.float64)
+    if not np.isfinite(given).all() or np.exp(given).sum() > 1 + SUM:
+        raise ValueError(f"{where} is none: its log-probabilities are {logprobs!r:.100}")

@@ -1,0 +1,228 @@
+"""Rows of prompts with answers that are preferred or not, in TRL's formats.
+
+https://huggingface.co/docs/trl/dataset_formats: pairs with an explicit or an implicit prompt, and
+single answers with a label; each as texts or as lists of messages.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tigon.data.formats import Format, Messages, Row, kind_of, template_variables, tools_of
+
+Said = str | Messages  # a text, or messages
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """Answers to one prompt; all are texts, or all are lists of messages."""
+
+    prompt: Said
+    answers: tuple[Said, ...]
+    tools: list[Any] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, list)
+
+
+def as_pair(row: Row, form: Format) -> Prompted:
+    """A row of the format preference: its chosen and its rejected answer; ValueError if bad.
+
+    Without a prompt, it is what both begin with. A prompt that is a text, of answers that are whole
+    conversations (as in UltraFeedback), has to be what these ask.
+    """
+    chosen, rejected = (_said(row, form, name) for name in ("chosen", "rejected"))
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise ValueError(
+            f"{form.key('chosen')!r} is {kind_of(chosen)} and {form.key('rejected')!r} is "
+            f"{kind_of(rejected)}: both must be texts, or both lists of messages"
+        )
+    given = form.get(row, "prompt")
+    prompt = None if given is None else _said(row, form, "prompt")
+    whole = prompt is None or (isinstance(prompt, str) and isinstance(chosen, list))
+    if isinstance(prompt, list) and isinstance(chosen, str):
+        raise ValueError(
+            f"{form.key('prompt')!r} is a list of messages, and the answers are texts: make them "
+            "lists of messages too"
+        )
+    if chosen == rejected:
+        raise ValueError(f"{form.key('chosen')!r} and {form.key('rejected')!r} are equal")
+    if whole:
+        shared, chosen, rejected = split_prompt(chosen, rejected)
+        _check_shared(prompt, shared, (chosen, rejected))
+        prompt = shared
+    assert prompt is not None
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        _check_answer(form.key(name), answer)
+    return _prompted(row, form, prompt, (chosen, rejected))
+
+
+def split_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
+    """What both begin with, and what is left of each; a space in between goes to the answers."""
+    end = next(
+        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+        min(len(chosen), len(rejected)),
+    )
+    if end and chosen[end - 1] == " ":
+        end -= 1
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def as_labelled(row: Row, form: Format) -> tuple[Prompted, bool]:
+    """A row of the format unpaired: one answer, and whether it is desired."""
+    label = form.get(row, "label")
+    if not isinstance(label, bool):
+        raise ValueError(f"{form.key('label')!r} must be true or false, not {label!r:.100}")
+    prompt, answer = _said(row, form, "prompt"), _said(row, form, "completion")
+    _check_alike(form, "completion", prompt, answer)
+    _check_answer(form.key("completion"), answer)
+    return _prompted(row, form, prompt, (answer,)), label
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """Answers that a policy gave to a prompt, and how good they are."""
+
+    said: Prompted | None  # None: tokens
+    prompt: list[int]  # if they are tokens
+    answers: list[list[int]]
+    values: list[float]  # rewards, or advantages
+    are_advantages: bool
+    old_logprobs: list[list[float]] | None  # of each answer's tokens, by the policy that gave them
+
+
+def as_rewarded(row: Row, form: Format) -> Rewarded:
+    """A row of the format completions; prompt and completions may be texts, messages or tokens."""
+    prompt, answers = form.get(row, "prompt"), form.get(row, "completions")
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(f"{form.key('completions')!r} must be a list of answers")
+    given = [name for name in ("rewards", "advantages") if form.get(row, name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            f"needs either {form.key('rewards')!r} or {form.key('advantages')!r}, "
+            f"{'and has both' if given else 'and has neither'}"
+        )
+    count = len(answers)
+    values = _numbers(form.get(row, given[0]), form.key(given[0]), count)
+    old = form.get(row, "old_logprobs")
+    name = form.key("old_logprobs")
+    if old is not None:
+        if not isinstance(old, list) or len(old) != count:
+            raise ValueError(f"{name!r} must have a list for each of the {count} answers")
+        old = [_numbers(some, name) for some in old]
+    tokens = isinstance(prompt, list) and all(type(i) is int for i in prompt)
+    if tokens and not all(_are_tokens(answer) for answer in answers):
+        raise ValueError(
+            f"{form.key('prompt')!r} is a list of tokens, and so must each answer be one, and none "
+            "empty"
+        )
+    said = None
+    if not tokens:
+        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
+        for answer in answers:
+            if not isinstance(answer, str | list):
+                raise ValueError(
+                    f"{form.key('completions')!r} has {kind_of(answer)} in it: give texts, or "
+                    "lists of messages"
+                )
+            _check_alike(form, "completions", said.prompt, answer)
+            _check_answer(form.key("completions"), answer)
+        prompt, answers = [], []
+    return Rewarded(said, prompt, answers, values, given == ["advantages"], old)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
+    """Finite ones, as many as `count` says."""
+    if not isinstance(values, list) or (count is not None and len(values) != count):
+        raise ValueError(
+            f"{name!r} must be a list of numbers" + ("" if count is None else f", {count} of them")
+        )
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{name!r} has {value!r:.100} in it, which is no finite number")
+    return [float(value) for value in values]
+
+
+def number(row: Row, form: Format, name: str, missing: float) -> float:
+    """A finite number of the row."""
+    value = form.get(row, name)
+    if value is None:
+        return missing
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{form.key(name)!r} must be a finite number, not {value!r:.100}")
+    return float(value)
+
+
+def _prompted(row: Row, form: Format, prompt: Said, answers: tuple[Said, ...]) -> Prompted:
+    return Prompted(prompt, answers, tools_of(row, form), template_variables(row, form))
+
+
+def _said(row: Row, form: Format, name: str) -> Said:
+    value = form.get(row, name)
+    if isinstance(value, str | list):
+        return value
+    raise ValueError(
+        f"{form.key(name)!r} must be a text or a list of messages, not {kind_of(value)}"
+    )
+
+
+def _check_alike(form: Format, name: str, prompt: Said, answer: Said) -> None:
+    if isinstance(prompt, list) != isinstance(answer, list):
+        raise ValueError(
+            f"{form.key('prompt')!r} is {kind_of(prompt)} and {form.key(name)!r} is "
+            f"{kind_of(answer)}: both must be texts, or both lists of messages"
+        )
+
+
+def _check_shared(given: Said | None, shared: Said, answers: Sequence[Said]) -> None:
+    """That two whole texts or conversations answer one prompt, and the row's own if it has one."""
+    if not shared:
+        raise ValueError(
+            "chosen and rejected answer different prompts: they have no beginning in common"
+        )
+    if isinstance(shared, str):
+        return
+    for name, rest in zip(("chosen", "rejected"), answers, strict=True):
+        if rest and _role(rest[0]) != "assistant":
+            raise ValueError(
+                f"chosen and rejected answer different prompts: where they part, {name} goes on "
+                f"with a message of {_role(rest[0])!r:.100}"
+            )
+    asked = [m.get("content") for m in shared if isinstance(m, dict) and _role(m) == "user"]
+    if given is not None and given not in asked:
+        raise ValueError(
+            f"the prompt {given!r:.100} is none of the messages that both conversations begin with"
+        )
+
+
+def _check_answer(name: str, answer: Said) -> None:
+    if isinstance(answer, str):
+        if not answer:
+            raise ValueError(f"{name!r} has no answer: it is empty behind the prompt")
+        return
+    if not answer:
+        raise ValueError(f"{name!r} has no answer: no message follows the prompt")
+    if _role(answer[0]) in ("user", "system"):
+        raise ValueError(
+            f"{name!r} begins with a message of {_role(answer[0])!r}: an answer is the "
+            "assistant's (leave the prompt out where both have it)"
+        )
+    for message in answer:
+        if isinstance(message, dict) and _role(message) == "assistant" and not _says(message):
+            raise ValueError(f"{name!r} has an answer without content")
+
+
+def _says(message: dict[str, Any]) -> bool:
+    """Whether there is anything in it besides its role."""
+    return any(value for key, value in message.items() if key != "role")
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None

@@ -1,0 +1,40 @@
+"""Models that a run reads and does not train: references and teachers."""
+
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.model import compute_dtype
+from tigon.train.parallel import World, shard
+from tigon.weights import Repository
+
+
+def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | None) -> CausalLM:
+    """Of a directory or a hub repository, in the dtype of the computation, on the run's device.
+
+    Divided over the ranks if there are several. Every rank calls this. ValueError if its tokens are
+    not those of the run's tokenizer.
+    """
+    if tokenizer is not None:
+        check_vocabulary(path, tokenizer)
+    compute = compute_dtype(config, world.device)
+    model, weights = build(Repository(path), MODELS, dtype=compute)
+    if world.size > 1:
+        shard(model, world, compute)
+    materialize(model, world.device)
+    load_weights(model, weights)
+    model.use_attention(config.attention)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def check_vocabulary(path: str, tokenizer: Tokenizer) -> None:
+    """ValueError if a model's tokens are not those of the tokenizer."""
+    theirs = Tokenizer.from_pretrained(path).backend.get_vocab()
+    ours = tokenizer.backend.get_vocab()
+    if theirs == ours:
+        return
+    token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
+    raise ValueError(
+        f"{path} has another vocabulary: token {token!r} is {theirs.get(token)} there and "
+        f"{ours.get(token)} here"
+    )

@@ -1,0 +1,114 @@
+"""Distillation: the model learns the distributions of a teacher, besides what the labels say.
+
+# B lines, T tokens of a line, K tokens whose log-probabilities were stored
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.data import ChatEncoder, Encoder, Loader, TopEncoder
+from tigon.kernels.criteria import KL, Criterion, CrossEntropy
+from tigon.models import Batch, CausalLM
+from tigon.models import CausalLMOutput as Output
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.frozen import load_frozen
+from tigon.train.objectives.base import Inputs, Part
+from tigon.train.objectives.cross_entropy import CrossEntropyObjective
+from tigon.train.parallel import World
+
+
+class Distill(CrossEntropyObjective):
+    """`(1 - w) t^2 D + w CE` of each token that fine-tuning would learn.
+
+    D is the divergence of the distributions at temperature t, as `beta` says: 0 KL(teacher ||
+    model), 1 KL(model || teacher), between them the generalised Jensen-Shannon divergence of GKD
+    (arXiv 2306.13649). w is `cross_entropy_weight`; t^2 keeps the gradients' size (arXiv
+    1503.02531). The teacher is a model of the same vocabulary, or its most likely tokens are in the
+    rows: then all others together are one outcome. Logged besides what fine-tuning logs: "kl", the
+    mean of D.
+    """
+
+    serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        self.beta = 0.0 if config.beta is None else config.beta
+        self.weight = config.cross_entropy_weight
+        if not self.beta <= 1:
+            raise ValueError(f"beta={config.beta} of task=distill is not in [0, 1]")
+        if not self.weight < 1:
+            raise ValueError(
+                f"cross_entropy_weight={self.weight} must be below 1; task=sft has no teacher"
+            )
+        if not 0 < config.temperature < float("inf"):
+            raise ValueError(f"temperature={config.temperature} must be above 0")
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(config, name) and not self.weight:
+                raise ValueError(
+                    f"{name}={getattr(config, name)} is of the cross-entropy, and "
+                    "cross_entropy_weight=0"
+                )
+        self.scale = (1 - self.weight) * config.temperature**2
+        self.teacher: CausalLM | None = None
+        self.tokenizer: Tokenizer | None = None
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
+        skip = self.config.bad_rows == "skip"
+        if not self.config.teacher:
+            return TopEncoder(tokenizer, skip_bad_rows=skip)
+        encoder = ChatEncoder(tokenizer, train_on=self.config.train_on, skip_bad_rows=skip)
+        encoder.ends = self.ends
+        return encoder
+
+    def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        self.rehearse(model)
+
+    def rehearse(self, model: CausalLM) -> None:
+        path, world = self.config.teacher, self.world
+        if not path:
+            return
+        with world.together():
+            self.teacher = load_frozen(self.config, world, path, self.tokenizer)
+            own, other = model.config.vocab_size, self.teacher.config.vocab_size
+            if own != other:
+                raise ValueError(
+                    f"teacher={path} has a vocabulary of {other} tokens, and the model one of "
+                    f"{own}: distributions over both cannot be compared"
+                )
+
+    def criteria(self, inputs: Inputs) -> tuple[Criterion, ...]:
+        # The cross-entropy is there even without a weight: metrics are made with it
+        return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
+
+    def _divergence(self, inputs: Inputs) -> Criterion:
+        options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
+        columns = inputs.micro_batch.per_token
+        if self.teacher is not None:
+            teacher = self.teacher
+            with torch.no_grad():
+                batch = Batch.of(teacher, **inputs.micro_batch.inputs())
+                hidden = teacher(batch=batch, logits_to_keep=1, return_hidden=True).hidden
+            kl = KL(teacher_hidden=hidden, teacher=teacher.lm_head, **options)
+        elif "teacher_tokens" in columns:
+            tokens, logprobs = (
+                F.pad(columns[name][:, 1:], (0, 0, 0, 1))
+                for name in ("teacher_tokens", "teacher_logprobs")
+            )
+            kl = KL(teacher_tokens=tokens.long(), teacher_logprobs=logprobs, **options)
+        else:  # an estimate: what a teacher takes is not known
+            return CrossEntropy(coefficient=self.scale)
+        return replace(kl, coefficient=self.scale)
+
+    def _part(self, loss: Tensor, output: Output, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        part = super()._part(loss, output, inputs, sums)
+        divergence = output.criteria[0].detach().double() / self.scale
+        if not inputs.training:  # a sum, there
+            divergence = divergence / sums["items"].clamp(min=1)
+        return replace(part, metrics=part.metrics | {"kl": divergence})

@@ -1,0 +1,110 @@
+"""Policy gradients over given answers: GRPO, DAPO, Dr. GRPO, CISPO, GSPO.
+
+# B lines, T tokens of a line, n sequences
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.data import Encoder, RewardedEncoder
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train import reference
+from tigon.train.config import Config
+from tigon.train.objectives.answers import SHARED, Answers, learned, of_sequences, sequence_of
+from tigon.train.objectives.base import Inputs, Part
+from tigon.train.objectives.losses import Clip, cispo, divergence, policy_gradient
+from tigon.train.parallel import World
+
+CLIP = ("epsilon", "epsilon_high", "delta")
+
+
+class GRPO(Answers):
+    """The advantages of answers, times how much likelier each token became since it was sampled.
+
+    The rows have log-probabilities of the policy that has sampled; without them it is the model as
+    it is at each step. With `beta`, the divergence from a reference is added. What a token weighs
+    is TRL's: dapo and cispo weigh all of a step the same, grpo each answer, dr_grpo each token by
+    `max_completion_length`. Logged: "kl", and the share of tokens whose ratio was clipped.
+    """
+
+    serves = SHARED | {
+        *("beta", "loss_type", "reference", "scale_rewards", "importance_sampling_level"),
+        *("max_completion_length", *CLIP),
+    }
+    default_beta = 0.0
+    losses: ClassVar[Sequence[str]] = ("dapo", "grpo", "dr_grpo", "cispo")
+    per_token: ClassVar[Mapping[str, torch.dtype]] = {
+        "old_logprobs": torch.float32,
+        reference.COLUMN: torch.float32,
+    }
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {"advantage": torch.float32}
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
+        longest = config.max_completion_length
+        if (longest is None) == (self.loss_type == "dr_grpo"):
+            raise ValueError(
+                f"max_completion_length={longest} with loss_type={self.loss_type}: dr_grpo needs "
+                "it, and the others have no use for it"
+            )
+        if config.reference and not self.beta:
+            raise ValueError(f"reference={config.reference} with beta=0 has no effect")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.beta > 0
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
+        config = self.config
+        scale, skip = config.scale_rewards == "group", config.bad_rows == "skip"
+        return RewardedEncoder(tokenizer, scale=scale, skip_bad_rows=skip)
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
+        return super().sums(model, inputs) | {"answers": answers}
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        known = self.reference_logprobs(inputs) if self.needs_reference else None
+        output = self.forward(model, inputs)
+        assert output.logprobs is not None
+        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, learned(inputs)
+        sequence = sequence_of(micro_batch, tokens)
+        lengths = of_sequences(micro_batch, tokens).clamp(min=1)
+
+        def spread(values: Tensor) -> Tensor:
+            """Of each sequence [n], at its tokens [B, T]."""
+            return F.pad(values, (0, 1))[sequence]
+
+        old = F.pad(micro_batch.per_token["old_logprobs"][:, 1:], (0, 1))
+        old = torch.where(old.isnan(), logprobs.detach(), old)
+        ratios = torch.where(tokens, logprobs - old, 0)
+        if self.config.importance_sampling_level == "sequence":
+            ratios = spread(of_sequences(micro_batch, ratios) / lengths)
+        advantages = spread(micro_batch.per_example["advantage"])
+        surrogate = cispo if self.loss_type == "cispo" else policy_gradient
+        each, clipped = surrogate(logprobs, ratios, advantages, self.clip)
+        count = sums["items"].clamp(min=1)
+        metrics = {"clip_ratio/region_mean": (clipped & tokens).sum().double() / count}
+        if known is not None:
+            kl = torch.where(tokens, divergence(logprobs, torch.where(tokens, known, 0)), 0)
+            each = each + self.beta * kl
+            metrics["kl"] = kl.detach().sum(dtype=torch.float64) / count
+        loss = (torch.where(tokens, each, 0) * self._weights(spread(lengths), sums)).sum()
+        return Part(loss + self.balance(model, output, inputs, sums), metrics)
+
+    def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
+        """Of tokens in answers of these lengths, [B, T] or a scalar."""
+        answers = sums["answers"].clamp(min=1)
+        if self.loss_type == "grpo":
+            return 1 / (lengths.clamp(min=1) * answers)
+        if self.loss_type == "dr_grpo":
+            assert self.config.max_completion_length is not None
+            return 1 / (answers * self.config.max_completion_length)
+        return 1 / sums["items"].clamp(min=1)

@@ -1,0 +1,125 @@
+"""Kahneman-Tversky optimisation: answers that are desired or not, one at a time.
+
+# n sequences
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tigon.data import Encoder, LabelledEncoder, MicroBatch
+from tigon.models import CausalLM, CausalLMOutput
+from tigon.tokenizer import Tokenizer
+from tigon.train import reference
+from tigon.train.config import Config
+from tigon.train.objectives.answers import SHARED, Answers, answered, of_sequences
+from tigon.train.objectives.base import Inputs, Part
+from tigon.train.objectives.losses import kto
+from tigon.train.parallel import World
+
+
+@dataclass(frozen=True)
+class Halves(Inputs):
+    """The answers of a micro-batch, and the mismatched ones."""
+
+    mismatched: Inputs = field(kw_only=True)
+
+
+class KTO(Answers):
+    """Each answer against the divergence from the reference, estimated over the whole step.
+
+    It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
+    up. TRL takes the mean of each device's batch; here it does not depend on how many micro-batches
+    and ranks share a step. Mismatched answers have a pass of their own, without gradients.
+    """
+
+    serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}
+    refers = True
+    group = 2
+    per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {
+        "desired": torch.bool,
+        "matched": torch.bool,
+    }
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+        if config.cuda_graphs:
+            raise ValueError(
+                "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "
+                "end, and a graph has one"
+            )
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
+        return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+        if not micro_batch.sources:  # an estimate, or padding alone
+            whole = super().resolve(model, micro_batch, training=training)
+            return Halves(**vars(whole), mismatched=whole)
+        matched = micro_batch.known("matched")
+        own, other = (
+            super(KTO, self).resolve(model, micro_batch.select(keep), training=training)
+            for keep in (matched, ~matched)
+        )
+        return Halves(**vars(own), mismatched=other)
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        assert isinstance(inputs, Halves)
+        desired = inputs.micro_batch.per_example["desired"]
+        count = torch.full((), len(inputs.mismatched.micro_batch.spans), device=model.device)
+        with torch.no_grad():
+            _, ratios, _ = self._ratios(model, inputs.mismatched)
+        return super().sums(model, inputs) | {
+            "answers": torch.full((), len(desired), device=model.device),
+            "desired": desired.sum(),
+            "mismatched": count,
+            "divergence": ratios.double().sum(),
+        }
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        logprobs, ratios, output = self._ratios(model, inputs)
+        desired = inputs.micro_batch.per_example["desired"]
+        kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
+        config = self.config
+        losses = kto(
+            ratios,
+            desired,
+            kl,
+            beta=self.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
+        loss = losses.sum() / sums["answers"].clamp(min=1)
+        loss = loss + self.balance(model, output, inputs, sums)
+        metrics = {}
+        for name, which, count in (
+            ("chosen", desired, sums["desired"]),
+            ("rejected", ~desired, sums["answers"] - sums["desired"]),
+        ):
+            for kind, values in (("rewards", self.beta * ratios), ("logps", logprobs)):
+                chosen = torch.where(which, values.detach().double(), 0)
+                metrics[f"{kind}/{name}"] = chosen.sum() / count.clamp(min=1)
+        share = len(desired) / sums["answers"].clamp(min=1)
+        return Part(loss, metrics | {"kl": kl.double() * share})
+
+    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        return metrics | {
+            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        }
+
+    def _ratios(self, model: CausalLM, inputs: Inputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
+        """Log-probabilities and log-ratios, fp32 [n], and the output that they are made of."""
+        known = self.reference_logprobs(inputs)
+        output = self.forward(model, inputs)
+        assert output.logprobs is not None
+        tokens = answered(inputs)
+        known = of_sequences(inputs.micro_batch, torch.where(tokens, known, 0))
+        logprobs = of_sequences(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
+        return logprobs, logprobs - known, output

@@ -1,0 +1,110 @@
+"""Pairs of a chosen and a rejected answer: what all objectives over them share.
+
+# P pairs, B lines, T tokens of a line
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tigon.data import Encoder, PairEncoder
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.objectives.answers import Answers, answered, learned, of_sequences, sequence_of
+from tigon.train.objectives.base import Inputs, Part
+from tigon.train.objectives.losses import SMOOTHED, Scores
+from tigon.train.parallel import World
+
+Metrics = dict[str, Tensor]
+
+
+class Pairs(Answers):
+    """Learns from how likely the model finds both answers of a pair.
+
+    A subclass says what the scores lose (`compare`). They are log-probabilities, or log-ratios to
+    the reference of an objective that `refers` to one. Logged are TRL's means over pairs: rewards
+    (beta times the scores), how often the chosen answer's is higher, and log-probabilities.
+    """
+
+    group = 2
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        smoothing = config.label_smoothing
+        if smoothing and self.loss_type not in SMOOTHED:
+            raise ValueError(
+                f"label_smoothing={smoothing}: loss_type={self.loss_type} of task={config.task} "
+                "has no use for it"
+            )
+        most = 0.5 if self.loss_type == "robust" else 1.0
+        if not smoothing < most:
+            raise ValueError(f"label_smoothing={smoothing} must be below {most}")
+        if not self.beta > 0:
+            raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
+        return PairEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        pairs = torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)
+        return super().sums(model, inputs) | {"pairs": pairs}
+
+    def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
+        """Each pair's loss [P], and more values of pairs, whose means are logged."""
+        raise NotImplementedError
+
+    def likelihood(
+        self, logprobs: Tensor, inputs: Inputs, sums: Mapping[str, Tensor]
+    ) -> tuple[Tensor | float, Metrics]:
+        """What the log-probabilities [B, T] add to the loss by themselves, and to what is logged;
+        this micro-batch's part of both."""
+        return 0.0, {}
+
+    def shown(self, scores: Scores) -> Scores:
+        """Scores as rewards are made of them and log-probabilities logged."""
+        return scores
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        # First, while nothing of the model's own pass is in memory
+        known = self.reference_logprobs(inputs) if self.refers else None
+        output = self.forward(model, inputs)
+        assert output.logprobs is not None
+        tokens = answered(inputs)
+        logprobs = scores = as_pairs(inputs, output.logprobs, tokens)
+        if known is not None:
+            scores = logprobs - as_pairs(inputs, known, tokens)
+        losses, values = self.compare(scores)
+        also, metrics = self.likelihood(output.logprobs, inputs, sums)
+        pairs = sums["pairs"].clamp(min=1)
+        loss = losses.sum() / pairs + also + self.balance(model, output, inputs, sums)
+        rewards, shown = self.shown(scores), self.shown(logprobs)
+        values |= rewards_of(self.beta * rewards.chosen, self.beta * rewards.rejected)
+        values |= {"logps/chosen": shown.chosen, "logps/rejected": shown.rejected}
+        means = {n: x.detach().sum(dtype=torch.float64) / pairs for n, x in values.items()}
+        return Part(loss, means | metrics)
+
+
+def as_pairs(inputs: Inputs, values: Tensor, tokens: Tensor) -> Scores:
+    """The sums of values [B, T] over the tokens of each answer."""
+    both = of_sequences(inputs.micro_batch, torch.where(tokens, values, 0))
+    counts = of_sequences(inputs.micro_batch, tokens)
+    return Scores(*(x.unflatten(0, (-1, 2))[:, i] for x in (both, counts) for i in (0, 1)))
+
+
+def of_chosen(inputs: Inputs) -> Tensor:
+    """Bool [B, T]: what is learned of the chosen answers."""
+    tokens = learned(inputs)
+    return tokens & (sequence_of(inputs.micro_batch, tokens) % 2 == 0)
+
+
+def rewards_of(chosen: Tensor, rejected: Tensor) -> Metrics:
+    """What is logged of rewards [P]."""
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+    }

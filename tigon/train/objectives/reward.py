@@ -1,0 +1,110 @@
+"""Reward models: one score for a whole conversation, higher for the answer that is preferred.
+
+# P pairs, n sequences
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.data import Encoder, Loader, MicroBatch, Mixture, PairEncoder, Rows, Window, whole
+from tigon.data.mixture import Corpus
+from tigon.models import Batch, CausalLM, Targets
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+from tigon.train.objectives.base import Inputs, Objective, Part
+from tigon.train.objectives.losses import bradley_terry
+from tigon.train.parallel import World
+
+
+class Reward(Objective):
+    """Bradley and Terry's model of pairs, with the rows' margins.
+
+    The model has a head of one score in place of the vocabulary's, and is exported as the family's
+    ForSequenceClassification. That finds the last token of a padded sequence by the padding's id,
+    so one is chosen with which no sequence ends. Longer sequences than fit are left out, as the
+    score is of the end.
+    """
+
+    serves = frozenset(("max_length", "center_rewards_coefficient"))
+    group = 2
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}
+
+    def __init__(self, config: Config, world: World):
+        super().__init__(config, world)
+        for name in ("sample_prompts", "train_on", "loss_reduction", "streaming"):
+            value = getattr(config, name)
+            if value != getattr(Config, name):
+                raise ValueError(f"{name}={value!r}: task=reward has no use for it")
+        self.tokenizer: Tokenizer | None = None
+
+    def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        self.tokenizer = tokenizer
+        return PairEncoder(tokenizer, margin=True, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def rows(self, window: Window) -> Rows:
+        config = self.config
+        return whole(
+            window, config.seq_len, packing=config.packing, truncate=False, most=config.max_length
+        )
+
+    def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]
+        assert self.tokenizer is not None
+        pad = choose_pad(model.config.pad_token_id, self.tokenizer, corpora)
+        model.config = replace(model.config, pad_token_id=pad)
+        if self.tokenizer.pad_token_id != pad:
+            self.tokenizer.use_pad(pad)
+
+    def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
+        batch = Batch.of(model, **micro_batch.inputs())
+        return Inputs(micro_batch, batch, Targets.of(batch, logits_to_keep=0), training)
+
+    def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
+        return {"pairs": torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)}
+
+    def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
+        micro_batch, pairs = inputs.micro_batch, sums["pairs"].clamp(min=1)
+        logits = model(batch=inputs.batch, targets=inputs.targets).logits
+        assert logits is not None
+        scores = logits.flatten()[micro_batch.spans[:, 1] - 1].float()
+        chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)
+        margin = micro_batch.per_example["margin"].unflatten(0, (-1, 2))[:, 0]
+        center = self.config.center_rewards_coefficient
+        losses = bradley_terry(chosen, rejected, margin, center=center)
+        values = {
+            "accuracy": (chosen > rejected).double(),
+            "margin": chosen - rejected,
+            "mean_reward": (chosen + rejected) / 2,
+        }
+        means = {n: x.detach().sum(dtype=torch.float64) / pairs for n, x in values.items()}
+        return Part(losses.sum() / pairs, means)
+
+
+def choose_pad(given: int | None, tokenizer: Tokenizer, corpora: Sequence[Corpus]) -> int:
+    """A token with which no sequence ends: the model's own padding, the tokenizer's, or else one of
+    its special tokens, at best one that the data do not have. ValueError if there is none.
+
+    Not eos either, with which sequences that are scored later may end.
+    """
+    ends, seen = {tokenizer.eos_token_id}, set[int]()
+    for corpus in corpora:
+        for part in range(len(corpus.parts)):
+            examples, _ = corpus.open(part)
+            ends |= set(np.unique(examples.tokens[examples.offsets[1:] - 1]).tolist())
+            seen |= set(np.unique(examples.tokens).tolist())
+    added: dict[int, Any] = tokenizer.backend.get_added_tokens_decoder()
+    special = sorted(i for i, token in added.items() if token.special)
+    known = [i for i in (given, tokenizer.pad_token_id) if i is not None]
+    candidates = [*known, *(i for i in special if i not in seen), tokenizer.unk_token_id, *special]
+    for token in candidates:
+        if token is not None and token not in ends:
+            return token
+    raise ValueError(
+        "the tokenizer has no special token with which no sequence ends, and transformers would "
+        "take padding for the end of a sequence: add a pad token to the tokenizer"
+    )

@@ -1,0 +1,193 @@
+"""Log-probabilities of the data by a reference, computed once before training and kept on disk.
+
+They are in `$TIGON_CACHE`/reference, a number for each token of the data, under a name that changes
+with the data, the tokenizer, where sequences are cut, the reference's weights and how it computes.
+"""
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tigon.data import Loader, MicroBatch, cache_root
+from tigon.data.blocks import hash_files
+from tigon.data.cache import make_directory, temporary, write
+from tigon.data.collate import collate_rows
+from tigon.data.disk import disk_errors
+from tigon.data.examples import counted
+from tigon.data.mixture import Corpus, Mixture, Window
+from tigon.json_file import read_json
+from tigon.train.config import Config
+from tigon.train.model import compute_dtype
+from tigon.train.parallel import World
+from tigon.weights import Repository
+
+COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
+RECORD = "reference.json"  # in the run directory
+VERSION = 1  # of these files; others are made anew
+GROUPS = 4096  # that are packed at a time
+EXCHANGED = 2**26  # numbers that ranks add up at a time
+
+Pass = Callable[[MicroBatch], Tensor]  # log-probabilities [B, T] of the tokens that are learned
+
+
+def attach(
+    loader: Loader,
+    config: Config,
+    world: World,
+    make: Callable[[], Pass],
+    *,
+    weights: str,
+    name: str = "data",
+) -> None:
+    """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
+
+    `weights`: what `shared_digest` said. Every rank calls this. OSError for a cache that cannot be
+    written.
+    """
+    assert isinstance(loader.windows, Mixture)
+    corpus = loader.windows.corpus
+    path = cache_root() / "reference" / f"{_key(corpus, config, world.device, weights)}.npy"
+    found = read(path, _tokens(corpus))
+    if world.most(found is None):
+        began = time.monotonic()
+        values = computed(loader, config.micro_batch_size, world, make())
+        with world.together():
+            if not int(os.environ.get("LOCAL_RANK", 0)):
+                store(path, values)
+        world.barrier()
+        found = read(path, len(values))
+        found = values if found is None else found
+        seconds = time.monotonic() - began
+        world.say(
+            f"reference: {counted(len(found), 'token')} of {name}, computed in {seconds:.0f} s"
+        )
+    else:
+        assert found is not None
+        world.say(f"reference: {counted(len(found), 'token')} of {name}, from {path}")
+    corpus.add(COLUMN, found)
+
+
+def read(path: Path, tokens: int) -> np.ndarray | None:
+    """fp32 [tokens], mapped into memory; None if the file is absent, damaged or of other data."""
+    try:
+        known = read_json(path.with_suffix(".json"))
+        values = np.load(path, mmap_mode="r")
+        whole = values.shape == (tokens,) and values.dtype == np.float32
+        return values if whole and zlib.crc32(values.data) == known["crc32"] else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def store(path: Path, values: np.ndarray) -> None:
+    """Whole or not at all; the description, which is read first, comes last."""
+    with disk_errors(path, values.nbytes):
+        make_directory(path.parent)
+        with temporary(path) as partial:
+            with partial.open("xb") as file:
+                np.save(file, values)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        write(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
+
+
+def computed(loader: Loader, micro_batch_size: int, world: World, run: Pass) -> np.ndarray:
+    """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
+
+    Every rank makes as many passes as the others.
+    """
+    assert isinstance(loader.windows, Mixture)
+    corpus = loader.windows.corpus
+    values = torch.zeros(_tokens(corpus))
+    for window in _windows(corpus):
+        rows = loader.pack(window)
+        count = -(-len(rows) // (micro_batch_size * world.size))
+        for i in range(count):
+            first = (i * world.size + world.rank) * micro_batch_size
+            chosen = range(first, min(first + micro_batch_size, len(rows)))
+            batch = collate_rows(corpus, rows, chosen)
+            found = run(batch.to(world.device)).flatten().cpu()
+            places = (span for row in chosen for span in rows[row].tolist())
+            for (start, stop), (a, b) in zip(places, batch.spans.tolist(), strict=True):
+                values[start:stop] = found[a:b]
+        corpus.release()
+    for some in values.split(EXCHANGED):
+        world.sum(some)
+    return values.numpy()
+
+
+def _windows(corpus: Corpus) -> Iterator[Window]:
+    groups = int(corpus.first_group[-1])
+    for start in range(0, groups, GROUPS):
+        yield Window.of(corpus, np.arange(start, min(start + GROUPS, groups)))
+
+
+def _tokens(corpus: Corpus) -> int:
+    return int(corpus.first_token[-1])
+
+
+def _key(corpus: Corpus, config: Config, device: torch.device, weights: str) -> str:
+    settings = (
+        *(config.seq_len, config.packing, config.truncate, config.max_length),
+        *(compute_dtype(config, device), config.fp8),
+    )
+    data = [part.identity() for part in corpus.parts]
+    text = repr((VERSION, data, settings, weights))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def shared_digest(config: Config, world: World, *, trained: bool) -> str:
+    """What changes with the reference's weights: the first rank reads them for all.
+
+    The run directory keeps it. ValueError for a run that goes on (`trained`) with another reference
+    than it had; without the files of the one that it had, what is known of them will do as long as
+    the cache has what they gave.
+    """
+    own = ""
+    with world.together():
+        if world.main:
+            own = _digest(config, trained)
+    first = world.board.gather(own)[0]
+    assert first is not None
+    return first
+
+
+def _digest(config: Config, trained: bool) -> str:
+    path = Path(config.run_dir, RECORD)
+    known = read_json(path)["weights"] if trained and path.is_file() else None
+    try:
+        found = weights_digest(config)
+    except OSError:
+        if known is None:
+            raise
+        return known
+    if known not in (None, found):
+        raise ValueError(
+            f"{config.reference or config.model or config.init} is not the reference that the run "
+            f"began with, as {path} has it: put its files back, or begin another run_dir"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps({"weights": found}))
+    return found
+
+
+def weights_digest(config: Config) -> str:
+    """Of the files that say the reference's weights; OSError where they are gone."""
+    if not (config.reference or config.model):
+        return hash_files([Path(config.init)], config.seed, config.param_dtype)
+    revision = None if config.reference else config.revision
+    repository = Repository(config.reference or config.model, revision=revision)
+    names = [
+        name
+        for name in repository.listing()
+        if name.endswith((".safetensors", ".gguf")) or name == "config.json"
+    ]
+    return hash_files([repository.file(name) for name in sorted(names)])

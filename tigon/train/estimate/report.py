@@ -93,7 +93,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     ranks = f" on each of {gpus} ranks" if gpus > 1 else ""
     return [
-        f"model: {model.config.architecture}, {size}",
+        f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {tokens:,} tokens, of which {targets:,} are learned",

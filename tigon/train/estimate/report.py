@@ -150,6 +150,11 @@ def not_counted(config: Config) -> list[str]:
         found.append(
             "the activations of the first micro-batch of each further kind, which has no graph yet"
         )
+    if config.teacher:
+        found.append(f"teacher={config.teacher}, and what it computes")
+    if config.reference:
+        when = "all the time" if config.streaming else "before the first step alone"
+        found.append(f"reference={config.reference}, which is there {when}")
     if config.activation_offload:
         found.append("host memory for the activations of activation_offload")
     return found

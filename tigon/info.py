@@ -118,9 +118,11 @@ def _of_model(model: CausalLM) -> Facts:
     c = model.config
     embeddings = model.model.embed_tokens.weight.numel()
     tied = "tied to the head" if c.tie_word_embeddings else "and as many in the head"
+    if c.labels:
+        tied = f"and a head of {c.labels} scores"
     rope = ", ".join(f"{k} {v}" for k, v in c.rope_parameters.items() if k != "rope_type")
     return {
-        "architecture": f"{c.architecture} ({c.model_type})",
+        "architecture": f"{c.transformers_class} ({c.model_type})",
         "parameters": f"{_count(model):,}",
         "embeddings": f"{embeddings:,}, {tied}",
         "layers": f"{c.num_hidden_layers}",

@@ -10,6 +10,7 @@ from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
+from tigon.cli import main as cli
 from tigon.models import MODELS, build, load_weights, materialize
 from tigon.train import main
 from tigon.weights import Repository
@@ -46,7 +47,7 @@ def test_trl(workspace, classifier, center):
     assert_same(workspace, run, found, "accuracy", "margin", "mean_reward")
 
 
-def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data):
+def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data, capsys):
     transformers = pytest.importorskip("transformers")
     main(workspace.settings("exported", task="reward", data=data, steps=4, export="true"))
     path = workspace.root / "exported/hf"
@@ -60,6 +61,9 @@ def test_transformers_loads_the_export_and_gives_the_same_scores(workspace, data
         for row in preferences.pairs(5, 8)
     ]
     texts.append("the model says<|endoftext|>")
+    cli(["info", str(path)])
+    said = capsys.readouterr().out
+    assert "LlamaForSequenceClassification (llama)" in said and "a head of 1 scores" in said
     model = tigon.from_pretrained(path)
     assert model.config.labels == 1
     expected = []

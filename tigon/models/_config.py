@@ -222,6 +222,11 @@ class Config:
             rope = self._read_rope({}, self.max_position_embeddings)
             object.__setattr__(self, "rope_parameters", rope)
 
+    @property
+    def transformers_class(self) -> str:
+        """What config.json calls the model."""
+        return (self.classifier() if self.labels else None) or self.architecture
+
     def to_dict(self) -> dict[str, Any]:
         """config.json for transformers 4 and 5: RoPE and dtype under both names."""
         # auto_map names code that is not exported
@@ -238,7 +243,7 @@ class Config:
             out["num_labels"] = self.labels
         return out | {
             "model_type": self.model_type,
-            "architectures": [self.classifier() if self.labels else self.architecture],
+            "architectures": [self.transformers_class],
             "torch_dtype": self.dtype,
             **self._rope_keys(),
         }

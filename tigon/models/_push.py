@@ -69,6 +69,6 @@ def push_to_hub(
 
 def _short_card(model: LanguageModel, repository: str) -> str:
     count = sum(p.numel() for p in model.parameters())
-    about = f"`{model.config.architecture}` with {count:,} parameters, saved by Tigon."
+    about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
     paragraphs = [f"# {plain(repository.split('/')[-1])}", about, usage(repository)]
     return write_card(Metadata(tags=[model.config.model_type]), paragraphs)

@@ -169,7 +169,7 @@ def prepare(config: Config, world: World) -> Run:
     where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     world.say(
-        f"model: {model.config.architecture}, {size:,} parameters{still}, on {where}\n"
+        f"model: {model.config.transformers_class}, {size:,} parameters{still}, on {where}\n"
         f"steps: {inputs.start} to {steps}{each}"
     )
     if chosen is not None:

@@ -93,7 +93,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     ranks = f" on each of {gpus} ranks" if gpus > 1 else ""
     return [
-        f"model: {model.config.architecture}, {size}",
+        f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {tokens:,} tokens, of which {targets:,} are learned",
@@ -153,6 +153,11 @@ def not_counted(config: Config) -> list[str]:
         found.append(
             "the activations of the first micro-batch of each further kind, which has no graph yet"
         )
+    if config.teacher:
+        found.append(f"teacher={config.teacher}, and what it computes")
+    if config.reference:
+        when = "all the time" if config.streaming else "before the first step alone"
+        found.append(f"reference={config.reference}, which is there {when}")
     if config.activation_offload:
         found.append("host memory for the activations of activation_offload")
     return found

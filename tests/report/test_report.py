@@ -22,7 +22,8 @@ from tigon.report.page import _digest
 from tigon.report.read import COLUMNS, read
 from tigon.report.series import Column, points
 from tigon.report.settings import UNKNOWN, plain, sections
-from tigon.train.config import SECTIONS, dump, load
+from tigon.train.config import SECTIONS
+from tigon.train.config_file import dump, load
 
 HOSTILE = "</script><script>alert(1)</script><img src=http://evil.example/x onerror=alert(1)>\"'&"
 LOADS = {"src", "href", "srcset", "action", "background", "data", "poster", "ping", "formaction"}

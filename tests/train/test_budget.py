@@ -11,7 +11,7 @@ import torch
 from tests.train.test_estimate import B, tiny
 from tigon.layers import offload as offloading
 from tigon.train import main
-from tigon.train.config import load
+from tigon.train.config_file import load
 from tigon.train.estimate import budget
 from tigon.train.estimate.budget import GIB, Choice, choose, spread
 from tigon.train.objectives import find_objective

@@ -5,7 +5,8 @@ import pytest
 import yaml
 
 from tigon import strict
-from tigon.train.config import Config, dump, help_text, load
+from tigon.train.config import Config
+from tigon.train.config_file import dump, help_text, load
 from tigon.train.lora_settings import Lora
 from tigon.train.names import OTHERS
 from tigon.train.values import VALUES

@@ -19,7 +19,7 @@ from tigon.train import checkpoint, loop, main, predictions, processes, record
 from tigon.train.checkpoint import files, retention
 from tigon.train.checkpoint.retention import Keep, Saved
 from tigon.train.claim import claim
-from tigon.train.config import load
+from tigon.train.config_file import load
 from tigon.train.record import read_metrics
 
 

@@ -12,7 +12,7 @@ from tests.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train.checkpoint.tensors import optimizer_states
-from tigon.train.config import load
+from tigon.train.config_file import load
 from tigon.train.optim import (
     build_optimizer,
     clip_gradients,

@@ -9,7 +9,7 @@ import torch
 from tests.small import EXPERTS
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
-from tigon.train.config import load
+from tigon.train.config_file import load
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
 from tigon.train.optim.exchange import Matrix, deal, plan, rows_of_ranks
 from tigon.train.parallel import shard, start

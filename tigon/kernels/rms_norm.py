@@ -240,8 +240,7 @@ def _launch_forward(
     if x.numel() == 0:
         return
     C = x.shape[-1]
-    N = x.numel() // C
-    launch = launch_forward(C)
+    N, launch = x.numel() // C, launch_forward(C)
     _forward_kernel[(launch.programs(x, N),)](
         rows_of(x, C),
         rows_of(residual, C),
@@ -311,8 +310,7 @@ def _backward(
             dweight.zero_()
         return gradients
     C = x.shape[-1]
-    N = x.numel() // C
-    inputs = x, gate, dy, dtotal
+    N, inputs = x.numel() // C, (x, gate, dy, dtotal)
     width = sum(t.element_size() for t in inputs if t is not None)
     launch = _launch_backward(C, width)
     grid = launch.programs(x, N)

@@ -1,7 +1,8 @@
 """Training: `python -m tigon.train config.yaml key=value`, or the same under torchrun."""
 
 from tigon.train.build import prepare
-from tigon.train.config import Config, load
+from tigon.train.config import Config
+from tigon.train.config_file import load
 from tigon.train.launch import launch, main
 from tigon.train.loop import train
 from tigon.train.pack import pack

@@ -1,16 +1,10 @@
-"""The settings of a training run: one flat dataclass, read from YAML and the command line."""
+"""The settings of a training run: one flat dataclass, checked."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
-
-import yaml
+from dataclasses import dataclass
 
 from tigon import strict
 from tigon.hub import check_repository
-from tigon.train.names import answer
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.settings import (
     DataSettings,
@@ -19,18 +13,6 @@ from tigon.train.settings import (
     OptimizerSettings,
     RunSettings,
 )
-from tigon.train.values import VALUES
-
-USAGE = """\
-tigon train config.yaml [key=value | --key value ...]
-tigon train config.yaml --nproc 8 [key=value | --key value ...]
-torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
-
-  --nproc N        processes on this host, one for each GPU
-  --help           this text
-  --print-config   the settings as they would be used, as YAML
-  --dry-run        check everything, say what the run takes, time a few steps, and stop
-"""
 
 # Settings that only some optimizers have
 OF_OPTIMIZERS = {
@@ -44,7 +26,6 @@ SECTIONS = (
     *(ModelSettings, DataSettings, LossSettings),
     *(OptimizerSettings, RunSettings, ObjectiveSettings),
 )
-DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
 
 @dataclass(frozen=True)
@@ -221,132 +202,6 @@ def check_optimizer(config: Config) -> None:
             )
         if not math.isfinite((group.lr or 0.0) + (group.weight_decay or 0.0)):
             raise ValueError(f"parameter_groups[{i}]: lr and weight_decay must be finite")
-
-
-def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A Config from a YAML file and `key=value` or `--key value` texts, which win over it."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"no config file {path}")
-        if Path(path).suffix in DATA:
-            raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
-        try:
-            read = yaml.load(Path(path).read_text(), _Unique) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-        if not isinstance(read, dict):
-            raise ValueError(f"{path}: needs `key: value` lines, not a {type(read).__name__}")
-        try:
-            values = _read(read, _number)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    given = _read(dict(_pairs(overrides)), _parse)
-    # A group that is null on the command line has no settings of the file either
-    values = {name: v for name, v in values.items() if name.partition(".")[0] not in given} | given
-    return strict.make(Config, values)
-
-
-def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    known, groups = Config.__dataclass_fields__, strict.groups(Config)
-    wrong = [
-        f"{name!r}; {answer(str(name), known)}"
-        for name in values
-        if name not in known and str(name).partition(".")[0] not in groups
-    ]
-    if len(wrong) > 1:
-        raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))
-    if wrong:
-        raise strict.ConfigError(f"unknown setting {wrong[0]}")
-    for name, others in VALUES.items():
-        if isinstance(value := values.get(name), str) and value in others:
-            raise strict.ConfigError(
-                f"{name}={value!r} is another trainer's; here: {others[value]}"
-            )
-    return strict.read(Config, values | _named(values, parse), parse=parse)
-
-
-def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
-    """eval_data as {NAME: what, ...}, as a list of entries with a name."""
-    given = values.get("eval_data")
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        given = parse(given)
-    if not isinstance(given, dict) or "path" in given:
-        return {}
-    entries = [
-        {"name": str(name), **(what if isinstance(what, dict) else {"path": what})}
-        for name, what in given.items()
-    ]
-    return {"eval_data": entries}
-
-
-class _Unique(yaml.SafeLoader):
-    """A key that is given twice is an error; YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[Any, int] = {}
-        for key, _ in node.value:
-            name, line = self.construct_object(key), key.start_mark.line + 1
-            if name in lines:
-                raise ValueError(f"line {line}: {name} is also set in line {lines[name]}")
-            lines[name] = line
-        return super().construct_mapping(node, deep=deep)
-
-
-def dump(config: Config) -> str:
-    """The settings as YAML that `load` reads back."""
-    return yaml.safe_dump(asdict(config), sort_keys=False, width=100)
-
-
-def help_text() -> str:
-    """All settings with their types and defaults, by section."""
-    lines, kinds = [USAGE], strict.hints(Config)
-    for section in SECTIONS:
-        lines.append(f"{section.__doc__}")
-        for f in fields(section):
-            lines.append(f"  {f.name}: {strict.describe(kinds[f.name])} = {_plain(f.default)}")
-            lines.append(f"      {f.metadata['help']}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    pairs, rest = [], list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        key, equals, value = argument.partition("=")
-        if not equals:
-            if not argument.startswith("--") or not rest:
-                raise ValueError(f"{argument!r}: settings are given as key=value or --key value")
-            value = rest.pop(0)
-        pairs.append((key.removeprefix("--").replace("-", "_"), value))
-    return pairs
-
-
-def _number(text: str) -> float | str:
-    """YAML reads 2e-5 as text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _parse(text: str) -> Any:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        if text.startswith(("[", "{")):
-            why = getattr(error, "problem", None) or "it cannot be read"
-            fix = "quote a text in it that has one of ? : , [ ] { }"
-            raise strict.ConfigError(f"{text!r} is not YAML: {why}; {fix}") from error
-        raise ValueError from error
-    return _number(value) if isinstance(value, str) else value
-
-
-def _plain(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def _help(name: str) -> str:

@@ -11,7 +11,8 @@ import torch
 
 from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
-from tigon.train.config import USAGE, Config, dump, help_text, load
+from tigon.train.config import Config
+from tigon.train.config_file import USAGE, dump, help_text, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.loop import train
 from tigon.train.parallel import InputError, World, pick_device, start

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tigon.data import cache_root
 from tigon.train.build import load_tokenizer
-from tigon.train.config import load
+from tigon.train.config_file import load
 from tigon.train.data import build_loader
 from tigon.train.matching import check_context
 from tigon.train.objectives import find_objective

@@ -169,7 +169,11 @@ def switch(model: LanguageModel, name: str | None) -> None:
 
 @contextmanager
 def adapters_disabled(model: LanguageModel) -> Iterator[None]:
-    """Inside, the model is the base alone: no adapter is added, saved modules are the base's."""
+    """Inside, the model is the base alone: no adapter is added, saved modules are the base's.
+
+    For passes without gradients, or whose backward is inside too: a block that is computed again
+    there has the adapter that is chosen then.
+    """
     before = model.active_adapter
     switch(model, None)
     try:

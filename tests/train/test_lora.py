@@ -112,13 +112,18 @@ def test_two_ranks_and_one(workspace, settings):
 
 def test_dora_on_two_ranks_and_one(workspace, settings):
     for ranks in (1, 2):
-        train_on(ranks, settings(f"dora-{ranks}", steps=3, **{"lora.dora": "true"}))
+        merged = {"lora.dora": "true", "lora.merge": "true"}
+        train_on(ranks, settings(f"dora-{ranks}", steps=3, **merged))
     for key in ("loss", "grad_norm"):
         expected = workspace.metrics("dora-1", key)
         assert expected[1:] != workspace.metrics("one", key)[1:3]
         assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
     one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
     assert any("magnitude" in name for name in one) and one.keys() == two.keys()
+    one, two = (load_file(workspace.root / f"dora-{n}/hf/model.safetensors") for n in (1, 2))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -136,6 +136,19 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
 
+def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings, tmp_path):
+    tigon.from_pretrained(workspace.model).bfloat16().save_pretrained(
+        tmp_path / "half", tokenizer=tigon.Tokenizer.from_pretrained(workspace.model)
+    )
+    more = {"model": tmp_path / "half", "dtype": "bfloat16", "steps": 2, "lora.merge": "true"}
+    main(settings("merged-half", **more))
+    run = workspace.root / "merged-half"
+    assert command(["export", str(run), str(run / "again"), "--merge"]) == 0
+    one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "again"))
+    assert {t.dtype for t in one.values()} == {torch.bfloat16}
+    assert all(torch.equal(two[name], one[name]) for name in one)
+
+
 def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
     half = {"dtype": "bfloat16", "steps": 3, "seq_len": 64, "batch_size": 2, "fp8": "true"}
     curves = []

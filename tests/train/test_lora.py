@@ -219,6 +219,7 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.targets": "lm_head"}, "tied to the embedding"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 0.1}, "dropout=0.1"),
+        ({"task": "reward"}, "task=reward trains a new head"),
         ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
     ],
 )

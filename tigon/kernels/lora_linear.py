@@ -122,7 +122,8 @@ class _LoRALinear(torch.autograd.Function):
             du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
             db = None
             if ctx.needs_input_grad[8 + i]:
-                db = d.t().mm(u.narrow(1, rank, r)).mul_(scale).to(b.dtype)
+                db = rows.new_empty(size, r)
+                db = db.addmm_(d.t(), u.narrow(1, rank, r), beta=0, alpha=scale).to(b.dtype)
             dbs.append(db)
             rank += r
         da = dx = dgate_up = None

@@ -134,6 +134,17 @@ def test_compile(model: CausalLM) -> None:
             near(p.grad, expected[name], name)
 
 
+@pytest.mark.kernel
+def test_the_base_may_learn_beside_its_adapter(base: Path) -> None:
+    found = []
+    for least in (math.inf, 0):
+        with tigon.kernels.use("triton"), rebuilding(least):
+            model = adapted(from_pretrained(base)).requires_grad_(True)
+            found.append(gradients(model, tokens()[:1, :9]))
+    for name, expected in found[0].items():
+        near(found[1][name], expected, name)
+
+
 def test_in_16_bits_adapters_are_fp32_and_merged_once(base: Path) -> None:
     model = adapted(from_pretrained(base, dtype="bfloat16"))
     assert {p.dtype for p in trained(model).values()} == {torch.float32}

@@ -170,6 +170,8 @@ def lora_linear(
     and ascend. With `fp8` the product with the weight is of 8-bit floats.
     """
     if not (x.numel() and _as_one(x, weight, bias)):
+        if (recipe := recipe_of(x)) is not None:
+            recipe.alone = False  # A reads x, too
         y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
         return _added(y, x, a, additions)
     if not torch.is_grad_enabled():

@@ -223,3 +223,16 @@ def test_a_second_derivative_is_refused() -> None:
     y = lora_linear(case.x, case.weight, case.bias, case.a, case.additions)
     with pytest.raises(RuntimeError, match="low-rank additions has no second derivative"):
         torch.autograd.grad(y.sum(), case.x, create_graph=True)
+
+
+def test_gradients_of_b_are_rounded_once() -> None:
+    """Of whole numbers, whose sums fp32 has exactly, and a scale that is no power of two."""
+    torch.manual_seed(0)
+    u, d = (torch.randint(-9, 10, (512, n)).bfloat16() for n in (8, K))
+    x = u.repeat(1, 2)  # A takes its first half
+    weight = nn.Parameter(torch.zeros(K, 16, dtype=torch.bfloat16), requires_grad=False)
+    b = nn.Parameter(torch.zeros(K, 8))
+    lora_linear(x, weight, None, torch.eye(8, 16), [Addition(0, b, 0.3)]).backward(d)
+    expected = (d.float().t() @ u.float() * 0.3).bfloat16()
+    assert b.grad is not None
+    assert (b.grad != expected.float()).float().mean() < 0.05  # the product with 0.3 has fp32's

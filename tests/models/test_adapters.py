@@ -134,6 +134,17 @@ def test_compile(model: CausalLM) -> None:
             near(p.grad, expected[name], name)
 
 
+@pytest.mark.kernel
+def test_the_base_may_learn_beside_its_adapter(base: Path) -> None:
+    found = []
+    for least in (math.inf, 0):
+        with tigon.kernels.use("triton"), rebuilding(least):
+            model = adapted(from_pretrained(base)).requires_grad_(True)
+            found.append(gradients(model, tokens()[:1, :9]))
+    for name, expected in found[0].items():
+        near(found[1][name], expected, name)
+
+
 def test_in_16_bits_adapters_are_fp32_and_merged_once(base: Path) -> None:
     model = adapted(from_pretrained(base, dtype="bfloat16"))
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
@@ -142,6 +153,22 @@ def test_in_16_bits_adapters_are_fp32_and_merged_once(base: Path) -> None:
     model.merge_adapter()
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         assert torch.equal(ours, theirs.bfloat16())
+
+
+def test_in_16_bits_lengths_are_not_rounded(base: Path) -> None:
+    """Beside 1.01, bfloat16 has 1.0078 and 1.0156."""
+    model = from_pretrained(base, dtype="bfloat16")
+    model.add_adapter(LoraConfig(rank=4, dora=True))
+    layer = model.get_submodule("model.layers.0.mlp.gate_up_proj")
+    torch.manual_seed(0)
+    x = torch.randn(256, layer.in_features, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = layer.product(x).float()
+        for name, p in trained(model).items():
+            if "magnitude" in name:
+                p *= 1.01
+        after = layer.product(x).float()
+    assert ((after * before).sum() / before.square().sum()).item() == pytest.approx(1.01, abs=5e-4)
 
 
 def test_a_model_with_adapters_is_not_exported_without_them(

@@ -112,13 +112,18 @@ def test_two_ranks_and_one(workspace, settings):
 
 def test_dora_on_two_ranks_and_one(workspace, settings):
     for ranks in (1, 2):
-        train_on(ranks, settings(f"dora-{ranks}", steps=3, **{"lora.dora": "true"}))
+        merged = {"lora.dora": "true", "lora.merge": "true"}
+        train_on(ranks, settings(f"dora-{ranks}", steps=3, **merged))
     for key in ("loss", "grad_norm"):
         expected = workspace.metrics("dora-1", key)
         assert expected[1:] != workspace.metrics("one", key)[1:3]
         assert workspace.metrics("dora-2", key) == pytest.approx(expected, rel=1e-5), key
     one, two = (tensors(step(workspace, f"dora-{n}", 2)) for n in (1, 2))
     assert any("magnitude" in name for name in one) and one.keys() == two.keys()
+    one, two = (load_file(workspace.root / f"dora-{n}/hf/model.safetensors") for n in (1, 2))
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -129,6 +134,19 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     assert {t.dtype for t in tensors(step(workspace, run, 2)).values()} == {torch.float32}
     expected = workspace.metrics("one", "loss")[:3]
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
+
+
+def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings, tmp_path):
+    tigon.from_pretrained(workspace.model).bfloat16().save_pretrained(
+        tmp_path / "half", tokenizer=tigon.Tokenizer.from_pretrained(workspace.model)
+    )
+    more = {"model": tmp_path / "half", "dtype": "bfloat16", "steps": 2, "lora.merge": "true"}
+    main(settings("merged-half", **more))
+    run = workspace.root / "merged-half"
+    assert command(["export", str(run), str(run / "again"), "--merge"]) == 0
+    one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "again"))
+    assert {t.dtype for t in one.values()} == {torch.bfloat16}
+    assert all(torch.equal(two[name], one[name]) for name in one)
 
 
 def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):
@@ -201,6 +219,7 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.targets": "lm_head"}, "tied to the embedding"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 0.1}, "dropout=0.1"),
+        ({"task": "reward"}, "task=reward trains a new head"),
         ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
     ],
 )

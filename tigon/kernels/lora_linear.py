@@ -122,7 +122,8 @@ class _LoRALinear(torch.autograd.Function):
             du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
             db = None
             if ctx.needs_input_grad[8 + i]:
-                db = d.t().mm(u.narrow(1, rank, r)).mul_(scale).to(b.dtype)
+                db = rows.new_empty(size, r)
+                db = db.addmm_(d.t(), u.narrow(1, rank, r), beta=0, alpha=scale).to(b.dtype)
             dbs.append(db)
             rank += r
         da = dx = dgate_up = None
@@ -169,6 +170,8 @@ def lora_linear(
     and ascend. With `fp8` the product with the weight is of 8-bit floats.
     """
     if not (x.numel() and _as_one(x, weight, bias)):
+        if (recipe := recipe_of(x)) is not None:
+            recipe.alone = False  # A reads x, too
         y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
         return _added(y, x, a, additions)
     if not torch.is_grad_enabled():

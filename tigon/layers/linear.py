@@ -2,6 +2,7 @@
 
 from types import NoneType
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -36,7 +37,8 @@ class Linear(nn.Linear):
             bias = None if low.dora else self.bias
             y = lora_linear(x, self.weight, bias, low.lora_A, low.additions(), fp8=fp8)
             if low.dora:
-                y = y * low.gains(self.weight).to(y.dtype)
+                # By what the gains are more than 1: below fp32 a product with them would lose that
+                y = torch.addcmul(y, y, (low.gains(self.weight) - 1).to(y.dtype))
                 y = y if self.bias is None else y + self.bias
             return y
         if fp8:

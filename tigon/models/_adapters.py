@@ -249,15 +249,16 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
     a, rank = _whole(low.lora_A).float(), 0
     for part in low.parts:
         b = _whole(low.get_parameter(B + part.name)).float()
+        # By all ranks, of which some may have no row of the part
+        lengths = _whole(low.get_parameter(MAGNITUDE + part.name)).float() if low.dora else None
         begin, end = max(part.first, start), min(part.first + part.size, start + len(own))
         if begin < end:
             rows = own[begin - start : end - start]
-            delta = b[begin - part.first : end - part.first] @ a[rank : rank + part.rank]
+            here = slice(begin - part.first, end - part.first)
+            delta = b[here] @ a[rank : rank + part.rank]
             total = rows.float().add_(delta, alpha=part.scale)
-            if low.dora:
-                lengths = _whole(low.get_parameter(MAGNITUDE + part.name)).float()
-                lengths = lengths[begin - part.first : end - part.first]
-                total *= (lengths / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+            if lengths is not None:
+                total *= (lengths[here] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
             rows.copy_(total)
         rank += part.rank
 

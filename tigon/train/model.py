@@ -81,13 +81,12 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
 def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:
     """The base of a run with lora and its adapter, whose values are to be loaded, in one process.
 
-    In `dtype`; None is that of the base's config.json.
+    The base is in `dtype`; None is that of its config.json. The adapter is in its own.
     """
     outlined = outline(config, torch.float32)
     dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
     model, weights = _base(config, dtype)
     add_lora(model, config)
-    model.to(dtype)
     materialize(model, torch.device(device))
     if weights is not None:
         load_weights(model, weights)

@@ -32,8 +32,9 @@ class KTO(Answers):
     """Each answer against the divergence from the reference, estimated over the whole step.
 
     It is the mean log-ratio of mismatched answers: those of other prompts, which the data pairs
-    up. TRL takes the mean of each device's batch; here it does not depend on how many micro-batches
-    and ranks share a step. Mismatched answers have a pass of their own, without gradients.
+    up. TRL takes the mean of one micro-batch of each device; here it does not depend on how many
+    micro-batches and ranks share a step. Mismatched answers have a pass of their own, without
+    gradients.
     """
 
     serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}

@@ -24,8 +24,6 @@ CPU = torch.device("cpu")
 class Model(torch.nn.Module):
     """Parameters as a model has them, by which the elements are numbered."""
 
-    active_adapter = None
-
     def __init__(self, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]):
         super().__init__()
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ def freeze(model: CausalLM, config: Config) -> None:
                 f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
                 f"and biases do not decay, and it has only {', '.join([*named][:3])}"
             )
-    adapter = model.active_adapter
+    adapter = getattr(model, "active_adapter", None)  # any module may be given
     trains = None if adapter is None else adapter_parameters(model, adapter)
     for name, p in model.named_parameters():
         group, learns = groups[name], trains is None or name in trains

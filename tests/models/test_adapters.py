@@ -16,6 +16,7 @@ from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.kernels._rebuilt import rebuilding
+from tigon.layers import Linear
 from tigon.models import CausalLM
 
 
@@ -160,6 +161,7 @@ def test_in_16_bits_lengths_are_not_rounded(base: Path) -> None:
     model = from_pretrained(base, dtype="bfloat16")
     model.add_adapter(LoraConfig(rank=4, dora=True))
     layer = model.get_submodule("model.layers.0.mlp.gate_up_proj")
+    assert isinstance(layer, Linear)
     torch.manual_seed(0)
     x = torch.randn(256, layer.in_features, dtype=torch.bfloat16)
     with torch.no_grad():

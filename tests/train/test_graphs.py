@@ -326,6 +326,19 @@ def test_parameters_that_are_not_what_graphs_read_are_an_error(model, played, ch
     model(**inputs()).loss.backward()
 
 
+def test_graphs_have_the_adapter_of_then(model, played):
+    model.add_adapter()
+    Graphs(model)
+    for _ in range(2):
+        model(**inputs()).loss.backward()
+    with model.adapters_disabled():
+        with pytest.raises(RuntimeError, match="adapters switched"):
+            model(**inputs())
+        with torch.no_grad():
+            model(**inputs())
+    model(**inputs()).loss.backward()
+
+
 def test_a_copy_of_a_model_runs_without(model, played):
     made = Graphs(model)
     model(**inputs()).loss.backward()

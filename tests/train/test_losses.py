@@ -153,9 +153,9 @@ def test_odds_ratio() -> None:
     ours, log_odds = losses.orpo(scores, 0.3)
     answers.compare(ours.mean(), -theirs.mean())
     torch.testing.assert_close(log_odds.mean(), odds, **CLOSE)
-    near = torch.tensor([-1e-6, -0.5, -20.0, -200.0], requires_grad=True)
-    one = torch.ones(4)
-    value, _ = losses.orpo(Scores(near, torch.full((4,), -1.0), one, one), 1.0)
+    near = torch.tensor([0.0, -1e-6, -0.5, -20.0, -200.0], requires_grad=True)
+    one = torch.ones(5)
+    value, _ = losses.orpo(Scores(near, torch.full((5,), -1.0), one, one), 1.0)
     (gradient,) = torch.autograd.grad(value.sum(), [near])
     assert gradient.isfinite().all()
 

@@ -117,8 +117,9 @@ class Graphs:
             self._places = found
         elif found != self._places:
             raise RuntimeError(
-                "cuda_graphs: parameters have been moved, replaced, frozen or unfrozen since the "
-                "first pass, and graphs read those of then: make Graphs(model) anew"
+                "cuda_graphs: parameters have been moved, replaced, frozen or unfrozen, or "
+                "adapters switched, since the first pass, and graphs read those of then: make "
+                "Graphs(model) anew"
             )
 
     def _say_once(self, text: str) -> None:

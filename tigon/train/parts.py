@@ -1,7 +1,9 @@
-"""What a replay of blocks would pass over: hooks on them, and parameters that are elsewhere now."""
+"""What a replay of blocks would pass over: hooks on them, parameters that are elsewhere now, and
+other adapters."""
 
 from torch.nn.modules.module import _has_any_global_hook
 
+from tigon.layers import Adapters
 from tigon.models import CausalLM
 from tigon.parallel import find_zero
 
@@ -26,6 +28,7 @@ class Parts:
         self._none += [m._backward_pre_hooks for m in every]
         self._after = int(zero)  # hooks that ZeRO has on a parameter
         self._parameters = [m._parameters for m in inner if m._parameters]
+        self._adapters = [m for m in inner if isinstance(m, Adapters)]
         rest = [
             m
             for name, part in decoder.named_children()
@@ -45,7 +48,8 @@ class Parts:
                     return True
         return False
 
-    def places(self) -> list[tuple[int, bool]]:
-        """Where parameters and buffers are, and which are trained."""
+    def places(self) -> list[object]:
+        """Where parameters and buffers are, which are trained, and the adapters that are added."""
         tensors = (t for some in self._tensors for t in some.values())
-        return [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
+        found: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
+        return found + [m.chosen for m in self._adapters]

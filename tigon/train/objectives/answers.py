@@ -35,7 +35,7 @@ class Answers(Objective):
     without its adapters, and for a stream, whose rows are not known before.
     """
 
-    refers: ClassVar[bool] = False
+    refers: bool = False
     default_beta: ClassVar[float] = 0.1
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
 
@@ -55,10 +55,6 @@ class Answers(Objective):
         self.tokenizer: Tokenizer | None = None
         self.live: Callable[[Inputs], Tensor] | None = None
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.refers
-
     def rows(self, window: Window) -> Rows:
         config = self.config
         options = {"packing": config.packing, "truncate": config.truncate}
@@ -71,7 +67,7 @@ class Answers(Objective):
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         config, world = self.config, self.world
-        if not self.needs_reference:
+        if not self.refers:
             return
         if self._keeps_to_base(model):
             self.live = lambda inputs: self._base_logprobs(model, inputs)

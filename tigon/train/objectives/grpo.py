@@ -46,6 +46,7 @@ class GRPO(Answers):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
+        self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
         longest = config.max_completion_length
         if (longest is None) == (self.loss_type == "dr_grpo"):
@@ -55,10 +56,6 @@ class GRPO(Answers):
             )
         if config.reference and not self.beta:
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.beta > 0
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         self.tokenizer = tokenizer
@@ -71,7 +68,7 @@ class GRPO(Answers):
         return super().sums(model, inputs) | {"answers": answers}
 
     def loss(self, model: CausalLM, inputs: Inputs, sums: dict[str, Tensor]) -> Part:
-        known = self.reference_logprobs(inputs) if self.needs_reference else None
+        known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
         micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, learned(inputs)

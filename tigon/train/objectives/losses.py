@@ -182,7 +182,9 @@ def divergence(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, in the form that loses nothing."""
+    """log(1 - exp(x)) for x < 0, in the form that loses nothing; of 0, which an answer that is
+    certain rounds to, a finite number without a gradient."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
     small = x > -math.log(2)
     near = torch.log(-torch.expm1(torch.where(small, x, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(small, -1.0, x)))

@@ -202,6 +202,8 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.targets": "lm_head"}, "tied to the embedding"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 0.1}, "dropout=0.1"),
+        ({"lora.alpha": 1e300}, "alpha is a number above 0"),
+        ({"task": "reward"}, "task=reward is not there for lora"),
         ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
     ],
 )

@@ -128,6 +128,8 @@ def check_lora(config: Config) -> None:
     if config.lora is None:
         return
     config.lora.adapter()
+    if config.task == "reward":  # the head, which is new, would have to be saved with the adapter
+        raise ValueError("task=reward is not there for lora: train the whole model")
     wrong = {
         "ema_decay": config.ema_decay > 0,
         "optimizer": config.optimizer == "muon",

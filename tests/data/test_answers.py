@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from tests.small import CHATML, write_tokenizer
-from tigon.data import Entry, Examples, LabelledEncoder, PairEncoder, find_sources, read
+from tigon.data import (
+    Entry,
+    Examples,
+    LabelledEncoder,
+    PairEncoder,
+    RewardedEncoder,
+    TopEncoder,
+    find_sources,
+    read,
+)
 from tigon.data.preferences import split_prompt
 from tigon.tokenizer import Tokenizer
 
@@ -180,6 +189,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "number": (GOOD | {"chosen": 3}, "'chosen' must be a text or a list of messages, not int"),
     "margin": (GOOD | {"margin": "much"}, "'margin' must be a finite number, not 'much'"),
+    "margin for float32": (GOOD | {"margin": 1e39}, "must be a finite number, not 1e.39"),
+    "margin for no float": (GOOD | {"margin": 10**400}, "must be a finite number, not 1000"),
 }
 
 
@@ -204,3 +215,70 @@ def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -
         encode(LabelledEncoder(tokenizer), [GOOD])
     with pytest.raises(ValueError, match=r"its keys .* are those of task=sft"):
         encode(PairEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
+
+
+REWARDED = {"prompt": [5, 6], "completions": [[7, 8], [9]], "rewards": [1.0, 0.0]}
+# What teachers say is read of the last two tokens
+STORED = {
+    "input_ids": [5, 6, 7, 8],
+    "completion_mask": [0, 0, 1, 1],
+    "teacher_tokens": [None, None, [6, 7], [8]],
+    "teacher_logprobs": [None, None, [-0.5, -2.0], [-0.1]],
+}
+NUMBERS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "reward for no float": (RewardedEncoder, {"rewards": [10**400, 0]}, "is no finite number"),
+    "reward for float32": (RewardedEncoder, {"rewards": [1e300, -1e300]}, "is no finite number"),
+    "probabilities": (
+        RewardedEncoder,
+        {"old_logprobs": [[0.5, 0.25], [0.5]]},
+        "has 0.5 in it: log-probabilities are at most 0",
+    ),
+    "negative token": (
+        RewardedEncoder,
+        {"completions": [[7, -8], [9]]},
+        "'completions' has -8 in it, which is no token",
+    ),
+    "token for no int32": (
+        RewardedEncoder,
+        {"prompt": [5, 2**32 + 6]},
+        "'prompt' has 4294967302 in it, which is no token",
+    ),
+    "input ids": (TopEncoder, {"input_ids": [5, -6, 7, 8]}, "'input_ids' has -6 in it"),
+    "true for a token": (TopEncoder, {"input_ids": [True, 6, 7, 8]}, "list of whole numbers"),
+    "mask": (TopEncoder, {"completion_mask": [0, 0, -1, 1]}, "list of 0 and 1"),
+    "teacher's token for no int32": (
+        TopEncoder,
+        {"teacher_tokens": [None, None, [6, 2**32 + 7], [8]]},
+        "token 2 has a token twice, or one that is none",
+    ),
+    "teacher's texts": (
+        TopEncoder,
+        {"teacher_logprobs": [None, None, ["-0.5", -2.0], [-0.1]]},
+        "token 2 is none",
+    ),
+    "teacher's number": (TopEncoder, {"teacher_tokens": [None, None, 6, [8]]}, "token 2 is empty"),
+}
+
+
+@pytest.mark.parametrize(("encoder", "change", "message"), NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_no_column_holds_are_refused_with_their_line(
+    encoder: Any, change: dict[str, Any], message: str, tokenizer: Tokenizer, encode: Any
+) -> None:
+    good = STORED if encoder is TopEncoder else REWARDED
+    rows = [good, good | change]
+    with pytest.raises(ValueError, match=f"a.jsonl:2: .*{message}"):
+        encode(encoder(tokenizer), rows)
+    skipped = encode(encoder(tokenizer, skip_bad_rows=True), rows)
+    assert skipped.report.skipped == 1
+
+
+def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(
+    tokenizer: Tokenizer, encode: Any
+) -> None:
+    also = {
+        "teacher_tokens": [3, [6, "a"], [6, 7], [8]],
+        "teacher_logprobs": [None, 0.5, [-0.5, -2.0], [-0.1]],
+    }
+    expected, found = (encode(TopEncoder(tokenizer), [STORED | x]) for x in ({}, also))
+    for name in ("teacher_tokens", "teacher_logprobs"):
+        assert found.per_token[name].tolist() == expected.per_token[name].tolist()

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.kernels._rebuilt import rebuilding
 from tigon.layers import Linear
-from tigon.models import CausalLM
+from tigon.models import CausalLM, _peft
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +278,9 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "repeats a group"),
     "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
     "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
+    "alpha for float32": ({"lora_alpha": 1e300}, r"alpha is a number above 0 .*1e\+300"),
+    "text for true": ({"use_rslora": "false"}, "use_rslora='false' is neither true nor false"),
+    "text for dora": ({"use_dora": "no"}, "use_dora='no' is neither true nor false"),
     "saved": ({"modules_to_save": ["score"]}, "modules_to_save='score'"),
     "saved, not there": (
         {"modules_to_save": ["lm_head"]},
@@ -328,6 +332,28 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)
     refused("no tensor of it is named lora_A", {"x": b})
+    shallower = {n: t for n, t in tensors.items() if "layers.2." not in n}
+    refused("has none for 'model.layers.2.self_attn.q_proj'", shallower)
+
+
+def test_a_rank_that_no_tensor_has(model: CausalLM, adapter: Path, tmp_path: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    target = edit(adapter, tmp_path / "it", r=2**70)
+    without = {n: t for n, t in tensors.items() if "lora_A" not in n}
+    save_file(without, target / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="the rank of an adapter"):
+        model.load_adapter(target)
+    assert not model.adapter_names
+
+
+def test_patterns_of_every_projection_are_read_once(
+    model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(_peft, "_compiled", lambda k, p: read.append(p) or re.compile(p))
+    target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
+    model.load_adapter(target)
+    assert len(read) == 50
 
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:

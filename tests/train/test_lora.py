@@ -1,13 +1,14 @@
 """Runs that train an adapter: what they train, keep, resume from and export."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tigon
@@ -219,6 +220,7 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.targets": "lm_head"}, "tied to the embedding"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 0.1}, "dropout=0.1"),
+        ({"lora.alpha": 1e300}, "alpha is a number above 0"),
         ({"task": "reward"}, "task=reward trains a new head"),
         ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
     ],
@@ -241,6 +243,28 @@ def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
     whole = [text for text in settings("other", resume=source) if not text.startswith("lora")]
     with pytest.raises(SystemExit, match="another adapter or model: lora"):
         main(whole)
+
+
+def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, capsys):
+    """They are refused by whoever adds the adapter to them."""
+    base = tmp_path / "base"
+    shutil.copytree(workspace.model, base)
+    main(settings("renewed", model=base, steps=2))
+    source = step(workspace, "renewed", 2)
+    load_checkpoint(source)
+    whole = load_file(base / "model.safetensors")
+    norms = {n: x * 1.5 if n.endswith("layernorm.weight") else x for n, x in whole.items()}
+    save_file(norms, base / "model.safetensors", {"format": "pt"})
+    message = "is an adapter of other weights than .*base has now"
+    with pytest.raises(SystemExit, match=message):
+        main(settings("renewed", model=base, steps=3, resume="auto"))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(source)
+    assert command(["export", str(source), str(tmp_path / "merged"), "--merge"]) == 1
+    assert "other weights" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+    assert command(["export", str(source), str(tmp_path / "adapter")]) == 0
+    save_file(whole, base / "model.safetensors", {"format": "pt"})
+    load_checkpoint(source)
 
 
 def test_export_of_a_run_without_one(workspace, settings, tmp_path):

@@ -239,9 +239,9 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     data = preferences.write(tmp_path / "long.jsonl", [*rows, long, asked])
     same = {"data": data, "max_length": 100, "seq_len": 256, "steps": 1}
     main(settings("cut", "dpo", **same))
-    assert "1 cut to seq_len 256, 2 left out: what has nothing" in capsys.readouterr().out
+    assert "1 cut to max_length 100, 2 left out: what has nothing" in capsys.readouterr().out
     main(settings("whole-only", "dpo", **same, truncate="false"))
-    assert "0 cut to seq_len 256, 4 left out: what is longer" in capsys.readouterr().out
+    assert "0 cut to max_length 100, 4 left out: what is longer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])

@@ -13,9 +13,11 @@ from numpy.typing import DTypeLike
 from tigon.data.encoders import FormatEncoder
 from tigon.data.examples import Example
 from tigon.data.formats import DISTRIBUTED, Format, Row
+from tigon.data.preferences import check_tokens
 
 NOTHING = -1  # in place of a token where there are fewer than K
 SUM = 1e-3  # by which probabilities may add up to more than 1, as they are rounded
+LEAST = float(np.finfo(np.float32).min)  # log-probability that a column can hold
 
 
 class TopEncoder(FormatEncoder):
@@ -35,6 +37,7 @@ class TopEncoder(FormatEncoder):
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         ids = _whole_numbers(form.get(row, "input_ids"), form.key("input_ids"))
+        check_tokens(ids, form.key("input_ids"))
         tokens, logprobs = (form.get(row, n) for n in ("teacher_tokens", "teacher_logprobs"))
         for name, given in (("teacher_tokens", tokens), ("teacher_logprobs", logprobs)):
             if not isinstance(given, list) or len(given) != len(ids):
@@ -44,7 +47,7 @@ class TopEncoder(FormatEncoder):
         mask = form.get(row, "completion_mask")
         learned = np.ones(len(ids), dtype=bool)
         if mask is not None:
-            learned = np.array(_whole_numbers(mask, form.key("completion_mask"))) > 0
+            learned = np.array(_zeros_and_ones(mask, form.key("completion_mask")))
             if len(learned) != len(ids):
                 raise ValueError(
                     f"{form.key('completion_mask')!r} has {len(learned)} values for {len(ids)} "
@@ -53,22 +56,28 @@ class TopEncoder(FormatEncoder):
         learned[:1] = False  # nothing predicts it
         if not learned.any():
             raise ValueError("has no token to learn behind its first")
-        widest = max(len(some or ()) for some in tokens)
+        read = np.flatnonzero(learned).tolist()
+        for i in read:
+            _check(i, tokens[i], logprobs[i])
+        widest = max(len(some) if isinstance(some, list) else 0 for some in tokens)
         columns = np.full((len(ids), widest), NOTHING), np.zeros((len(ids), widest))
-        for i, (some, given) in enumerate(zip(tokens, logprobs, strict=True)):
-            if i and learned[i]:
-                _check(i, some, given)
-            count = len(some or ())
-            if i and count:
-                columns[0][i, :count], columns[1][i, :count] = some, given
+        for i in read:
+            count = len(tokens[i])
+            columns[0][i, :count], columns[1][i, :count] = tokens[i], logprobs[i]
         values = {"supervised": learned, "teacher_tokens": columns[0]}
         return [Example(ids, values | {"teacher_logprobs": columns[1]})]
 
 
 def _whole_numbers(value: Any, name: str) -> list[int]:
-    if isinstance(value, list) and value and all(type(v) in (int, bool) for v in value):
+    if isinstance(value, list) and value and all(type(v) is int for v in value):
         return value
     raise ValueError(f"{name!r} must be a list of whole numbers, not {value!r:.100}")
+
+
+def _zeros_and_ones(value: Any, name: str) -> list[bool]:
+    if isinstance(value, list) and all(type(v) in (int, bool) and v in (0, 1) for v in value):
+        return [bool(v) for v in value]
+    raise ValueError(f"{name!r} must be a list of 0 and 1, not {value!r:.100}")
 
 
 def _check(place: int, tokens: Any, logprobs: Any) -> None:
@@ -77,8 +86,10 @@ def _check(place: int, tokens: Any, logprobs: Any) -> None:
         raise ValueError(f"{where} is empty: give its tokens and their log-probabilities")
     if len(tokens) != len(logprobs):
         raise ValueError(f"{where} has {len(tokens)} tokens and {len(logprobs)} log-probabilities")
-    if any(type(t) is not int or t < 0 for t in tokens) or len({*tokens}) < len(tokens):
+    if any(type(t) is not int or not 0 <= t < 2**31 for t in tokens) or len({*tokens}) < len(
+        tokens
+    ):
         raise ValueError(f"{where} has a token twice, or one that is none: {tokens!r:.100}")
-    given = np.array(logprobs, dtype=np.float64)
-    if not np.isfinite(given).all() or np.exp(given).sum() > 1 + SUM:
+    real = all(type(p) in (int, float) and LEAST <= p <= SUM for p in logprobs)
+    if not real or np.exp(np.array(logprobs, dtype=np.float64)).sum() > 1 + SUM:
         raise ValueError(f"{where} is none: its log-probabilities are {logprobs!r:.100}")

@@ -4,14 +4,17 @@ https://huggingface.co/docs/trl/dataset_formats: pairs with an explicit or an im
 single answers with a label; each as texts or as lists of messages.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from tigon.data.formats import Format, Messages, Row, kind_of, template_variables, tools_of
 
 Said = str | Messages  # a text, or messages
+LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
+ROUNDED = 1e-3  # by which a log-probability may be above 0
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,17 @@ def as_rewarded(row: Row, form: Format) -> Rewarded:
         if not isinstance(old, list) or len(old) != count:
             raise ValueError(f"{name!r} must have a list for each of the {count} answers")
         old = [_numbers(some, name) for some in old]
+        if above := [value for some in old for value in some if value > ROUNDED]:
+            raise ValueError(f"{name!r} has {above[0]!r} in it: log-probabilities are at most 0")
     tokens = isinstance(prompt, list) and all(type(i) is int for i in prompt)
     if tokens and not all(_are_tokens(answer) for answer in answers):
         raise ValueError(
             f"{form.key('prompt')!r} is a list of tokens, and so must each answer be one, and none "
             "empty"
         )
+    if tokens:
+        for key, ids in (("prompt", prompt), *(("completions", answer) for answer in answers)):
+            check_tokens(ids, form.key(key))
     said = None
     if not tokens:
         said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
@@ -138,6 +146,13 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
 
 
+def check_tokens(ids: Sequence[int], name: str) -> None:
+    """ValueError for a number that no vocabulary has; the model's own size is checked later."""
+    for i in ids:
+        if not 0 <= i < 2**31:
+            raise ValueError(f"{name!r} has {i!r:.100} in it, which is no token")
+
+
 def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
     """Finite ones, as many as `count` says."""
     if not isinstance(values, list) or (count is not None and len(values) != count):
@@ -145,9 +160,14 @@ def _numbers(values: Any, name: str, count: int | None = None) -> list[float]:
             f"{name!r} must be a list of numbers" + ("" if count is None else f", {count} of them")
         )
     for value in values:
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not _is_number(value):
             raise ValueError(f"{name!r} has {value!r:.100} in it, which is no finite number")
     return [float(value) for value in values]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is finite, in float32 too."""
+    return type(value) in (int, float) and -LARGEST <= value <= LARGEST
 
 
 def number(row: Row, form: Format, name: str, missing: float) -> float:
@@ -155,7 +175,7 @@ def number(row: Row, form: Format, name: str, missing: float) -> float:
     value = form.get(row, name)
     if value is None:
         return missing
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_number(value):
         raise ValueError(f"{form.key(name)!r} must be a finite number, not {value!r:.100}")
     return float(value)
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
+
 from tigon.json_file import shown
 from tigon.layers import FusedLinear, Linear, LoRAPart, SparseMoE
 from tigon.models._model import LanguageModel
 
 ALL_LINEAR = "all-linear"
+LARGEST = torch.finfo(torch.float32).max
 ENDS = ("embed_tokens", "lm_head")  # what modules_to_save may name
 
 
@@ -48,11 +51,15 @@ class LoraConfig:
             self, "modules_to_save", (saved,) if isinstance(saved, str) else (*saved,)
         )
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-                raise ValueError(f"the rank of an adapter is at least 1: {_of(name, rank, 'rank')}")
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank < 2**31:
+                raise ValueError(
+                    f"the rank of an adapter is 1 to {2**31 - 1}: {_of(name, rank, 'rank')}"
+                )
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
-            if not isinstance(alpha, int | float) or not math.isfinite(alpha) or alpha <= 0:
-                raise ValueError(f"alpha is a number above 0: {_of(name, alpha, 'alpha')}")
+            if not isinstance(alpha, int | float) or not 0 < alpha <= LARGEST:
+                raise ValueError(
+                    f"alpha is a number above 0 that float32 holds: {_of(name, alpha, 'alpha')}"
+                )
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={shown(self.dropout)} is not in [0, 1)")
         if not self.targets:

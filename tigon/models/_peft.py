@@ -90,6 +90,9 @@ def _check_features(values: Mapping[str, Any]) -> None:
         )
     if values.get("bias", "none") != "none":
         raise ValueError(f"bias={shown(values['bias'])}: adapters have no biases here")
+    for key in ("use_rslora", "use_dora"):
+        if (value := values.get(key)) not in (None, False, True):
+            raise ValueError(f"{key}={shown(value)} is neither true nor false")
     for key, value in values.items():
         if key not in KNOWN and value not in (None, False, [], {}, ""):
             raise ValueError(f"{escaped(key, 100)}={shown(value)} is not supported")
@@ -129,9 +132,14 @@ def _config(
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {kinds}"
         )
+    _check_whole(values, own, known)
     ranks, alphas = {}, {}
+    rank_patterns, alpha_patterns = (
+        _patterns(values, key, kind)
+        for key, kind in (("rank_pattern", int), ("alpha_pattern", int | float))
+    )
     for name in filter(own.__contains__, known):
-        said = _first(values, "rank_pattern", name, rank, int)
+        said = _first(rank_patterns, name, rank)
         info = tensors.get(f"{name}.lora_A.weight")
         if info is not None and info.shape[:1] != (said,):
             raise ValueError(
@@ -139,7 +147,7 @@ def _config(
             )
         if said != rank:
             ranks[name] = said
-        if (other := _first(values, "alpha_pattern", name, alpha, int | float)) != alpha:
+        if (other := _first(alpha_patterns, name, alpha)) != alpha:
             alphas[name] = other
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
@@ -167,15 +175,40 @@ def _number(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _first(values: Mapping[str, Any], key: str, name: str, default: Any, kind: Any) -> Any:
-    """The number of the first of PEFT's patterns that fits a projection."""
+def _check_whole(values: Mapping[str, Any], own: set[str], known: Collection[str]) -> None:
+    """ValueError if projections that a list of targets names have no tensors: the adapter is of a
+    model of fewer layers, or its file lacks some."""
+    targets = values.get("target_modules")
+    chosen = values.get("layers_to_transform"), values.get("exclude_modules")
+    if not isinstance(targets, list) or any(some not in (None, []) for some in chosen):
+        return
+    for name in known:
+        if name not in own and any(
+            isinstance(t, str) and (name == t or name.endswith(f".{t}")) for t in targets
+        ):
+            raise ValueError(
+                f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(name)}: it is "
+                "of another model, or lacks tensors"
+            )
+
+
+Patterns = list[tuple[re.Pattern[str], Any]]
+
+
+def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
+    """PEFT's, in order, each read once: there may be one for each projection."""
     patterns = values.get(key) or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{key}={shown(patterns)} is no dictionary")
-    for pattern, value in patterns.items():
-        if _compiled(key, pattern).fullmatch(name):
-            return _number(f"{key}[{shown(pattern)}]", value, kind)
-    return default
+    return [
+        (_compiled(key, pattern), _number(f"{key}[{shown(pattern)}]", value, kind))
+        for pattern, value in patterns.items()
+    ]
+
+
+def _first(patterns: Patterns, name: str, default: Any) -> Any:
+    """The number of the first of PEFT's patterns that fits a projection."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(name)), default)
 
 
 def _compiled(key: str, pattern: str) -> re.Pattern[str]:

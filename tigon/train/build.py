@@ -29,7 +29,7 @@ from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
 from tigon.train.matching import check_context, stop_at
 from tigon.train.measure import Meter
-from tigon.train.model import build_model, check_fp8, compute_dtype, projections
+from tigon.train.model import base_digest, build_model, check_fp8, compute_dtype, projections
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.optim.schedule import count
@@ -58,6 +58,7 @@ class Run:
     saver: checkpoint.Saver
     ema: Ema | None
     prompts: list[Prompt] = field(default_factory=list)  # of samples
+    base: str = ""  # digest of the weights that an adapter is added to
 
     @cached_property
     def feed(self) -> Feed:
@@ -146,7 +147,12 @@ def prepare(config: Config, world: World) -> Run:
     inputs = read_inputs(config, world)
     data, source = inputs.data, inputs.source
     chosen = decide(config, world, inputs.objective, source, world.size, world.device)
+    base = ""
     with world.together():
+        if config.lora is not None:
+            base = base_digest(config)
+            if source is not None:
+                resume.check_base(source, config, base)
         seed_everything(config, world)
         model = build_model(config, world, source)
         if chosen is not None:
@@ -176,7 +182,7 @@ def prepare(config: Config, world: World) -> Run:
         world.say(str(chosen))
     for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
         world.say(f"note: {notice}")
-    return make_run(config, world, inputs, model, optimizer, ema, prompts)
+    return make_run(config, world, inputs, model, optimizer, ema, prompts, base)
 
 
 def make_run(
@@ -187,6 +193,7 @@ def make_run(
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
     prompts: Sequence[Prompt] = (),
+    base: str = "",
 ) -> Run:
     if config.cuda_graphs:
         Graphs(model, world.say)
@@ -201,7 +208,7 @@ def make_run(
     )  # fmt: skip
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
-        inputs.steps(config), inputs.state, saver, ema, list(prompts),
+        inputs.steps(config), inputs.state, saver, ema, list(prompts), base,
     )  # fmt: skip
 
 

@@ -119,15 +119,17 @@ def describe(
 ) -> list[str]:
     """What the data holds, in lines for a person."""
     report, order = loader.report(), windows.order
+    longest = "seq_len" if config.max_length is None else "max_length"
     waste = f", {report.waste:.1%} of them padding" if report.space else ""
     lines = [
         f"{counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, "
         f"{counted(report.rows, 'row')}{waste}; "
-        f"{report.truncated:,} cut to seq_len {config.seq_len}, {report.dropped:,} left out"
+        f"{report.truncated:,} cut to {longest} {getattr(config, longest)}, "
+        f"{report.dropped:,} left out"
     ]
     if report.dropped:
         why = "has nothing to learn within" if config.truncate else "is longer than"
-        lines[0] += f": what {why} seq_len"
+        lines[0] += f": what {why} {longest}"
     if order.weights is not None:
         lines += shares(order, entries)
     rows = sum((part.report for part in windows.corpus.parts), Report())

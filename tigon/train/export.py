@@ -13,11 +13,11 @@ from torch import Tensor
 from tigon.hub import is_own_file
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.tokenizer import Tokenizer
-from tigon.train import checkpoint
+from tigon.train import checkpoint, resume
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
-from tigon.train.model import adapted, build_model, described, export_dtype
+from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
 from tigon.train.parallel import start
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
@@ -43,6 +43,7 @@ def load_checkpoint(
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
+            resume.check_base(source, config, base_digest(config))
             model = adapted(config, dtype, device)
             checkpoint.load(source, model)
             return model.eval(), Tokenizer.from_pretrained(source)

@@ -74,6 +74,8 @@ def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
+    if run.base:
+        facts["base"] = run.base
     profiler = Profiler(config.profile, config.run_dir, world, run.start, run.steps)
     step = run.start
     while step < run.steps:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from tigon.data.blocks import hash_files
 from tigon.hub import check_folder
 from tigon.json_file import escaped, read_json, shown
 from tigon.kernels.fp8_linear import OLDEST, fits
@@ -76,6 +77,16 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
         torch.manual_seed(config.seed)
         return _from_config(_init(config), dtype, "cpu"), None
     return build(Repository(config.model, revision=config.revision), MODELS, dtype=dtype)
+
+
+def base_digest(config: Config) -> str:
+    """What changes with the weights of the model that an adapter is added to, wherever its files
+    are. Every rank may call this: little is read."""
+    if config.init:
+        return hash_files([_init(config)], config.seed)
+    weights = _base(config, torch.float32)[1]
+    assert weights is not None
+    return weights.sampled_digest()
 
 
 def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:

@@ -51,6 +51,16 @@ def _check_adapter(
         raise ValueError(f"{source} is of another adapter or model: {', '.join(others)}; {AFRESH}")
 
 
+def check_base(source: Path, config: Config, found: str) -> None:
+    """Raises ValueError if an adapter was trained on other weights than the base has now. `found`:
+    their digest. Checkpoints of earlier versions do not say."""
+    if checkpoint.facts(source).get("base", found) != found:
+        raise ValueError(
+            f"{source} is an adapter of other weights than {config.model or config.init} has now: "
+            "put the files back that it had, or name the revision"
+        )
+
+
 def check(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 

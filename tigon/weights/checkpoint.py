@@ -1,5 +1,6 @@
 """A safetensors checkpoint, one file or shards with an index: what it holds and how to read it."""
 
+import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,7 @@ from tigon.weights.reading import Reader
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+SAMPLED = 4096  # bytes of each tensor that tell checkpoints apart
 DECODED = 8 << 20  # bytes of values that a thread decodes at a time
 OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
@@ -27,6 +29,23 @@ class Checkpoint:
     def __init__(self, name: str, tensors: Mapping[str, TensorInfo | Decoded]) -> None:
         self.name = name
         self.tensors = tensors
+
+    def sampled_digest(self) -> str:
+        """Changes with the names, shapes and dtypes of tensors, and with a few values of each.
+
+        Training changes values everywhere, so that these tell models of one shape apart, and little
+        is read of the files. The same tensors in other files have the same digest.
+        """
+        total = hashlib.sha256()
+        for name, info in sorted(self.tensors.items()):
+            plain = isinstance(info, TensorInfo)
+            size = min(SAMPLED, info.nbytes) if plain else SAMPLED  # of others: those that follow
+            with info.path.open("rb") as file:
+                file.seek(info.offset + ((info.nbytes - size) // 2 if plain else 0))
+                values = file.read(size)
+            total.update(repr((name, tuple(info.shape), str(info.dtype))).encode())
+            total.update(hashlib.sha256(values).digest())
+        return total.hexdigest()
 
     @classmethod
     def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":

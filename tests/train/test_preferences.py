@@ -123,8 +123,19 @@ def test_resuming_with_another_reference_or_without_its_files(workspace, setting
     weights = model / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-4] + bytes(4))
-    with pytest.raises(SystemExit, match="is not the reference that the run began with"):
+    begun = workspace.root / "begun"
+    elsewhere = [f"resume={begun}/checkpoints/step-00000002", f"run_dir={workspace.root}/apart"]
+    for where in (["resume=auto"], elsewhere):
+        with pytest.raises(SystemExit, match="is not the reference that the run began with"):
+            main([*run, *where])
+    record = (begun / "reference.json").read_text()
+    (begun / "reference.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"reference.json is damaged"):
         main([*run, "resume=auto"])
+    (begun / "reference.json").write_text(record)
+    weights.write_bytes(content)
+    (model / "consolidated.safetensors").write_bytes(b"which no model is read from")
+    main([*run, *elsewhere, "steps=3"])
     shutil.rmtree(model)
     main([*run, "resume=auto"])
     assert len(workspace.metrics("begun", "loss")) == 4

@@ -24,6 +24,7 @@ from tigon.data.disk import disk_errors
 from tigon.data.examples import counted
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.json_file import read_json
+from tigon.models import MODELS, build
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype
 from tigon.train.parallel import World
@@ -162,7 +163,7 @@ def shared_digest(config: Config, world: World, *, trained: bool) -> str:
 
 def _digest(config: Config, trained: bool) -> str:
     path = Path(config.run_dir, RECORD)
-    known = read_json(path)["weights"] if trained and path.is_file() else None
+    known, where = _known(config, path) if trained else (None, path)
     try:
         found = weights_digest(config)
     except OSError:
@@ -172,11 +173,25 @@ def _digest(config: Config, trained: bool) -> str:
     if known not in (None, found):
         raise ValueError(
             f"{config.reference or config.model or config.init} is not the reference that the run "
-            f"began with, as {path} has it: put its files back, or begin another run_dir"
+            f"began with, as {where} has it: put its files back, or begin another run_dir"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, json.dumps({"weights": found}))
     return found
+
+
+def _known(config: Config, path: Path) -> tuple[str | None, Path]:
+    """What the run directory, or that of the checkpoint that the run goes on from, has recorded."""
+    places = [path]
+    if isinstance(config.resume, str) and config.resume != "auto":
+        places.append(Path(config.resume).parent.parent / RECORD)
+    for place in places:
+        if place.is_file():
+            found = read_json(place).get("weights")
+            if not isinstance(found, str):
+                raise ValueError(f"{place} is damaged: remove it to go on without what it says")
+            return found, place
+    return None, path
 
 
 def weights_digest(config: Config) -> str:
@@ -185,9 +200,7 @@ def weights_digest(config: Config) -> str:
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision
     repository = Repository(config.reference or config.model, revision=revision)
-    names = [
-        name
-        for name in repository.listing()
-        if name.endswith((".safetensors", ".gguf")) or name == "config.json"
-    ]
-    return hash_files([repository.file(name) for name in sorted(names)])
+    _, weights = build(repository, MODELS, fit=False)
+    files = {tensor.path for tensor in weights.tensors.values()}  # no others that are beside them
+    description = repository.optional_file("config.json")
+    return hash_files([*([description] if description else []), *sorted(files)])

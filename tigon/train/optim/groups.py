@@ -23,9 +23,10 @@ def freeze(model: CausalLM, config: Config) -> None:
     trains = None if adapter is None else adapter_parameters(model, adapter)
     for i, own in enumerate(config.parameter_groups):
         if trains is not None and not own.freeze and not any(groups[n] is own for n in trains):
+            known = model.layout()[next(iter(trains))][0].name
             raise ValueError(
                 f"parameter_groups[{i}]: {list(own.match)} matches the base alone, which is frozen "
-                f"under lora; the adapter has names such as {model.layout()[next(iter(trains))][0].name}"
+                f"under lora; the adapter has names such as {known}"
             )
         named = {name: p for name, p in model.named_parameters() if groups[name] is own}
         if own.weight_decay and not any(p.dim() > 1 for p in named.values()):

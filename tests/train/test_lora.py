@@ -221,6 +221,10 @@ def test_hooks_of_exports(workspace, settings):
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 0.1}, "dropout=0.1"),
         ({"lora.alpha": 1e300}, "alpha is a number above 0"),
+        (
+            {"parameter_groups": "[{match: '*layernorm.weight', lr: 0.1}]"},
+            r"parameter_groups\[0\]: .*layernorm.weight'\] matches the base alone, which is frozen",
+        ),
         ({"task": "reward"}, "task=reward trains a new head"),
         ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
     ],

@@ -19,15 +19,21 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def freeze(model: CausalLM, config: Config) -> None:
     """Parameters of groups with `freeze` will have neither gradients nor optimizer states."""
     groups = assign(model, config.parameter_groups)
+    adapter = getattr(model, "active_adapter", None)  # any module may be given
+    trains = None if adapter is None else adapter_parameters(model, adapter)
     for i, own in enumerate(config.parameter_groups):
+        if trains is not None and not own.freeze and not any(groups[n] is own for n in trains):
+            known = model.layout()[next(iter(trains))][0].name
+            raise ValueError(
+                f"parameter_groups[{i}]: {list(own.match)} matches the base alone, which is frozen "
+                f"under lora; the adapter has names such as {known}"
+            )
         named = {name: p for name, p in model.named_parameters() if groups[name] is own}
         if own.weight_decay and not any(p.dim() > 1 for p in named.values()):
             raise ValueError(
                 f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
                 f"and biases do not decay, and it has only {', '.join([*named][:3])}"
             )
-    adapter = getattr(model, "active_adapter", None)  # any module may be given
-    trains = None if adapter is None else adapter_parameters(model, adapter)
     for name, p in model.named_parameters():
         group, learns = groups[name], trains is None or name in trains
         p.requires_grad_(learns and (group is None or not group.freeze))

@@ -138,7 +138,7 @@ def _tokens(corpus: Corpus) -> int:
 def _key(corpus: Corpus, config: Config, device: torch.device, weights: str) -> str:
     settings = (
         *(config.seq_len, config.packing, config.truncate, config.max_length),
-        *(compute_dtype(config, device), config.fp8),
+        compute_dtype(config, device),
     )
     data = [part.identity() for part in corpus.parts]
     text = repr((VERSION, data, settings, weights))

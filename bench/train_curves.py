@@ -7,6 +7,8 @@ transformers in float32, and the noise is how far transformers + Liger is from i
 and activations: Tigon may be 1.5 times as far, in the mean over all steps. Both have AdamW on
 float32 masters there, whose updates bf16 does not round away. A fourth curve is Tigon without
 masters: its own optimizer, with bf16 states and stochastic rounding.
+
+Two more are longer: Tigon's own 500 steps in bf16, and with its products in fp8.
 """
 
 import gc
@@ -32,14 +34,17 @@ from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown
 from bench.peers import imported
 from bench.train_cases import PEER, Options, fill, parts_of, peer_model
 from bench.train_step import libraries
+from tigon.kernels.fp8_linear import fits
 from tigon.train import load
+from tigon.train.model import projections
 from tigon.train.optim import build_optimizer
 
 SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
 SMOLLM2 |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192}
 ASSETS = ROOT / ".assets"
 TRUTH, OURS, ROUNDED = "transformers, float32", "tigon", "tigon, adamw_bf16"
-STEPS, ROWS, TOKENS, LR = 100, 8, 1024, 1e-4
+LONG, FP8 = "tigon, longer", "tigon, fp8, longer"
+STEPS, MORE_STEPS, ROWS, TOKENS, LR = 100, 500, 8, 1024, 1e-4
 MOST, NEAR = 1.5, 0.005  # times the noise; share of the last losses' mean
 LAST = 10  # steps whose mean loss is the end of a curve
 
@@ -51,6 +56,7 @@ class Given:
     shape: Record
     checkpoint: Path | None
     tokens: Tensor
+    steps: int  # of the curves that are not the longer ones
     device: str
 
 
@@ -67,7 +73,7 @@ def text_tokens() -> tuple[Path | None, Tensor]:
 
 
 def given(tiny: bool) -> Given:
-    steps, rows, length = (4, 2, 24) if tiny else (STEPS, ROWS, TOKENS)
+    steps, rows, length = (6, 2, 24) if tiny else (MORE_STEPS, ROWS, TOKENS)
     checkpoint, tokens = (None, torch.arange(999) % 97) if tiny else text_tokens()
     count = steps * rows * length
     whole = tokens.repeat(-(-count // len(tokens)))[:count]  # short texts come again
@@ -75,7 +81,8 @@ def given(tiny: bool) -> Given:
     if checkpoint is not None:
         shape = json.loads((checkpoint / "config.json").read_text())
     device = "cpu" if tiny else "cuda"
-    return Given(shape, checkpoint, whole.view(steps, rows, length).to(device), device)
+    tokens = whole.view(steps, rows, length).to(device)
+    return Given(shape, checkpoint, tokens, 4 if tiny else STEPS, device)
 
 
 class Masters:
@@ -117,6 +124,13 @@ def mine(what: Given) -> Any:
     return model
 
 
+def mine_in_fp8(what: Given) -> Any:
+    model = mine(what)
+    for _, layer in projections(model):
+        layer.fp8 = fits(layer.weight)
+    return model
+
+
 def rounded(model: Any) -> Any:
     values = {"lr": LR, "optimizer": "adamw_bf16", "param_dtype": "bfloat16", "run_dir": "none"}
     values |= {"model": "none", "data": "none"}
@@ -133,6 +147,8 @@ SIDES: dict[str, tuple[Maker, Callable[[Any], Any]]] = {
     PEER: (partial(theirs, dtype=torch.bfloat16), masters),
     OURS: (mine, masters),
     ROUNDED: (mine, rounded),
+    LONG: (mine, masters),
+    FP8: (mine_in_fp8, masters),
 }
 
 
@@ -141,7 +157,7 @@ def curve(side: str, what: Given) -> list[float]:
     make, optimize = SIDES[side]
     model = make(what).train()
     optimizer, losses = optimize(model), []
-    for ids in what.tokens:
+    for ids in what.tokens if side in (LONG, FP8) else what.tokens[: what.steps]:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -165,23 +181,28 @@ def end(record: Record, side: str) -> float:
 def verdicts(record: Record) -> list[str]:
     noise, own = distance(record, PEER), distance(record, OURS)
     ratio = own / noise if own is not None and noise else None
-    off = None
-    if {ROUNDED, TRUTH} <= record["curves"].keys():
-        off = 100 * abs(end(record, ROUNDED) / end(record, TRUTH) - 1)
-    return [
-        verdict(f"{OURS}, distance from {TRUTH} over that of {PEER}", ratio, MOST, most=True),
-        verdict(f"{ROUNDED}, % off the last losses of {TRUTH}", off, 100 * NEAR, most=True),
+
+    def off(side: str, of: str) -> float | None:
+        if not {side, of} <= record["curves"].keys():
+            return None
+        return 100 * abs(end(record, side) / end(record, of) - 1)
+
+    ends = [
+        verdict(f"{side}, % off the last losses of {of}", off(side, of), 100 * NEAR, most=True)
+        for side, of in ((ROUNDED, TRUTH), (FP8, LONG))
     ]
+    name = f"{OURS}, distance from {TRUTH} over that of {PEER}"
+    return [verdict(name, ratio, MOST, most=True), *ends]
 
 
 def show(record: Record) -> str:
-    steps = next(iter(record["curves"].values()), [])
-    at = sorted({0, 9, 24, 49, 74, 99} & set(range(len(steps))))
+    longest = max(map(len, record["curves"].values()), default=0)
+    at = [n for n in (0, 9, 24, 49, 99, 249, 499) if n < longest]
     rows = []
     for side, losses in record["curves"].items():
-        away = distance(record, side)
-        cells = [f"{losses[n]:.4f}" for n in at]
-        far = f"{away:.2e}" if away is not None and side != TRUTH else ""
+        away = distance(record, side) if side in (PEER, OURS, ROUNDED) else None
+        cells = [f"{losses[n]:.4f}" if n < len(losses) else "" for n in at]
+        far = f"{away:.2e}" if away is not None else ""
         rows.append([side, *cells, f"{end(record, side):.4f}", far])
     head = ["loss of step", *(str(n + 1) for n in at), f"mean of the last {LAST}"]
     weights = "the quickstart's checkpoint" if record["checkpoint"] else "random weights"

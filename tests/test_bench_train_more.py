@@ -109,9 +109,10 @@ def test_curves_begin_alike_and_are_judged_by_the_noise(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     curves = record["curves"]
     assert list(curves) == list(train_curves.SIDES)
-    for losses in curves.values():
-        assert len(losses) == 4 and losses[-1] < losses[0]
-        assert losses == pytest.approx(curves[train_curves.TRUTH], rel=3e-3)
+    for side, losses in curves.items():
+        assert len(losses) == (6 if "longer" in side else 4) and losses[3] < losses[0]
+        assert losses[:4] == pytest.approx(curves[train_curves.TRUTH], rel=3e-3)
+    assert curves[train_curves.LONG] != curves[train_curves.FP8]
     assert 0 < train_curves.distance(record, train_curves.OURS) < 0.01
     shown = train_curves.show(record)
     assert f"| {PEER} | {curves[PEER][0]:.4f} |" in shown and "random weights" in shown
@@ -124,9 +125,12 @@ def test_a_curve_far_from_the_truth_is_a_miss() -> None:
             PEER: [5.01, 4.01],
             train_curves.OURS: [5.02, 3.98],
             train_curves.ROUNDED: [5.0, 4.018],
+            train_curves.LONG: [5.0, 3.0],
+            train_curves.FP8: [5.0, 2.92],
         }
     }
     assert train_curves.verdicts(record) == [
         f"MISSED: tigon, distance from transformers, float32 over that of {PEER}: 2.000 for 1.50",
         "met: tigon, adamw_bf16, % off the last losses of transformers, float32: 0.200 for 0.50",
+        "MISSED: tigon, fp8, longer, % off the last losses of tigon, longer: 1.000 for 0.50",
     ]

@@ -71,6 +71,15 @@ def test_which_layers():
     assert len(others) == len(names)
     assert without_fp8(settings(), model) == []
 
+    some = settings(fp8_except='["model.layers.0.*", "down_proj", "*shared_expert*"]')
+    model = finish(model, some)
+    assert [n for n, layer in projections(model) if layer.fp8] == names[4:6]
+    assert without_fp8(some, model) == []
+    with pytest.raises(ValueError, match=r"fp8_except='q_proj' matches no projection.*qkv_proj"):
+        finish(model, settings(fp8_except='["o_proj", "q_proj"]'))
+    with pytest.raises(ValueError, match=r"fp8_except=\['o_proj'\] needs fp8=true"):
+        settings(fp8="false", fp8_except='["o_proj"]')
+
     odd = finish(small("llama", intermediate_size=40), settings())
     assert without_fp8(settings(), odd) == [
         "fp8=true leaves in bfloat16 what has sizes that 16 does not divide: "

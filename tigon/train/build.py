@@ -29,7 +29,14 @@ from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
 from tigon.train.matching import check_context, stop_at
 from tigon.train.measure import Meter
-from tigon.train.model import base_digest, build_model, check_fp8, compute_dtype, projections
+from tigon.train.model import (
+    base_digest,
+    build_model,
+    check_fp8,
+    compute_dtype,
+    in_bfloat16,
+    projections,
+)
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import Ema, build_ema, build_optimizer
 from tigon.train.optim.schedule import count
@@ -253,8 +260,11 @@ def without_effect(config: Config, steps: int, device: torch.device) -> list[str
 
 
 def without_fp8(config: Config, model: CausalLM) -> list[str]:
-    """A line that names the projections which `fp8` leaves in bfloat16, if there are any."""
-    left = [name for name, layer in projections(model) if config.fp8 and not layer.fp8]
+    """A line that names the projections which `fp8` cannot be of, if there are any."""
+    if not config.fp8:
+        return []
+    meant = in_bfloat16(config, model)
+    left = [name for name, layer in projections(model) if not layer.fp8 and name not in meant]
     if not left:
         return []
     listed = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")

@@ -147,6 +147,8 @@ def check_precision(config: Config) -> None:
     """Raises ValueError for what is not there for an optimizer or a dtype."""
     if config.fp8 and config.dtype == "float32":
         raise ValueError("fp8=true needs dtype=bfloat16 (or auto), not float32")
+    if config.fp8_except and not config.fp8:
+        raise ValueError(f"fp8_except={[*config.fp8_except]} needs fp8=true")
     if not config.ema_decay < 1:
         raise ValueError(f"ema_decay={config.ema_decay} must be below 1")
     if config.optimizer != "muon":

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,9 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
-    for _, layer in projections(model):
-        layer.fp8 = config.fp8 and fits(layer.weight)
+    kept = in_bfloat16(config, model)
+    for name, layer in projections(model):
+        layer.fp8 = config.fp8 and name not in kept and fits(layer.weight)
     model.use_attention(config.attention)
     export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()
@@ -238,6 +240,22 @@ def projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:
             for own, layer in module.named_children():
                 if isinstance(layer, Linear):
                     yield f"{name}.{own}", layer
+
+
+def in_bfloat16(config: Config, model: CausalLM) -> set[str]:
+    """The names of the projections that `fp8_except` names; ValueError where that is none."""
+    names = [name for name, _ in projections(model)]
+    found: set[str] = set()
+    for pattern in config.fp8_except:
+        some = {n for n in names if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")}
+        if not some:
+            kinds = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            raise ValueError(
+                f"fp8_except={shown(pattern)} matches no projection; they are {kinds}, such as "
+                f"{names[0]}"
+            )
+        found |= some
+    return found
 
 
 def check_fp8(config: Config, device: torch.device) -> None:

@@ -74,6 +74,7 @@ OTHERS = {
     "enable_fp8_training": "fp8",
     "enable_float8": "fp8",
     "float8": EIGHT_BITS,
+    "filter_fqns": "fp8_except, which takes shell patterns",
     "fp8_recipe": EIGHT_BITS,
     "fp8_recipe_name": EIGHT_BITS,
     "mixed_precision": f"{DTYPE}; fp8=true for products of 8-bit floats",

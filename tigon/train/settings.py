@@ -47,6 +47,9 @@ class ModelSettings:
         False,
         "products of attention and MLPs, forward and backward, of 8-bit floats: docs/training.md",
     )
+    fp8_except: tuple[str, ...] = option(
+        (), "shell patterns of projections that fp8 leaves, such as model.layers.0.* or down_proj"
+    )
     lora: Lora | None = option(  # noqa: RUF009
         None, "{rank: 16, alpha: 32}: train a low-rank adapter alone; docs/adapters.md"
     )

@@ -12,12 +12,14 @@ from bench import (
     attention,
     compare,
     cpu,
+    distillation,
     generate,
     harness,
     kernels,
     measure,
     moe,
     padding,
+    preference,
     timing,
     train_curves,
     train_multi,
@@ -30,7 +32,7 @@ from tests.test_bench import clock
 __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
-BENCHES += (train_step, train_multi, train_curves)
+BENCHES += (train_step, train_multi, train_curves, preference, distillation)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

@@ -1,0 +1,143 @@
+"""Distillation steps, Llama-3.1-8B to Llama-3.2-1B, beside the formula and Liger's fused JSD.
+
+One row of 4,096 tokens; all parameters of the student learn, in bf16 with bf16 states and AdamW,
+gradients clipped at a norm of 1. The teacher runs in each step. Both Kullback-Leibler divergences
+and the Jensen-Shannon divergence are measured once: whole steps, and the head alone, forward and
+backward, from the last hidden states of both models. Both sides have the same tokens, and weights
+of these shapes drawn by their names, each side in a process of its own.
+
+The peers are transformers' models with Liger's kernels in the layers, and flash-attn-4 where it
+works: with the divergence as a formula on all logits, in float32, or with LigerFusedLinearJSD. Of
+LigerFusedLinearJSDLoss, which torch.compile fuses, there is the head alone. A head's memory is what
+it allocates beside its inputs and the gradients it leaves: logits of all tokens would show in it.
+
+    python bench/distillation.py                # a minute and a half on an H200
+    python bench/distillation.py --write-docs   # needs no GPU
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import harness
+from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED, OURS, Request
+from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
+from bench.train_step import libraries, spawn
+
+SIDE = Path(__file__).with_name("distillation_side.py")
+PEERS = "peers"
+SPEED = 1.3
+GIB = 2**30
+LOSS_WITHIN, NORM_WITHIN = 5e-3, 2e-2  # shares; logits have bf16's rounding
+
+
+def run(job: Job) -> str:
+    options = job.options
+    shape = Request(OURS, tiny=options.tiny)
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "tokens": shape.tokens}
+    job.record |= {"vocab": shape.shapes()[0]["vocab_size"], "libraries": libraries(options.tiny)}
+    job.record |= {"step": {}, "head": {}, "ended": {}}
+    until = time.monotonic() + options.limit
+    for side in job.only:
+        liger = job.record["libraries"]["Liger"] is not None and not options.tiny
+        steps = 2 if options.tiny or options.quick else options.steps
+        request = Request(side, liger, steps, options.tiny)
+        for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
+            add(job.record, side, line)
+            job.add()
+    return show(job.record)
+
+
+def add(record: Record, process: str, line: Record) -> None:
+    """A line of a process to the record."""
+    kind = line.pop("kind")
+    if kind == "ended":
+        record["ended"][process] = line["error"]
+    elif kind == "attention":
+        record["attention"] = line
+    else:
+        own = record[kind].setdefault(line.pop("side"), {})
+        own[line.pop("divergence")] = line
+
+
+def fastest(record: Record, kind: str, divergence: str) -> float | None:
+    """Milliseconds of the fastest peer."""
+    rows = [row.get(divergence, {}) for side, row in record[kind].items() if side != OURS]
+    return min((row["ms"] for row in rows if "ms" in row), default=None)
+
+
+def verdicts(record: Record) -> Iterator[str]:
+    what = {"step": "step", "head": "head alone"}
+    for kind, name in what.items():
+        for divergence in DIVERGENCES:
+            mine = record[kind].get(OURS, {}).get(divergence, {}).get("ms")
+            other = fastest(record, kind, divergence)
+            ratio = other / mine if other and mine else None
+            yield verdict(f"{name}, {divergence}: speed over the fastest peer", ratio, SPEED)
+    logits = 2 * record["tokens"] * record["vocab"] / GIB
+    for divergence in DIVERGENCES:
+        more = record["head"].get(OURS, {}).get(divergence, {}).get("gib")
+        share = None if more is None else more / logits
+        yield verdict(f"head alone, {divergence}: memory over bf16 logits", share, 1.0, most=True)
+    yield from disagreements(record)
+
+
+def disagreements(record: Record) -> Iterator[str]:
+    """Where first losses and gradients differ beyond bf16. CHUNKED's log-probabilities are bf16."""
+    for kind, rows in record.items():
+        if kind not in ("step", "head"):
+            continue
+        for side in (FORMULA, FUSED):
+            for divergence in DIVERGENCES:
+                theirs, mine = (rows.get(s, {}).get(divergence, {}) for s in (side, OURS))
+                for key, within in (("loss", LOSS_WITHIN), ("gradient_norm", NORM_WITHIN)):
+                    if key not in theirs or key not in mine:
+                        continue
+                    a, b = theirs[key], mine[key]
+                    if not abs(b - a) <= within * abs(a):
+                        yield f"WRONG: {kind}, {divergence}, {side}: {key} {a:.5g} and {b:.5g}"
+
+
+def table(record: Record, kind: str, title: str, memory: str, sides: tuple[str, ...]) -> str:
+    """Milliseconds and GiB of each side, a pair of columns for each divergence."""
+    head = [title, *(f"{name}, ms{unit}" for name in DIVERGENCES for unit in ("", ", GiB"))]
+    rows = []
+    for side in sides:
+        cells = []
+        for divergence in DIVERGENCES:
+            row = record[kind].get(side, {}).get(divergence, {})
+            if "error" in row:
+                cells += [harness.failure(row, 40), ""]
+            else:
+                cells += [figure(row.get("ms"), 4), figure(row.get(memory))]
+        rows.append([side, *cells])
+    return markdown([name.replace("ms, GiB", "GiB") for name in head], rows)
+
+
+def show(record: Record) -> str:
+    whole = "step, 8B to 1B, 1 x 4096"
+    parts = [
+        f"{heading(record, record['libraries'])}.",
+        table(record, "step", whole, "allocated_gib", (OURS, FORMULA, FUSED)),
+        table(record, "head", "head alone", "gib", (OURS, FORMULA, FUSED, CHUNKED)),
+        *(f"{name}: {error}" for name, error in record["ended"].items()),
+        "\n".join(verdicts(record)),
+    ]
+    return "\n\n".join(parts)
+
+
+OPTIONS = (
+    ("--steps", {"type": int, "default": 6, "help": "that are timed"}),
+    ("--limit", {"type": float, "default": 200.0, "help": "seconds that this call may take"}),
+    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
+)
+BENCH = Bench(
+    *("distillation", __doc__, run, show, (OURS, PEERS), "docs/preference.md"), options=OPTIONS
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -1,0 +1,146 @@
+"""DPO steps beside TRL's DPOTrainer with PEFT and Liger, each side in a process of its own.
+
+Llama-3.1-8B's shape with adapters of rank 16 on all projections, bf16 weights, adapters and states,
+AdamW, gradients clipped at a norm of 1; the reference is the base, computed at each step with the
+adapters off. A step has four pairs: a prompt with an answer has at most 1,024 tokens and 512 in the
+mean, so both sequences of a pair have 1,024 together in the mean. Their lengths are quantiles of
+lognormal distributions: prompts of 192 tokens in the mean (spread 0.8), answers of 320 (0.6).
+Tokens per second count each pair's own tokens: the prompt twice, both answers, no padding.
+
+Both sides have the same weights, drawn by their names, and the same texts, which each reads and
+tokenises itself. Ours packs the four pairs into one row. TRL 1.16 pads (its padding_free is
+withdrawn): short trials choose its attention (flash-attn-4 or SDPA) and how many pairs are in a
+micro-batch, of which it adds up the gradients. It has its own fused head, Liger's kernels in the
+layers, no recomputation, and adapters in bf16, as float32 is slower. Ratios are of medians.
+
+    python bench/preference.py                # a minute and a half on an H200
+    python bench/preference.py --write-docs   # needs no GPU
+"""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import harness
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.preference_side import LOGGED, OURS, PEER, Request, lengths
+from bench.train_step import LIBRARIES, spawn
+
+SIDE = Path(__file__).with_name("preference_side.py")
+SPEED, MEMORY = 1.6, 0.7
+# Of the first step. A log-probability of an answer is a sum over hundreds of tokens, whose logits
+# have bf16's rounding of either sign, so its log-ratio is off by some tenths; a reward, by a tenth
+# of that
+LOGPS_WITHIN, REWARDS_WITHIN, LOSS_WITHIN, NORM_WITHIN = 1e-3, 5e-2, 2e-2, 5e-2
+
+
+def tokens(tiny: bool) -> int:
+    """Of a step."""
+    return sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in lengths(tiny))
+
+
+def libraries(tiny: bool) -> dict[str, str | None]:
+    """Versions. Raises where the peer is to be measured on a GPU, and a part of it is missing."""
+    found = {"TRL": installed("trl")} | {name: installed(p) for name, p in LIBRARIES.items()}
+    needed = ("TRL", "PEFT", "Liger")
+    if not tiny and (without := [name for name in needed if found[name] is None]):
+        raise SystemExit(f"{PEER} needs {', '.join(without)}: pip install trl peft liger-kernel")
+    return found
+
+
+def run(job: Job) -> str:
+    options = job.options
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "tokens": tokens(options.tiny)}
+    job.record |= {"libraries": libraries(options.tiny), "tried": {}, "sides": {}}
+    until = time.monotonic() + options.limit
+    for side in job.only:
+        liger = job.record["libraries"]["Liger"] is not None and not options.tiny
+        steps = 2 if options.tiny or options.quick else options.steps
+        request = Request(side, liger, steps, options.tiny)
+        for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
+            add(job.record, side, line)
+            job.add()
+    return show(job.record)
+
+
+def add(record: Record, side: str, line: Record) -> None:
+    """A line of a process to the record; the peer is what was fastest of its settings."""
+    kind = line.pop("kind")
+    if kind == "tried":
+        record["tried"][line["name"]] = line
+    known = record["sides"].get(side, {})
+    if line.get("ms", math.inf) < known.get("ms", math.inf) or not known:
+        record["sides"][side] = line
+
+
+def ratio(record: Record, key: str) -> float | None:
+    """The peer's over ours."""
+    values = [record["sides"].get(side, {}).get(key) for side in (PEER, OURS)]
+    return values[0] / values[1] if all(values) else None
+
+
+def disagreement(record: Record) -> str:
+    """How the first step of both sides differs beyond bf16, or nothing."""
+    sides = record["sides"]
+    if any("first" not in sides.get(side, {}) for side in (PEER, OURS)):
+        return ""
+    theirs, mine = sides[PEER]["first"], sides[OURS]["first"]
+    within = {name: REWARDS_WITHIN for name in LOGGED if name.startswith("rewards/")}
+    within |= {n: LOGPS_WITHIN * abs(theirs[n]) for n in LOGGED if n.startswith("logps/")}
+    within |= {"loss": LOSS_WITHIN, "grad_norm": NORM_WITHIN * theirs["grad_norm"]}
+    return "; ".join(
+        f"{name} {theirs[name]:.5g} and {mine[name]:.5g}"
+        for name, most in within.items()
+        if not abs(mine[name] - theirs[name]) <= most
+    )
+
+
+def verdicts(record: Record) -> Iterator[str]:
+    yield verdict(f"tokens/s over {PEER}", ratio(record, "ms"), SPEED)
+    less = ratio(record, "allocated_gib")
+    yield verdict(f"peak memory over {PEER}", less and 1 / less, MEMORY, most=True)
+    if differ := disagreement(record):
+        yield f"WRONG: the sides disagree in the first step: {differ}"
+
+
+def show(record: Record) -> str:
+    head = ["DPO, Llama-3.1-8B, LoRA", "tokens/s", "ms a step", "peak, GiB"]
+    head += ["first loss", "margin", "gradient norm"]
+    rows = []
+    for side, row in record["sides"].items():
+        if "error" in row:
+            rows.append([side, harness.failure(row)])
+            continue
+        first, speed = row["first"], 1e3 * record["tokens"] / row["ms"]
+        cells = [f"{speed:,.0f}", figure(row["ms"], 4), figure(row.get("allocated_gib"))]
+        cells += [f"{first[n]:.4f}" for n in ("loss", "rewards/margins", "grad_norm")]
+        rows.append([side, *cells])
+    title = f"{heading(record, record['libraries'])}. {record['tokens']:,} tokens a step."
+    tried = markdown(
+        [f"{PEER}, tried", "ms a step", "peak, GiB"],
+        [
+            [name, harness.failure(row)]
+            if "error" in row
+            else [name, figure(row["ms"], 4), figure(row.get("allocated_gib"))]
+            for name, row in record["tried"].items()
+        ],
+    )
+    return "\n\n".join([title, markdown(head, rows), tried, "\n".join(verdicts(record))])
+
+
+OPTIONS = (
+    ("--steps", {"type": int, "default": 5, "help": "that are timed"}),
+    ("--limit", {"type": float, "default": 200.0, "help": "seconds that this call may take"}),
+    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
+)
+BENCH = Bench(
+    *("preference", __doc__, run, show, (OURS, PEER), "docs/preference.md"), options=OPTIONS
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

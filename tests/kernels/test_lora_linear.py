@@ -13,7 +13,7 @@ from tests.kernels.test_rebuilt import kept
 from tests.numbers import assert_as_near
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
 from tigon.kernels._rebuilt import rebuilding, recipe_of
-from tigon.kernels.lora_linear import Addition
+from tigon.kernels.lora_linear import FP8, Addition
 
 C, K = 48, 70  # columns of x and of y
 # By the first column, how many, rank and scale of each part
@@ -186,7 +186,7 @@ def test_fp8(path: str) -> None:
     a = nn.Parameter(torch.randn(4, 64).bfloat16())
     b = nn.Parameter(torch.zeros(16, 4).bfloat16())
     upstream = torch.randn(2, 3, 32).bfloat16()
-    y = lora_linear(x, weight, bias, a, [Addition(16, b, 2.0)], fp8=True)
+    y = lora_linear(x, weight, bias, a, [Addition(16, b, 2.0)], base=FP8)
     base = fp8_linear(x, weight, bias)
     assert torch.equal(y, base)
     (dx, db), (expected,) = (

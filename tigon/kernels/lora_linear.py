@@ -40,12 +40,13 @@ class Addition(NamedTuple):
 class Base(NamedTuple):
     """The product that is added to: y of x, weight and bias, and dX [N, C] of dY [N, K]."""
 
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
     gradient: Callable[[Tensor, Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # with one, where there is to be one
 
 
-PLAIN = Base(F.linear, torch.mm)
-FP8 = Base(fp8_product, fp8_gradient)
+PLAIN = Base(F.linear, torch.mm, linear)
+FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
 
 
 def lora_linear_ref(
@@ -162,22 +163,22 @@ def lora_linear(
     a: Tensor,
     additions: Sequence[Addition],
     *,
-    fp8: bool = False,
+    base: Base = PLAIN,
 ) -> Tensor:
     """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
 
     `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
-    and ascend. With `fp8` the product with the weight is of 8-bit floats.
+    and ascend. `base` computes the product with the weight.
     """
     if not (x.numel() and _as_one(x, weight, bias)):
         if (recipe := recipe_of(x)) is not None:
             recipe.alone = False  # A reads x, too
-        y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
+        y = base.linear(x, weight, bias)
         return _added(y, x, a, additions)
     if not torch.is_grad_enabled():
-        y = fp8_linear(x, weight, bias) if fp8 else linear(x, weight, bias)
+        y = base.linear(x, weight, bias)
         return _add_into(y, F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype)), additions)
-    base, apart = FP8 if fp8 else PLAIN, computes_later()
+    apart = computes_later()
     own, gate_up, how, gated = x, None, None, None
     kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
     recipe = recipe_of(x) if a.requires_grad else None

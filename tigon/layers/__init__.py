@@ -10,6 +10,7 @@ from tigon.layers.lora import Adapters, Copies, LoRAPart, LowRank
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.quantised import Fp8Weight, Nf4Weight, QuantisedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
 from tigon.layers.state import MakeStates, Quantize, State
 from tigon.layers.static_cache import StaticCache
@@ -23,6 +24,7 @@ __all__ = [
     "Context",
     "Copies",
     "Embedding",
+    "Fp8Weight",
     "FusedLinear",
     "GatedLinear",
     "GatedMLP",
@@ -32,7 +34,9 @@ __all__ = [
     "LoRAPart",
     "LowRank",
     "MakeStates",
+    "Nf4Weight",
     "NoRotary",
+    "QuantisedWeight",
     "Quantize",
     "RMSNorm",
     "RotaryEmbedding",

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tigon.kernels.fp8_linear import fp8_linear
 from tigon.kernels.gated_act import Activation, gated_act
-from tigon.kernels.lora_linear import lora_linear
-from tigon.kernels.row_linear import linear, row_linear, takes_row
+from tigon.kernels.lora_linear import FP8, PLAIN, lora_linear
+from tigon.kernels.row_linear import row_linear, takes_row
 from tigon.layers.lora import Adapters
+from tigon.layers.quantised import QuantisedWeight
 
 
 class Linear(nn.Linear):
     """nn.Linear, faster for a single row without gradients: the next token of one sequence.
 
     With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
-    `lora`: low-rank adapters, one of which may be added to the product.
+    `lora`: low-rank adapters, one of which may be added to the product. With `quantised`, its
+    frozen weight is kept there in few bits, and there is no parameter `weight`.
     """
 
     fp8 = False
@@ -25,6 +26,27 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
         self.lora: Adapters | None = None
+        self.quantised: QuantisedWeight | None = None
+
+    @property
+    def outline(self) -> Tensor:
+        """What says shape and dtype of the weight, and whether it learns; values it may have."""
+        return self.weight if self.quantised is None else self.quantised.outline
+
+    def values(self) -> Tensor:
+        """The weight; if it is quantised, in new memory."""
+        return self.weight if self.quantised is None else self.quantised.dequantised()
+
+    def quantise(self, weight: QuantisedWeight) -> None:
+        """Keep the weight there in place of the parameter."""
+        self.register_parameter("weight", None)
+        self.quantised = weight
+
+    def dequantise(self) -> None:
+        """Make a frozen parameter of a weight that is quantised."""
+        if self.quantised is not None:
+            self.weight = nn.Parameter(self.quantised.dequantised(), requires_grad=False)
+            self.quantised = None
 
     @property
     def adapted(self) -> bool:
@@ -32,18 +54,19 @@ class Linear(nn.Linear):
         return self.lora is not None and self.lora.active() is not None
 
     def product(self, x: Tensor) -> Tensor:
-        fp8 = self.fp8 and self.training
+        base = FP8 if self.fp8 and self.training else PLAIN
+        weight = self.weight
+        if self.quantised is not None:
+            weight, base = self.quantised.outline, self.quantised.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:
             bias = None if low.dora else self.bias
-            y = lora_linear(x, self.weight, bias, low.lora_A, low.additions(), fp8=fp8)
+            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), base=base)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
-                y = torch.addcmul(y, y, (low.gains(self.weight) - 1).to(y.dtype))
+                y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
                 y = y if self.bias is None else y + self.bias
             return y
-        if fp8:
-            return fp8_linear(x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias)
+        return base.linear(x, weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
@@ -74,7 +97,7 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.adapted and takes_row(x, self.weight):
+        if not self.adapted and self.quantised is None and takes_row(x, self.weight):
             return row_linear(x, self.weight, self.bias, self.act)
         return gated_act(self.product(x), self.act, overwrite=True)
 

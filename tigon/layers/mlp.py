@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
-        if fp8 and not down.adapted and self._alone():
+        if fp8 and not down.adapted and down.quantised is None and self._alone():
             return fp8_gated_linear(up.product(x), up.act, down.weight, down.bias)
         y = up(x)
         if (recipe := recipe_of(y)) is not None:

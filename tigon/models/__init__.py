@@ -10,6 +10,7 @@ from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
 from tigon.models._description import config_file, read_config
+from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
 from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
 from tigon.models._lora import LoraConfig
@@ -36,7 +37,8 @@ def from_pretrained(
     `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
     the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
     gguf_file (the name of a GGUF file there, docs/formats.md), mmap (on the CPU, leave weights in
-    the file until they are used), staging_bytes (of the host's memory for buffers), revision,
+    the file until they are used), quantize ("nf4": frozen weights in 4 bits; "keep": an fp8
+    checkpoint's as they are), staging_bytes (of the host's memory for buffers), revision,
     subfolder, token, cache_dir, local_files_only. Raises when a tensor is missing, unexpected or of
     another shape, and on any config that it would not follow exactly.
     """
@@ -50,6 +52,7 @@ __all__ = [
     "CausalLMOutput",
     "LoraConfig",
     "MoEConfig",
+    "Quantize",
     "Targets",
     "adapter_parameters",
     "aux_loss_coef",
@@ -57,12 +60,15 @@ __all__ = [
     "build",
     "config_file",
     "convert",
+    "count_parameters",
     "from_pretrained",
     "load_weights",
     "materialize",
     "misfits",
     "prepare_adapter",
     "prepare_save",
+    "quantise",
+    "quantised_bytes",
     "read_config",
     "read_quantisation",
     "scored",

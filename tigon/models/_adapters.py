@@ -75,8 +75,7 @@ def install(
         model.trained_without = {n for n, p in model.named_parameters() if p.requires_grad}
     model.adapters[name] = config
     for path, own in parts.items():
-        layer = model.get_submodule(path)
-        assert isinstance(layer, Linear)
+        layer = _layer(model, path)
         if layer.lora is None:
             layer.lora = Adapters()
         low = LowRank(layer.in_features, own, dora=config.dora, dtype=dtype, device=device)
@@ -87,6 +86,12 @@ def install(
             owner.copies = Copies()
         empty = torch.empty(owner.weight.shape, dtype=dtype, device=device)
         owner.copies.register_parameter(name, nn.Parameter(empty))
+
+
+def _layer(model: LanguageModel, path: str) -> Linear:
+    layer = model.get_submodule(path)
+    assert isinstance(layer, Linear)
+    return layer
 
 
 def _end(model: LanguageModel, name: str) -> Embedding | LMHead:
@@ -105,7 +110,7 @@ def begin_adapter(
     for path, low in low_ranks(model, name).items():
         first_values = low.drawn(generator)
         if low.dora:  # what is added is 0: the rows have their own lengths
-            lengths = _lengths(model.get_submodule(path).get_parameter("weight"))
+            lengths = _lengths(_layer(model, path).values())
             for part in low.parts:
                 rows = lengths[part.first : part.first + part.size]
                 first_values[MAGNITUDE + part.name] = rows
@@ -220,7 +225,8 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
 def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
     """Add an adapter, by default the active one, to the base's weights, and remove it.
 
-    Sums are in float32 and rounded once to the weights' dtype. In a sharded model all ranks call
+    Sums are in float32 and rounded once to the weights' dtype. A quantised weight that something is
+    added to is then one of the model's dtype, of whole size. In a sharded model all ranks call
     this, and each adds its own rows.
     """
     name = check_name(model, name)
@@ -232,8 +238,8 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
             "model's embedding and head are one: it cannot be merged"
         )
     for path, low in low_ranks(model, name).items():
-        layer = model.get_submodule(path)
-        assert isinstance(layer, Linear)
+        layer = _layer(model, path)
+        layer.dequantise()
         add_delta(layer.weight, low)
     for end in ends:
         owner = _end(model, end)

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from tigon.layers import Copies, FusedLinear, LowRank
+from tigon.layers import Copies, FusedLinear, Linear, LowRank
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
@@ -47,12 +47,12 @@ class Names(NamedTuple):
 
 
 def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
-    """Every parameter, and the checkpoint tensors that its rows are made of."""
+    """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of."""
     found: Layout = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for kind, p in module._parameters.items():
-            if p is None or id(p) in seen:
+        for kind, p in _own(module):
+            if id(p) in seen:
                 continue
             seen.add(id(p))
             name, shape = f"{path}.{kind}", tuple(p.shape)
@@ -74,6 +74,13 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
             else:
                 found[name] = (Part.whole(name, shape),)
     return found
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters, and what stands for one that is quantised."""
+    if isinstance(module, Linear) and module.quantised is not None:
+        yield "weight", module.outline
+    yield from module.named_parameters(recurse=False)
 
 
 def _of_adapter(

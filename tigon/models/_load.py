@@ -15,9 +15,11 @@ from tigon.generation import check_generation_config
 from tigon.hub import Source
 from tigon.json_file import escaped, read_json
 from tigon.kernels.attention import Backend
+from tigon.layers import QuantisedWeight
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
+from tigon.models._few_bits import Quantize, check_quantize, load_quantised, quantise
 from tigon.models._fit import check_counts, check_fit, check_sizes, sources
 from tigon.models._layout import SCORE, base_parameters, embedding_and_head
 from tigon.models._model import LanguageModel
@@ -46,6 +48,7 @@ class LoadOptions(Source, total=False):
     device: torch.device | str
     attention: Backend  # docs/attention.md
     gguf_file: str | None  # of the directory or repository, in place of its config and weights
+    quantize: Quantize | None  # of frozen weights; docs/adapters.md, docs/weights.md
     mmap: bool  # leave weights in the file until they are used; docs/weights.md
     staging_bytes: int  # of the host's memory for buffers while weights are read
 
@@ -58,6 +61,7 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
     gguf_file: str | None = None,
+    quantize: Quantize | None = None,
     mmap: bool = False,
     staging_bytes: int = STAGING_BYTES,
     **source: Any,
@@ -65,6 +69,8 @@ def from_pretrained(
     """The model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
+    With `quantize` the projections' weights are in few bits, and nothing of the model trains but
+    adapters that are added to it.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
@@ -75,7 +81,8 @@ def from_pretrained(
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     _check_device(device)
     repository = Repository(path_or_repo, **source)
-    model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
+    how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
+    model, checkpoint = build(repository, models, **how)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
@@ -100,6 +107,7 @@ def build(
     fit: bool = True,
     labels: int = 0,
     seed: int = 0,
+    quantize: Quantize | None = None,
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
@@ -109,6 +117,7 @@ def build(
     is drawn by the seed if the checkpoint has none.
     """
     chosen = _named_dtype(dtype)
+    check_quantize(quantize)
     file, cls, config, open_checkpoint = describe(repository, models, gguf_file)
     with named(file):
         checkpoint = open_checkpoint()  # may download: after all that needs no weights
@@ -124,6 +133,8 @@ def build(
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
+    if quantize is not None:
+        quantise(model, quantize, checkpoint)
     generation = repository.optional_file("generation_config.json")
     if generation is not None:
         model.generation_config = read_json(generation)
@@ -189,6 +200,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
             # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
             empty = nn.Parameter(_empty(p, device), p.requires_grad)
             torch.utils.swap_tensors(p, empty)
+    for module in model.modules():
+        if isinstance(module, QuantisedWeight) and any(b.is_meta for b in module.buffers()):
+            module.allocate(device)
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
@@ -230,6 +244,7 @@ def load_weights(
         into=type(model).__name__,
         staging_bytes=staging_bytes,
     )
+    load_quantised(model, checkpoint, staging_bytes)
 
 
 def _settle_tie(config: Config, checkpoint: Checkpoint) -> Config:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -92,6 +92,23 @@ class LanguageModel(nn.Module):
     def cache_restart(self) -> int | None:
         """Length at which `generate` processes the text again, since RoPE's table changes."""
         return None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if (few := self._quantised) is not None:  # before anything is converted
+            few.check(fn)
+        return super()._apply(fn, recurse)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad and (few := self._quantised) is not None:
+            raise ValueError(
+                f"the model's weights are quantised ({few.kind}) and cannot be trained: "
+                "add_adapter adds what can"
+            )
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def _quantised(self) -> QuantisedWeight | None:
+        return next((m for m in self.modules() if isinstance(m, QuantisedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
         """Choose what computes attention: a name that docs/attention.md explains, or "auto".

@@ -8,6 +8,7 @@ import torch
 
 from tigon.hub import Destination, Metadata, write_card
 from tigon.hub.card import plain, usage
+from tigon.models._few_bits import count_parameters
 from tigon.models._model import LanguageModel
 from tigon.models._save import SavesItself, save_pretrained
 from tigon.weights import Ranks
@@ -68,7 +69,7 @@ def push_to_hub(
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:
-    count = sum(p.numel() for p in model.parameters())
+    count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
     paragraphs = [f"# {plain(repository.split('/')[-1])}", about, usage(repository)]
     return write_card(Metadata(tags=[model.config.model_type]), paragraphs)

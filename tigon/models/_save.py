@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tigon.hub.upload import ENDINGS, TEMPLATES
 from tigon.models._config import DTYPES, Config
+from tigon.models._few_bits import dequantised_entries
 from tigon.models._layout import base_parameters, layout
 from tigon.models._model import LanguageModel
 from tigon.weights import (
@@ -54,6 +55,7 @@ def save_pretrained(
     all of them. `stacked_experts`: one tensor for all experts of a layer, or each expert apart;
     None is what the checkpoint had that the model is from, else apart. `values`: in place of
     parameters, by their names, such as an average of them; of a sharded parameter this rank's part.
+    Quantised weights are written dequantised.
     """
     ranks = Ranks()
     with ranks.together():
@@ -96,6 +98,7 @@ def prepare_save(
     parts_of = layout(model, model.checkpoint_names, stacked_experts)
     with ranks.together():
         tensors = entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
+        tensors += dequantised_entries(model, parts_of, dtype, ranks)
     config = replaced(model.config, dtype=str(dtype).removeprefix("torch."))
     generation = model.generation_config
     return tensors, lambda root: write_description(root, config, generation, tokenizer)

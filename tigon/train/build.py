@@ -17,7 +17,7 @@ import torch
 
 from tigon.data import Loader
 from tigon.kernels.attention import check_training
-from tigon.models import CausalLM
+from tigon.models import CausalLM, count_parameters
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
@@ -176,8 +176,8 @@ def prepare(config: Config, world: World) -> Run:
         inputs.held.close()
         world.say(f"resumed from {source}")
     steps = inputs.steps(config)
-    size = sum(p.numel() for p in model.parameters())
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    size = count_parameters(model)
+    frozen = size - sum(p.numel() for p in model.parameters() if p.requires_grad)
     still = f", {frozen:,} of them frozen" if frozen else ""
     where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import Attention, LMHead, LowRank, SparseMoE
+from tigon.layers import Attention, Linear, LMHead, LowRank, SparseMoE
 
 # Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
 # GPU's name; the first that fits. Source: NVIDIA's data sheets.
@@ -78,7 +78,9 @@ class Cost:
                 share = module.per_token / len(module.experts.down_proj)
                 experts = list(module.experts.parameters())
                 per_token += share * sum(_product(p, trained) for p in experts)
-            elif isinstance(module, nn.Linear | LMHead):
+            elif isinstance(module, Linear):
+                per_token += _product(module.outline, trained_before)
+            elif isinstance(module, LMHead):
                 per_token += _product(module.weight, trained_before)
             elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed
                 per_token += sum(_product(p, trained_before or p is not module.lora_A) for p in own)

@@ -6,14 +6,19 @@ from typing import Any
 import torch
 
 from tigon import strict
-from tigon.models import CausalLM, begin_adapter
+from tigon.models import CausalLM, begin_adapter, quantise, quantised_bytes
 from tigon.train import checkpoint
 from tigon.train.config import Config
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
-    """The settings' adapter, in param_dtype; on a model without memory without values."""
+    """The settings' adapter, in param_dtype; on a model without memory without values.
+
+    Before it the base is quantised where the settings say so and it is not yet.
+    """
     assert config.lora is not None
+    if config.lora.quantize and not quantised_bytes(model):
+        quantise(model, config.lora.quantize)
     own = config.lora.adapter(config.model)
     if config.lora.merge and own.modules_to_save and model.config.tie_word_embeddings:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tigon.models import LoraConfig
+from tigon.models import LoraConfig, Quantize
 from tigon.strict import setting
 
 
@@ -25,10 +25,13 @@ class Lora:
     modules_to_save: tuple[str, ...] = setting(
         (), "embed_tokens and lm_head, where they are to be trained whole"
     )
+    quantize: Quantize | None = setting(  # noqa: RUF009
+        None, "nf4: the frozen base in 4 bits (QLoRA); keep: an fp8 checkpoint's as it is"
+    )
     merge: bool = setting(False, "write run_dir/hf too at the end, the model with what was added")
 
     def adapter(self, base: str = "") -> LoraConfig:
         """ValueError for numbers and names that no adapter has."""
-        own = {name: value for name, value in vars(self).items() if name != "merge"}
+        own = {n: value for n, value in vars(self).items() if n not in ("merge", "quantize")}
         patterns = {name: own[name] or {} for name in ("rank_pattern", "alpha_pattern")}
         return LoraConfig(**own | patterns, base=base)

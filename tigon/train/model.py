@@ -77,7 +77,13 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     if config.init:
         torch.manual_seed(config.seed)
         return _from_config(_init(config), dtype, "cpu"), None
-    return build(Repository(config.model, revision=config.revision), MODELS, dtype=dtype)
+    lora = config.lora
+    return build(
+        Repository(config.model, revision=config.revision),
+        MODELS,
+        dtype=dtype,
+        quantize=None if lora is None else lora.quantize,
+    )
 
 
 def base_digest(config: Config) -> str:
@@ -152,7 +158,7 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     model.activation_offload = config.activation_offload
     kept = in_bfloat16(config, model)
     for name, layer in projections(model):
-        layer.fp8 = config.fp8 and name not in kept and fits(layer.weight)
+        layer.fp8 = config.fp8 and name not in kept and fits(layer.outline)
     model.use_attention(config.attention)
     export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()

@@ -43,7 +43,7 @@ def _check_adapter(
     source: Path, before: dict[str, Any], now: dict[str, Any], changed: dict[str, str]
 ) -> None:
     """Raises ValueError for another adapter, and for another model under the same one."""
-    was, own = ({**(c["lora"] or {}), "merge": False} for c in (before, now))
+    was, own = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
     others = [changed[name] for name in names if name in changed]
     if was != own or others:

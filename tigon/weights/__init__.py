@@ -8,7 +8,7 @@ from tigon.weights.directory import check_free, fsync, new_directory
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
 from tigon.weights.finite import all_finite
-from tigon.weights.fp8 import BlockScales
+from tigon.weights.fp8 import BlockScales, Fp8Tensor
 from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
@@ -17,7 +17,7 @@ from tigon.weights.loading import STAGING_BYTES, load_into
 from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
-from tigon.weights.pieces import Entry, Piece
+from tigon.weights.pieces import Entry, Piece, cut
 from tigon.weights.plan import local_part, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.staging import as_bytes
@@ -32,6 +32,7 @@ __all__ = [
     "DiskFull",
     "Drawn",
     "Entry",
+    "Fp8Tensor",
     "GGMLTensor",
     "Layout",
     "Locked",
@@ -50,6 +51,7 @@ __all__ = [
     "compare",
     "converted",
     "copied",
+    "cut",
     "entries",
     "fsync",
     "listing",

@@ -64,6 +64,11 @@ class Fp8Tensor(Decoded):
             self._multiply(values, scales, first - top * n)
         return values
 
+    def scales(self) -> Tensor:
+        """All of them in fp32; ValueError for one that is none."""
+        with Reader() as reader:
+            return self._scales(reader, 0, self.scale.shape[0])
+
     def _multiply(self, values: Tensor, scales: Tensor, skipped: int) -> None:
         """Values [n, K] in place; the first `skipped` rows of the blocks are not among them."""
         rows, columns = self.block

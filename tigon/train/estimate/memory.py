@@ -15,7 +15,7 @@ from torch import nn
 
 from tigon.data import MicroBatch
 from tigon.kernels import use
-from tigon.models import CausalLM
+from tigon.models import CausalLM, quantised_bytes
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
@@ -82,7 +82,7 @@ def estimate(
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
         whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
         parameters = whole + (parameters if compute != param_dtype else 0)
-    there = {"parameters": parameters}
+    there = {"parameters": parameters + quantised_bytes(model)}  # each rank has all of the latter
     if not config.optimizer_offload:
         there |= {"optimizer": int(states), "average of weights": int(average)}
     kinds = dict.fromkeys(KINDS, 0) | ledger.at_peak | there

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tigon.layers import SparseMoE
-from tigon.models import CausalLM
+from tigon.models import CausalLM, count_parameters
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config
@@ -75,7 +75,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     """Parameters, operations, tokens and steps."""
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
-    every = sum(p.numel() for p in model.parameters())
+    every = count_parameters(model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
     size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import torch
 
+from tigon.layers import QuantisedWeight
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
@@ -38,6 +39,9 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).normal_(std=0.02)
+        for module in model.modules():
+            if isinstance(module, QuantisedWeight):
+                module.fill()
     return model
 
 

@@ -1,0 +1,148 @@
+"""NF4: codes, scales and numbers against the paper's definition and bitsandbytes' own."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.conftest import CUDA
+from tigon.kernels import nf4
+
+SHAPES = [(64, 64), (5, 13), (3, 7), (130, 200), (257, 64)]
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of a formula, so that they are the same everywhere, in rows of different sizes."""
+    n = torch.arange(shape[0] * shape[1], dtype=torch.float64)
+    rows = 0.1 + torch.arange(shape[0], dtype=torch.float64)[:, None] % 7
+    return (rows * (n * 0.7312 + (n * n) % 1.37).sin().view(shape)).to(dtype)
+
+
+def of(*matrices: Tensor) -> tuple[nf4.Nf4, list[int]]:
+    parts = [nf4.nf4_quantise(m) for m in matrices]
+    sizes = [m.numel() for m in matrices]
+    joined = [torch.cat(some) for some in zip(*parts, strict=True)]
+    tables = torch.cat([nf4.NUMBERS, nf4.DYNAMIC])
+    on = matrices[0].device
+    return nf4.Nf4(*joined, nf4.places_of(sizes).to(on), tables.to(on)), sizes
+
+
+def by_definition(matrix: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, block by block, and what they mean, as section 3 of the QLoRA paper has them."""
+    flat = matrix.cpu().float().numpy().reshape(-1)
+    book, dynamic = nf4.NUMBERS.numpy(), nf4.DYNAMIC.numpy()
+    blocks = [flat[i : i + 64] for i in range(0, len(flat), 64)]
+    most = np.array([np.abs(b).max() for b in blocks], np.float32)
+    codes = np.concatenate(
+        [
+            np.abs((b * np.float32(1 / m))[:, None] - book).argmin(1)
+            for b, m in zip(blocks, most, strict=True)
+        ]
+    )
+    mean = most.mean(dtype=np.float64)
+    centred = most - np.float32(mean)
+    groups = [centred[i : i + 256] for i in range(0, len(centred), 256)]
+    scales = []
+    for g in groups:
+        step = max(np.abs(g).max(), np.float32(1e-38))
+        scales.append(dynamic[np.abs((g / step)[:, None] - dynamic).argmin(1)] * step + mean)
+    each = np.repeat(np.concatenate(scales), 64)[: len(flat)]
+    return codes, book[codes] * each, most, centred
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_definition(shape: tuple[int, int]) -> None:
+    matrix = weight(*shape).to("cuda" if CUDA else "cpu")
+    stored, sizes = of(matrix)
+    codes, values, _, _ = by_definition(matrix)
+    packed = stored.codes.cpu().numpy()
+    both = np.stack([packed >> 4, packed & 15], 1).reshape(-1)[: len(codes)]
+    assert (both == codes).all()
+    found = nf4.nf4_dequantise(stored, sizes, shape, torch.float32)
+    np.testing.assert_allclose(found.cpu().numpy().reshape(-1), values, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_has_the_bits_of_the_definition(dtype: torch.dtype, path: str) -> None:
+    """Of packed weights too, whose matrices end within blocks, bytes and groups."""
+    for shapes in ([(130, 200)], [(70, 64), (300, 64), (2, 64)], [(5, 13), (11, 13), (3, 13)]):
+        matrices = [weight(*s).to("cuda" if CUDA else "cpu") for s in shapes]
+        stored, sizes = of(*matrices)
+        shape = sum(s[0] for s in shapes), shapes[0][1]
+        found = nf4.nf4_dequantise(stored, sizes, shape, dtype)
+        expected = nf4.nf4_dequantise_ref(stored, sizes, shape, dtype)
+        if path == "triton" and not CUDA and dtype == torch.bfloat16:  # the interpreter truncates
+            torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+        else:
+            assert torch.equal(found, expected)
+        alone = [nf4.nf4_dequantise(*of(m), m.shape, dtype) for m in matrices]
+        assert torch.equal(found, torch.cat(alone))
+        for i, m in enumerate(matrices):
+            some = nf4.nf4_numbers(stored, sizes, i, 7, m.numel() - 9, dtype)
+            reference = nf4.nf4_dequantise_ref(*of(m), m.shape, dtype).view(-1)
+            assert torch.equal(some, reference[7:-2])
+
+
+def test_slabs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = weight(130, 200)
+    whole, sizes = of(matrix)
+    monkeypatch.setattr(nf4, "SLAB", 1024)
+    assert all(torch.equal(a, b) for a, b in zip(of(matrix)[0], whole, strict=True))
+    found = nf4.nf4_numbers(whole, sizes, 0, 100, 20000, torch.float32)
+    monkeypatch.undo()
+    assert torch.equal(found, nf4.nf4_numbers(whole, sizes, 0, 100, 20000, torch.float32))
+
+
+def test_a_block_of_zeros() -> None:
+    matrix = weight(64, 64)
+    matrix[3] = 0
+    stored, sizes = of(matrix)
+    found = nf4.nf4_dequantise(stored, sizes, (64, 64), torch.float32)
+    assert not found[3].any() and found[4].any()
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+# What bitsandbytes 0.50.2 makes on a CPU of weight(130, 200) and of the numbers back from it
+RECORDED = {
+    "code books": "811b8d517ef9a1e4",
+    "codes": "e8d5909658ffbc42",
+    "largest of groups": "4d86e500fe0d7e2c",
+    "mean": "0x1.a35cce0000000p+1",
+    "numbers": "2690563a1825a8ca",
+}
+
+
+def test_bits_of_bitsandbytes() -> None:
+    stored, sizes = of(weight(130, 200))
+    found = {
+        "code books": digest(torch.cat([nf4.NUMBERS, nf4.DYNAMIC])),
+        "codes": digest(stored.codes),
+        "largest of groups": digest(stored.steps),
+        "mean": stored.offsets[0].item().hex(),
+        "numbers": digest(nf4.nf4_dequantise_ref(stored, sizes, (130, 200), torch.float32)),
+    }
+    assert found == RECORDED
+
+
+def test_beside_bitsandbytes() -> None:
+    """Its library on a CPU rounds a few scales to the second nearest of 256, which GPUs do not."""
+    peer = pytest.importorskip("bitsandbytes.functional")
+    for shape in ((64, 64), (130, 200), (257, 64)):  # of others it compiles something
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            matrix = weight(*shape, dtype=dtype).to("cuda" if CUDA else "cpu")
+            stored, sizes = of(matrix)
+            how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+            codes, state = peer.quantize_4bit(matrix, **how)
+            assert torch.equal(stored.codes, codes.view(-1))
+            assert torch.equal(stored.steps, state.state2.absmax)
+            assert (stored.offsets == state.offset).all()
+            apart = (stored.scales.int() - state.absmax.int()).abs()
+            assert apart.max() <= (0 if CUDA else 1) and apart.sum() <= 1 + len(apart) // 50
+            theirs = stored._replace(scales=state.absmax)
+            found = nf4.nf4_dequantise_ref(theirs, sizes, shape, dtype)
+            assert torch.equal(found, peer.dequantize_4bit(codes, state))

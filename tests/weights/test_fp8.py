@@ -1,6 +1,7 @@
 """fp8 tensors with scales: the values by definition, and every way in which scales can be wrong."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,13 @@ def test_a_rank_reads_its_own_rows_of_fused_parameters(
         )
     }
     read = [0]
-    pread = Reader._pread
+    preadv = Reader._preadv
 
-    def counted(self: Reader, path: Path, offset: int, buffer: Tensor) -> None:
-        read[0] += buffer.nbytes
-        pread(self, path, offset, buffer)
+    def counted(self: Reader, path: Path, offset: int, buffers: Sequence[memoryview]) -> None:
+        read[0] += sum(map(len, buffers))
+        preadv(self, path, offset, buffers)
 
-    monkeypatch.setattr(Reader, "_pread", counted)
+    monkeypatch.setattr(Reader, "_preadv", counted)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         mesh = init_device_mesh("cpu", (ranks,))

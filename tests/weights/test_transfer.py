@@ -42,18 +42,32 @@ def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(p, tensors[name]) for name, p in parameters.items())
 
 
-def test_cut_and_merged() -> None:
-    def run(offset: int, lines: int, dtype: torch.dtype = torch.float32) -> Run:
-        return Run(Path("f"), offset, dtype, 4, 0, torch.empty(lines, 4))
+def run(offset: int, lines: int, dtype: torch.dtype, out: torch.dtype = torch.float32) -> Run:
+    return Run(Path("f"), offset, dtype, 4, 0, torch.empty(lines, 4, dtype=out))
 
-    runs = [run(160, 2), run(0, 10), run(192, 1, torch.float16), run(300, 30)]
+
+def test_cut_and_merged() -> None:
+    half = torch.float16
+    runs = [run(80, 2, half), run(0, 10, half), run(96, 1, torch.float32), run(300, 30, half)]
+    found = transfers(runs, lambda _: 100)
+    assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
+        *((0, 96, 2), (96, 16, 1)),  # of another dtype: it is not converted
+        *((300, 96, 1), (396, 96, 1), (492, 48, 1)),  # by lines
+    ]
+    found = transfers([run(0, 2, half)], lambda _: 4)  # less than a line
+    assert [(t.offset, t.nbytes) for t in found] == [(4 * i, 4) for i in range(4)]
+
+
+def test_bytes_that_need_no_conversion_are_cut_anywhere() -> None:
+    short = run(160, 4, torch.float16, torch.float16)
+    runs = [short, run(0, 10, torch.float32), run(300, 30, torch.float32)]
     found = transfers(runs, lambda _: 200)
     assert [(t.offset, t.nbytes, len(t.runs)) for t in found] == [
-        *((0, 192, 2), (192, 8, 1)),  # of another dtype: it is converted
-        *((300, 192, 1), (492, 192, 1), (684, 96, 1)),
+        *((0, 192, 2), (300, 200, 1), (500, 200, 1), (700, 80, 1))
     ]
-    found = transfers([run(0, 2)], lambda _: 8)  # less than a line
-    assert [(t.offset, t.nbytes) for t in found] == [(8 * i, 8) for i in range(4)]
+    first, second = found[0].runs
+    assert second.out.data_ptr() == short.out.data_ptr() and len(second.out) == 32
+    assert first.out.data_ptr() == runs[1].out.data_ptr() and first.out.dtype == torch.uint8
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 4), (3, 6, 4)])

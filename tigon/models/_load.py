@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tigon.generation import check_generation_config
@@ -187,9 +187,15 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for p in model.parameters():
         if p.is_meta:
             # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
-            empty = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            empty = nn.Parameter(_empty(p, device), p.requires_grad)
             torch.utils.swap_tensors(p, empty)
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
+
+
+def _empty(p: nn.Parameter, device: torch.device) -> Tensor:
+    if type(p) is nn.Parameter:  # six times as fast: empty_like of a meta tensor runs in Python
+        return torch.empty(p.shape, dtype=p.dtype, device=device)
+    return torch.empty_like(p, device=device)
 
 
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:

@@ -1,8 +1,11 @@
 """Reads ranges of files into tensors of any dtype, on any device, with small buffers only."""
 
+import itertools
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +15,8 @@ from tigon.weights.transfer import Run, Transfer, transfers
 DIRECT = 16 << 20  # bytes of a read into the memory that is to be filled
 STAGING = 1 << 20  # of a read that is converted on the CPU: it stays in the processor's cache
 PINNED = 16 << 20  # of a read that goes to a GPU
-SHARE = 2 * PINNED  # of all buffers of a thread
+BUFFERS = 2  # of a thread for a GPU
+SHARE = BUFFERS * PINNED  # of all buffers of a thread
 IOV_MAX = 1024  # pieces of memory that the system fills at once
 
 
@@ -27,17 +31,13 @@ class Reader:
         self._files: dict[Path, int] = {}
         self._buffer: Tensor | None = None
         self._cuda: dict[torch.device, _PinnedStaging] = {}
+        self._at_exit = ExitStack()
 
     def __enter__(self) -> "Reader":
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            for staging in self._cuda.values():
-                staging.stream.synchronize()
-        finally:
-            for file in self._files.values():
-                os.close(file)
+        self._at_exit.close()
 
     def read(self, path: Path, offset: int, dtype: torch.dtype, out: Tensor) -> None:
         """Fills `out` with as many `dtype` elements from the file's byte `offset` on."""
@@ -53,7 +53,7 @@ class Reader:
     def most(self, run: Run) -> int:
         """The bytes of the run that are read at once."""
         if run.out.is_cuda:
-            return min(PINNED, self._staging // 2)
+            return min(PINNED, self._staging // BUFFERS)
         return DIRECT if run.direct else min(STAGING, self._staging)
 
     def fill(self, transfer: Transfer) -> None:
@@ -61,9 +61,9 @@ class Reader:
         first = transfer.runs[0]
         if first.out.is_cuda:
             staging = self._cuda_staging(first.out.device)
-            buffer = staging.next_buffer()[: transfer.nbytes]
-            self._pread(transfer.path, transfer.offset, buffer)
-            staging.send(buffer, transfer.runs)
+            turn = staging.next_buffer()
+            self._preadv(transfer.path, transfer.offset, [turn.memory[: transfer.nbytes]])
+            staging.send(turn, transfer)
         elif first.direct:
             self._read_directly(transfer)
         else:
@@ -72,26 +72,20 @@ class Reader:
                     max(transfer.nbytes, min(STAGING, self._staging)), dtype=torch.uint8
                 )
             buffer = self._buffer[: transfer.nbytes]
-            self._pread(transfer.path, transfer.offset, buffer)
+            self._preadv(transfer.path, transfer.offset, [buffer.numpy().data])
             _copy(buffer, transfer.runs)
 
     def _read_directly(self, transfer: Transfer) -> None:
-        flat = [run.out.view(-1).view(torch.uint8) for run in transfer.runs]
         offset = transfer.offset
-        for i in range(0, len(flat), IOV_MAX):
-            some = flat[i : i + IOV_MAX]
-            if len(some) == 1:
-                self._pread(transfer.path, offset, some[0])
-            else:
-                self._preadv(transfer.path, offset, [out.numpy().data for out in some])
+        for i in range(0, len(transfer.runs), IOV_MAX):
+            some = [run.out.numpy().data for run in transfer.runs[i : i + IOV_MAX]]
+            self._preadv(transfer.path, offset, some)
             offset += sum(map(len, some))
-
-    def _pread(self, path: Path, offset: int, buffer: Tensor) -> None:
-        self._preadv(path, offset, [buffer.numpy().data])
 
     def _preadv(self, path: Path, offset: int, buffers: Sequence[memoryview]) -> None:
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
+            self._at_exit.callback(os.close, self._files[path])
         rest = [buffer for buffer in buffers if buffer]
         while rest:
             count = os.preadv(self._files[path], rest, offset)
@@ -105,43 +99,64 @@ class Reader:
 
     def _cuda_staging(self, device: torch.device) -> "_PinnedStaging":
         if device not in self._cuda:
-            self._cuda[device] = _PinnedStaging(device, min(PINNED, self._staging // 2))
+            # Until the reader is left. The device too, or leaving the stream would make a context
+            # on this thread's, the first GPU
+            self._at_exit.enter_context(torch.cuda.device(device))
+            staging = _PinnedStaging(device, min(PINNED, self._staging // BUFFERS))
+            self._at_exit.enter_context(torch.cuda.stream(staging.stream))
+            self._at_exit.callback(staging.stream.synchronize)
+            self._cuda[device] = staging
         return self._cuda[device]
 
 
+class _Buffer(NamedTuple):
+    pinned: Tensor
+    memory: memoryview  # the same
+    copied: torch.cuda.Event
+
+
 class _PinnedStaging:
-    """Two pinned buffers: one is filled from the file while the other is copied to the device."""
+    """Pinned buffers of one thread: one is filled from a file while others are copied to a device.
+
+    Most calls into torch, slices too, release the interpreter's lock, and getting it back from the
+    other threads takes longer than the call. So a transfer makes few of them.
+    """
 
     def __init__(self, device: torch.device, size: int) -> None:
         torch.cuda.synchronize(device)  # the memory we fill may still be in use by its last owner
         self.stream = torch.cuda.Stream(device)
-        self._buffers = [
-            (torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-            for _ in range(2)
-        ]
+        buffers = [_pinned(size) for _ in range(BUFFERS)]
+        self._turns = itertools.cycle(
+            _Buffer(pinned, pinned.numpy().data, torch.cuda.Event()) for pinned in buffers
+        )
 
-    def next_buffer(self) -> Tensor:
-        self._buffers.reverse()
-        buffer, copied = self._buffers[0]
-        copied.synchronize()
+    def next_buffer(self) -> _Buffer:
+        buffer = next(self._turns)
+        buffer.copied.synchronize()
         return buffer
 
-    def send(self, source: Tensor, runs: Sequence[Run]) -> None:
-        # The device too, or leaving the stream would make a context on this thread's, the first GPU
-        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
-            if len(runs) == 1 and runs[0].direct:
-                target = runs[0].out.view(-1).view(torch.uint8)
-                target.copy_(source, non_blocking=True)
-            else:
-                # The bytes travel as they are: copy_ would convert them on the CPU, unpinned
-                _copy(source.to(self.stream.device, non_blocking=True), runs)
-            self._buffers[0][1].record()
+    def send(self, buffer: _Buffer, transfer: Transfer) -> None:
+        """To be called with `stream` as the current one."""
+        source = buffer.pinned
+        if not transfer.runs[0].direct:
+            # The bytes travel as they are: copy_ would convert them on the CPU, unpinned
+            source = source[: transfer.nbytes].to(self.stream.device, non_blocking=True)
+        _copy(source, transfer.runs)
+        buffer.copied.record(self.stream)
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _copy(buffer: Tensor, runs: Sequence[Run]) -> None:
     """What was read, each run converted to where it belongs."""
     begin = 0
     for run in runs:
-        lines = buffer[begin : begin + run.nbytes].view(run.dtype).view(-1, run.width)
-        run.out.copy_(lines[:, run.column : run.column + run.out.shape[1]])
-        begin += run.nbytes
+        end = begin + run.nbytes
+        source = buffer if end - begin == len(buffer) else buffer[begin:end]
+        if not run.direct:
+            lines = source.view(run.dtype).view(-1, run.width)
+            source = lines[:, run.column : run.column + run.out.shape[1]]
+        run.out.copy_(source, non_blocking=True)
+        begin = end

@@ -61,9 +61,9 @@ class Reader:
         first = transfer.runs[0]
         if first.out.is_cuda:
             staging = self._cuda_staging(first.out.device)
-            buffer = staging.next_buffer()
-            self._preadv(transfer.path, transfer.offset, [buffer.memory[: transfer.nbytes]])
-            staging.send(buffer, transfer)
+            turn = staging.next_buffer()
+            self._preadv(transfer.path, transfer.offset, [turn.memory[: transfer.nbytes]])
+            staging.send(turn, transfer)
         elif first.direct:
             self._read_directly(transfer)
         else:

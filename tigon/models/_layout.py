@@ -51,8 +51,8 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
     found: Layout = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for kind, p in module._parameters.items():
-            if p is None or id(p) in seen:
+        for kind, p in _own(module):
+            if id(p) in seen:
                 continue
             seen.add(id(p))
             name, shape = f"{path}.{kind}", tuple(p.shape)

@@ -143,6 +143,11 @@ def _low_rank_gradients(
     return du, dbs
 
 
+def _of_a(du: Tensor, x: Tensor) -> Tensor:
+    """dA [R, C], of dU [N, R] and x [..., C]."""
+    return du.t().mm(x.view(-1, x.shape[-1]))
+
+
 class _Call(NamedTuple):
     """What is no tensor."""
 
@@ -185,14 +190,14 @@ class _LoRALinear(torch.autograd.Function):
         da = dx = dgate_up = None
         if of_a and not of_gate_up:  # first: what is computed again is gone when dX comes
             x = kept[0] if call.how is None else compute_again(call.how, kept)
-            da = du.t().mm(x.view(-1, a.shape[1]))
+            da = _of_a(du, x)
             del x
         if of_x or of_gate_up:
             dx = _gradient(call.base, rows, weight, du, a).view(ctx.shape)
         if of_gate_up:
             assert dx is not None and call.gated is not None
             dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
-            da, dx = du.t().mm(x.view(-1, a.shape[1])), None
+            da, dx = _of_a(du, x), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
 

@@ -16,6 +16,7 @@ from tigon.kernels._fp8_casts import (
     cast_rows_and_maxima,
 )
 from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
+from tigon.kernels._low_rank import low_rank_gradients, low_rank_product
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
 
 
@@ -39,6 +40,8 @@ def forms() -> Forms:
     for act in ACTIVATIONS:
         yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
+    for name, options in ADDITIONS.items():
+        yield f"low rank {name}", partial(_low_rank, **options)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
 
@@ -83,6 +86,32 @@ def _row_linear(
 ) -> None:
     weight, of_output = zeros(512, C, dtype=dtype), zeros(512, dtype=dtype) if bias else None
     row_linear(zeros(1, C, dtype=dtype), weight, of_output, act)
+
+
+ADDITIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "one": {"sizes": (4096,), "ranks": (16,), "of_bs": False},
+    "fp16, bias, odd": {"sizes": (1000, 200), "ranks": (5, 20), "dtype": FP16, "bias": True},
+    "fp32": {"dtype": FP32},
+    "parameters in fp32": {"own": FP32},
+}
+
+
+def _low_rank(
+    sizes: tuple[int, ...] = (4096, 1024, 1024),
+    ranks: tuple[int, ...] = (16, 16, 16),
+    dtype: torch.dtype = BF16,
+    own: torch.dtype | None = None,
+    bias: bool = False,
+    of_bs: bool = True,
+) -> None:
+    u, columns = zeros(512, sum(ranks), dtype=dtype), sum(sizes)
+    bs = [zeros(K, r, dtype=own or dtype) for K, r in zip(sizes, ranks, strict=True)]
+    firsts, scales = [sum(sizes[:i]) for i in range(len(sizes))], [2.0] * len(sizes)
+    added = zeros(columns, dtype=dtype) if bias else None
+    low_rank_product(u, bs, firsts, scales, columns, added, False)
+    low_rank_product(u, [zeros(sum(ranks), 4096, dtype=own or dtype)], [0], [1.0], 4096, None, True)
+    low_rank_gradients(zeros(512, columns, dtype=dtype), u, bs, firsts, scales, of_bs)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,9 @@ y = x W^T + bias, and to the columns of each part s (x A^T) B^T is added. Source
 2106.09685); the numbers are those of PEFT's separate projections. x is read once for all parts'
 A [R, C], and the additions go into the memory of y. Where the base is frozen there is one node for
 all of it: it keeps u = x A^T [N, R] and x, or how x is computed again (`_rebuilt`), which only dA
-needs; dX = dY W + dU A is written once, and nothing is computed for the base.
+needs; dX = dY W + dU A, and nothing is computed for the base. On a GPU what is added is written
+first, and torch's product adds itself to it (`_low_rank`); another base's product, such as that of
+8-bit floats, comes first.
 
 Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX, and
 dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
@@ -22,11 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels._linear_autograd import computes_later, later, without_numbers
+from tigon.kernels._low_rank import (
+    low_rank_gradients,
+    low_rank_product,
+    serves_gradients,
+    serves_product,
+)
 from tigon.kernels._rebuilt import How, compute_again, recipe_of, sees_products
 from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
 from tigon.kernels.fp8_linear import fp8_gradient, fp8_linear, fp8_product
 from tigon.kernels.gated_act import Activation, gradient_and_product
-from tigon.kernels.row_linear import linear
+from tigon.kernels.row_linear import linear, takes_row
 
 
 class Addition(NamedTuple):
@@ -43,9 +51,10 @@ class Base(NamedTuple):
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # without a graph
     gradient: Callable[[Tensor, Tensor], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # with one, where there is to be one
+    plain: bool = False  # they are torch's own, which can add themselves to what there is
 
 
-PLAIN = Base(F.linear, torch.mm, linear)
+PLAIN = Base(F.linear, torch.mm, linear, plain=True)
 FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
 
 
@@ -82,6 +91,64 @@ def _add_into(y: Tensor, u: Tensor, additions: Sequence[Addition]) -> Tensor:
     return y
 
 
+def _ranks(additions: Sequence[Addition]) -> int:
+    """The largest."""
+    return max(add.b.shape[1] for add in additions)
+
+
+def _sum(
+    base: Base,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    u: Tensor,
+    additions: Sequence[Addition],
+) -> Tensor:
+    """The base's product and what is added to it, of u [N, R]."""
+    if not (base.plain and serves_product(u, _ranks(additions))):
+        return _add_into(base.product(x, weight, bias), u, additions)
+    firsts, bs, scales = zip(*additions, strict=True)
+    y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
+    y.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    return y.view(*x.shape[:-1], -1)
+
+
+def _gradient(base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor) -> Tensor:
+    """dX [N, C], of dY [N, K] and dU [N, R]."""
+    if not (base.plain and serves_product(du, a.shape[0])):
+        return base.gradient(dy, weight).addmm_(du, a.to(du.dtype))
+    dx: Tensor = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True)
+    return dx.addmm_(dy, weight)
+
+
+def _low_rank_gradients(
+    dy: Tensor, u: Tensor, additions: Sequence[Addition], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """dU [N, R], and dB of those parts that need it."""
+    if serves_gradients(dy, _ranks(additions)):
+        firsts, bs, scales = zip(*additions, strict=True)
+        du, *found = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
+        found = found or bs
+        return du, [db if need else None for db, need in zip(found, needed, strict=True)]
+    du, dbs, rank = dy.new_empty(u.shape), [], 0
+    for (first, b, scale), need in zip(additions, needed, strict=True):
+        size, r = b.shape
+        d = dy.narrow(1, first, size)
+        du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
+        db = None
+        if need:
+            db = dy.new_empty(size, r)
+            db = db.addmm_(d.t(), u.narrow(1, rank, r), beta=0, alpha=scale).to(b.dtype)
+        dbs.append(db)
+        rank += r
+    return du, dbs
+
+
+def _of_a(du: Tensor, x: Tensor) -> Tensor:
+    """dA [R, C], of dU [N, R] and x [..., C]."""
+    return du.t().mm(x.view(-1, x.shape[-1]))
+
+
 class _Call(NamedTuple):
     """What is no tensor."""
 
@@ -90,6 +157,9 @@ class _Call(NamedTuple):
     how: How | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
     apart: bool
+
+    def additions(self, bs: Sequence[Tensor]) -> list[Addition]:
+        return [Addition(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
 
 
 class _LoRALinear(torch.autograd.Function):
@@ -105,39 +175,30 @@ class _LoRALinear(torch.autograd.Function):
         ctx.save_for_backward(weight, a, u, *bs, *kept)
         if call.apart:
             return without_numbers(x, ctx.columns)
-        additions = [Addition(f, b, s) for (f, s), b in zip(call.places, bs, strict=True)]
-        return _add_into(call.base.product(x, weight, bias), u, additions)
+        return _sum(call.base, x, weight, bias, u, call.additions(bs))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("a product with low-rank additions")
-        base, places, how, gated, _ = ctx.call
+        call: _Call = ctx.call
         weight, a, u, *rest = ctx.saved_tensors
-        bs, kept = rest[: len(places)], rest[len(places) :]
+        bs, kept = rest[: len(call.places)], rest[len(call.places) :]
         of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
-        rows, rank = dy.reshape(-1, ctx.columns), 0
-        du, dbs = rows.new_empty(u.shape), []
-        for i, ((first, scale), b) in enumerate(zip(places, bs, strict=True)):
-            size, r = b.shape
-            d = rows.narrow(1, first, size)
-            du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
-            db = None
-            if ctx.needs_input_grad[8 + i]:
-                db = rows.new_empty(size, r)
-                db = db.addmm_(d.t(), u.narrow(1, rank, r), beta=0, alpha=scale).to(b.dtype)
-            dbs.append(db)
-            rank += r
+        rows = dy.reshape(-1, ctx.columns)
+        du, dbs = _low_rank_gradients(
+            rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
+        )
         da = dx = dgate_up = None
         if of_a and not of_gate_up:  # first: what is computed again is gone when dX comes
-            x = kept[0] if how is None else compute_again(how, kept)
-            da = du.t().mm(x.view(-1, a.shape[1]))
+            x = kept[0] if call.how is None else compute_again(call.how, kept)
+            da = _of_a(du, x)
             del x
         if of_x or of_gate_up:
-            dx = base.gradient(rows, weight).addmm_(du, a.to(du.dtype)).view(ctx.shape)
+            dx = _gradient(call.base, rows, weight, du, a).view(ctx.shape)
         if of_gate_up:
-            assert dx is not None
-            dgate_up, x = gradient_and_product(dx, kept[0], *gated)
-            da, dx = du.t().mm(x.view(-1, a.shape[1])), None
+            assert dx is not None and call.gated is not None
+            dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
+            da, dx = _of_a(du, x), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
 
@@ -176,8 +237,10 @@ def lora_linear(
         y = base.linear(x, weight, bias)
         return _added(y, x, a, additions)
     if not torch.is_grad_enabled():
-        y = base.linear(x, weight, bias)
-        return _add_into(y, F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype)), additions)
+        plain = base.plain and not takes_row(x, weight)
+        rows = base._replace(product=base.linear, plain=plain)
+        u = F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
+        return _sum(rows, x, weight, bias, u, additions)
     apart = computes_later()
     own, gate_up, how, gated = x, None, None, None
     kept: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
@@ -195,4 +258,4 @@ def lora_linear(
     place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
     if not apart:
         return place
-    return later(place, lambda: _add_into(base.product(x, weight, bias), u, additions))
+    return later(place, lambda: _sum(base, x, weight, bias, u, additions))

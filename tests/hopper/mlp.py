@@ -16,7 +16,9 @@ from tigon.kernels._fp8_casts import (
     cast_rows_and_maxima,
 )
 from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
+from tigon.kernels.block_fp8 import E4M3, E5M2
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.layers import Fp8Weight, Nf4Weight
 
 
 def forms() -> Forms:
@@ -39,6 +41,10 @@ def forms() -> Forms:
     for act in ACTIVATIONS:
         yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
+    for name, (matrices, dtype) in FEW_BITS.items():
+        yield f"nf4 {name}", partial(_nf4, matrices, dtype)
+    for stored in (E4M3, E5M2):
+        yield f"block fp8 {stored}", partial(_block_fp8, stored)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
 
@@ -83,6 +89,25 @@ def _row_linear(
 ) -> None:
     weight, of_output = zeros(512, C, dtype=dtype), zeros(512, dtype=dtype) if bias else None
     row_linear(zeros(1, C, dtype=dtype), weight, of_output, act)
+
+
+FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {
+    "bf16": ([(64, 512), (32, 512)], BF16),
+    "fp32": ([(64, 512)], FP32),
+    "odd": ([(5, 13), (7, 13)], FP16),
+}
+
+
+def _nf4(matrices: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    made = Nf4Weight([rows for rows, _ in matrices], matrices[0][1], dtype)
+    made.allocate(torch.device("cpu"))
+    made.dequantised()
+
+
+def _block_fp8(stored: torch.dtype) -> None:
+    made = Fp8Weight([256], 512, BF16, blocks=[(128, 128)], stored=stored)
+    made.allocate(torch.device("cpu"))
+    made.dequantised()
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

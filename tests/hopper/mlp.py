@@ -43,8 +43,8 @@ def forms() -> Forms:
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
     for name, (matrices, dtype) in FEW_BITS.items():
         yield f"nf4 {name}", partial(_nf4, matrices, dtype)
-    for stored in (E4M3, E5M2):
-        yield f"block fp8 {stored}", partial(_block_fp8, stored)
+    yield "block fp8 e4m3", partial(_block_fp8, E4M3)
+    yield "block fp8 e5m2", partial(_block_fp8, E5M2)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
 

@@ -56,15 +56,15 @@ def libraries(tiny: bool) -> dict[str, str | None]:
     return found
 
 
-def spawn(request: Any, seconds: float, side: Path = SIDE) -> Iterator[Record]:
-    """What a process of the script `side` prints, as it comes; the last line has an error if it did
-    not end well. The request is a dataclass, and says whether it is `tiny`."""
+def spawn(request: Any, seconds: float, side: Path | None = None) -> Iterator[Record]:
+    """What a process of the script `side`, or SIDE, prints, as it comes; the last line has an error
+    if it did not end well. The request is a dataclass, and says whether it is `tiny`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     if request.tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-P", str(side), json.dumps(asdict(request))],
+        [sys.executable, "-P", str(side or SIDE), json.dumps(asdict(request))],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

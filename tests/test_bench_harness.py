@@ -20,6 +20,7 @@ from bench import (
     moe,
     padding,
     preference,
+    recipes,
     timing,
     train_curves,
     train_multi,
@@ -32,7 +33,7 @@ from tests.test_bench import clock
 __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
-BENCHES += (train_step, train_multi, train_curves, preference, distillation)
+BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

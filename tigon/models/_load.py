@@ -29,6 +29,7 @@ from tigon.weights import (
     Repository,
     load_into,
     map_parameters,
+    pinned_ahead,
 )
 
 BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
@@ -75,7 +76,8 @@ def from_pretrained(
         raise ValueError(f"mmap=True maps files into the CPU's memory: it cannot be on {device}")
     _check_device(device)
     repository = Repository(path_or_repo, **source)
-    model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
+    with pinned_ahead(torch.device(device), staging_bytes):
+        model, checkpoint = build(repository, models, dtype=dtype, gguf_file=gguf_file)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))

@@ -146,8 +146,12 @@ class _PinnedStaging:
 
 
 def pinned_bytes(staging: int) -> int:
-    """The size of one of the pinned buffers of a thread that may have `staging` bytes."""
-    return min(PINNED, staging // BUFFERS)
+    """The size of one of the pinned buffers of a thread that may have `staging` bytes.
+
+    A power of two: torch rounds pinned memory up to one.
+    """
+    most = max(1, min(PINNED, staging // BUFFERS))
+    return 1 << (most.bit_length() - 1)
 
 
 def pinned_buffer(size: int) -> Tensor:

@@ -13,7 +13,7 @@ from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.loading import STAGING_BYTES, load_into, pinned_ahead
 from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
@@ -64,6 +64,7 @@ __all__ = [
     "new_directory",
     "own_rows",
     "own_slices",
+    "pinned_ahead",
     "read_header",
     "require_space",
     "write_checkpoint",

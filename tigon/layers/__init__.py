@@ -3,10 +3,10 @@
 from tigon.layers.attention import Attention
 from tigon.layers.cache import Cache, KVCache
 from tigon.layers.context import Context
-from tigon.layers.embedding import Embedding
+from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
-from tigon.layers.lora import Adapters, Copies, LoRAPart, LowRank
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
@@ -28,9 +28,11 @@ __all__ = [
     "GatedMLP",
     "KVCache",
     "LMHead",
+    "LayerAdapter",
     "Linear",
     "LoRAPart",
     "LowRank",
+    "LowRankEmbedding",
     "MakeStates",
     "NoRotary",
     "Quantize",

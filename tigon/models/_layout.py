@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tigon.layers import Copies, FusedLinear, LowRank
+from tigon.layers import Copies, FusedLinear, LayerAdapter, LowRankEmbedding
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
@@ -56,8 +56,8 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 continue
             seen.add(id(p))
             name, shape = f"{path}.{kind}", tuple(p.shape)
-            if isinstance(module, LowRank | Copies):
-                found[name] = _of_adapter(path, module, kind, shape)
+            if isinstance(module, LayerAdapter | Copies):
+                found[name] = _of_adapter(path, module, kind, shape, names)
                 continue
             parent, _, own = path.rpartition(".")
             if name == HEAD:
@@ -77,20 +77,24 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
 
 
 def _of_adapter(
-    path: str, module: LowRank | Copies, kind: str, shape: tuple[int, ...]
+    path: str, module: LayerAdapter | Copies, kind: str, shape: tuple[int, ...], names: Names
 ) -> tuple[Part, ...]:
     """The names that PEFT's modules have for it, but for what they begin with."""
     if isinstance(module, Copies):
-        return (Part.whole(f"{path.rpartition('.')[0]}.modules_to_save.{kind}.weight", shape),)
+        owner = path.rpartition(".")[0]
+        owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
+        return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
     layer, _, adapter = path.rpartition(".lora.")
-    parent = layer.rpartition(".")[0]
+    if isinstance(module, LowRankEmbedding):
+        return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
+    parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
-        names = [f"{parent}.{part.name}.lora_A.{adapter}.weight" for part in module.parts]
-        return _tile(names, [part.rank for part in module.parts], shape[1:])
+        own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
+        return _tile(own, [part.rank for part in module.parts], shape[1:])
     for start in (B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
-            return (Part.whole(f"{parent}.{name}.{adapter}.weight", shape),)
+            return (Part.whole(f"{parent}{name}.{adapter}.weight", shape),)
     raise AssertionError(kind)
 
 

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from tigon.json_file import escaped, read_json, shown
 from tigon.models._layout import PREFIXES
-from tigon.models._lora import LoraConfig, matches, places
+from tigon.models._lora import LoraConfig, Place, matches, places, saved_ends
 from tigon.models._model import LanguageModel
 from tigon.weights import Checkpoint, Repository, TensorInfo, read_header
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of PEFT's names
-LOW_RANK = re.compile(r"(.+)\.lora_([AB])\.weight")
+LOW_RANK = re.compile(r"(.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
+OF_BASE = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it beside an embedding's or a head's
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
     (
@@ -48,6 +49,8 @@ class Stored(NamedTuple):
     config: LoraConfig
     checkpoint: Checkpoint
     names: dict[str, str]  # the file's of each tensor, by that which `peft_names` gives it
+    base: dict[str, str]  # likewise weights of the base, by the paths of their modules
+    of_base: Checkpoint  # has them
 
 
 def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
@@ -73,7 +76,14 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         config = _config(values, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escaped(repository.name)}: {error}") from None
-    return Stored(config, Checkpoint(f"{repository.name}/{WEIGHTS}", tensors), names)
+    base = {}
+    for inner, own in names.items():
+        if (match := OF_BASE.fullmatch(inner)) and match[1] in {p.name for p in places(model)}:
+            base[match[1]] = own
+    at = f"{repository.name}/{WEIGHTS}"
+    rest = {own: info for own, info in tensors.items() if own not in base.values()}
+    of_base = {own: tensors[own] for own in base.values()}
+    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base))
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
@@ -140,10 +150,11 @@ def _config(
     )
     for name in filter(own.__contains__, known):
         said = _first(rank_patterns, name, rank)
-        info = tensors.get(f"{name}.lora_A.weight")
+        end = "lora_embedding_A" if known[name].own == "embed_tokens" else "lora_A.weight"
+        info = tensors.get(f"{name}.{end}")
         if info is not None and info.shape[:1] != (said,):
             raise ValueError(
-                f"{name}.lora_A.weight is {list(info.shape)}, and the rank is said to be {said}"
+                f"{name}.{end} is {list(info.shape)}, and the rank is said to be {said}"
             )
         if said != rank:
             ranks[name] = said
@@ -152,8 +163,17 @@ def _config(
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
-    if saved and values.get("ensure_weight_tying") and model.config.tie_word_embeddings:
-        raise ValueError("ensure_weight_tying=True is not supported: weights are saved apart here")
+    ends = saved_ends(model)
+    tied = values.get("ensure_weight_tying") and model.ties_head
+    if tied and (saved or any(known[name].own in ends for name in own)):
+        raise ValueError(
+            "ensure_weight_tying=True is not supported: what an adapter has for embedding and head "
+            "is apart here"
+        )
+    # PEFT names both of an adapter that scores sequences, of which a model has one
+    last = {name.rpartition(".")[2] for name in saved} - (
+        {"classifier"} if "score" in ends else set()
+    )
     base = values.get("base_model_name_or_path")
     return LoraConfig(
         rank=rank,
@@ -164,7 +184,7 @@ def _config(
         dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=tuple(dict.fromkeys(name.rpartition(".")[2] for name in saved)),
+        modules_to_save=tuple(sorted(last)),
         base=base if isinstance(base, str) else "",
     )
 
@@ -234,8 +254,9 @@ def short(model: LanguageModel, names: Collection[str]) -> list[str]:
     return ends if plain and meant == set(names) else sorted(names)
 
 
-def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]) -> dict[str, Any]:
+def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]) -> dict[str, Any]:
     """adapter_config.json of an adapter of these projections."""
+    names = [place.name for place in own]
 
     def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
         found = {}
@@ -247,7 +268,7 @@ def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]
 
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
         "base_model_name_or_path": config.base or model.config.source.name or None,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -267,6 +288,8 @@ def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]
 
 def peft_name(name: str, adapter: str) -> str:
     """Of a tensor in a file, from its name in a model's layout."""
+    if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
+        return name.removesuffix(f".{adapter}")
     inner, dot, kind = name.rpartition(".")
     inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
     if inner.endswith(".lora_magnitude_vector"):

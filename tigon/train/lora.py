@@ -1,25 +1,26 @@
 """The adapter of a run: from its settings into the model, and out of its checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tigon import strict
-from tigon.models import CausalLM, begin_adapter
+from tigon.models import CausalLM, begin_adapter, check_apart
 from tigon.train import checkpoint
 from tigon.train.config import Config
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
-    """The settings' adapter, in param_dtype; on a model without memory without values."""
+    """The settings' adapter, in param_dtype, with a reward model's head; on a model without memory
+    without values."""
     assert config.lora is not None
     own = config.lora.adapter(config.model)
-    if config.lora.merge and own.modules_to_save and model.config.tie_word_embeddings:
-        raise ValueError(
-            f"lora.merge=true with lora.modules_to_save={list(own.modules_to_save)}: the model's "
-            "embedding and head are one, and would get weights of their own; leave one out"
-        )
+    if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
+        own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
+    if config.lora.merge:
+        check_apart(model, own, "lora.merge=true")
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 

@@ -17,6 +17,7 @@ from tigon.models import (
     MODELS,
     CausalLM,
     build,
+    describe,
     load_weights,
     materialize,
     read_config,
@@ -75,8 +76,9 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     """What an adapter is added to; its weights are to be loaded, unless they are random."""
     if config.init:
         torch.manual_seed(config.seed)
-        return _from_config(_init(config), dtype, "cpu"), None
-    return build(Repository(config.model, revision=config.revision), MODELS, dtype=dtype)
+        return _from_config(_init(config), dtype, "cpu", config.labels), None
+    repository = Repository(config.model, revision=config.revision)
+    return build(repository, MODELS, dtype=dtype, labels=config.labels, seed=config.seed)
 
 
 def base_digest(config: Config) -> str:
@@ -84,9 +86,8 @@ def base_digest(config: Config) -> str:
     are. Every rank may call this: little is read."""
     if config.init:
         return hash_files([_init(config)], config.seed)
-    weights = _base(config, torch.float32)[1]
-    assert weights is not None
-    return weights.sampled_digest()
+    *_, opened = describe(Repository(config.model, revision=config.revision), MODELS, None)
+    return opened().sampled_digest()
 
 
 def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:

@@ -7,8 +7,9 @@ from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank
+from tigon.layers.lora_experts import LowRankExperts
 from tigon.layers.mlp import GatedMLP
-from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
+from tigon.layers.moe import Balance, Experts, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
 from tigon.layers.state import MakeStates, Quantize, State
@@ -23,6 +24,7 @@ __all__ = [
     "Context",
     "Copies",
     "Embedding",
+    "Experts",
     "FusedLinear",
     "GatedLinear",
     "GatedMLP",
@@ -33,6 +35,7 @@ __all__ = [
     "LoRAPart",
     "LowRank",
     "LowRankEmbedding",
+    "LowRankExperts",
     "MakeStates",
     "NoRotary",
     "Quantize",

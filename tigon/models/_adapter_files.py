@@ -26,7 +26,8 @@ from tigon.models._arguments import check_keywords
 from tigon.models._layout import layout
 from tigon.models._lora import places, plan
 from tigon.models._model import LanguageModel
-from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, peft_config, peft_name, read_adapter
+from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, read_adapter
+from tigon.models._peft_config import peft_config, peft_name
 from tigon.models._save import SavesItself, check_target, write_json, write_model
 from tigon.weights import (
     Entry,

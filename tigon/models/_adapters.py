@@ -15,15 +15,17 @@ from tigon.layers import (
     Adapters,
     Copies,
     Embedding,
+    Experts,
     LayerAdapter,
     Linear,
     LMHead,
     LoRAPart,
     LowRank,
     LowRankEmbedding,
+    LowRankExperts,
 )
 from tigon.layers.lora import MAGNITUDE
-from tigon.models._deltas import add_delta, add_embedding_delta
+from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas
 from tigon.models._lora import LoraConfig, Plan, check_apart, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows
@@ -105,9 +107,12 @@ def _of_layer(
 ) -> LayerAdapter:
     if isinstance(layer, Embedding):
         return LowRankEmbedding(layer.embedding_dim, *parts, **how)
+    if isinstance(layer, Experts):
+        columns = [layer.get_parameter(part.name).shape[2] for part in parts]
+        return LowRankExperts(len(layer.down_proj), columns, parts, **how)
     assert isinstance(layer, Linear | LMHead)
-    columns = layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
-    return LowRank(columns, parts, dora=config.dora, **how)
+    width = layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
+    return LowRank(width, parts, dora=config.dora, **how)
 
 
 def _end(model: LanguageModel, name: str) -> Embedding | LMHead:
@@ -254,6 +259,8 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
             add_delta(layer.get_parameter("weight"), low)
         elif isinstance(low, LowRankEmbedding):
             add_embedding_delta(layer.get_parameter("weight"), low)
+        elif isinstance(low, LowRankExperts):
+            add_experts_deltas(layer, low)
     for end in model.adapters[name].modules_to_save:
         owner = _end(model, end)
         assert owner.copies is not None

@@ -2,11 +2,12 @@
 own rows."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.layers import LowRank, LowRankEmbedding
+from tigon.layers import LowRank, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
+from tigon.layers.lora_experts import A
 from tigon.weights import own_rows
 
 
@@ -37,6 +38,17 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
     (part,) = low.parts
     delta = a[:, start : start + len(own)].t() @ b.t()
     own.copy_(own.float().add_(delta, alpha=part.scale))
+
+
+def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
+    """scale B_e A_e to the matrices of this rank's experts."""
+    for part in low.parts:
+        own, start = own_rows(part.name, layer.get_parameter(part.name))
+        a, b = (_whole(low.get_parameter(kind + part.name)).float() for kind in (A, B))
+        a = a.view(low.experts, part.rank, -1)
+        b = b.view(part.size, part.rank, low.experts)
+        for e, matrix in enumerate(own, start):
+            matrix.copy_(matrix.float().addmm_(b[..., e], a[e], alpha=part.scale))
 
 
 def _whole(parameter: Tensor) -> Tensor:

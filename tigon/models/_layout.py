@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tigon.layers import Copies, FusedLinear, LayerAdapter, LowRankEmbedding
+from tigon.layers import Copies, FusedLinear, LayerAdapter, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
@@ -87,6 +87,10 @@ def _of_adapter(
     layer, _, adapter = path.rpartition(".lora.")
     if isinstance(module, LowRankEmbedding):
         return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
+    if isinstance(module, LowRankExperts):
+        factor, part = kind[: len("lora_A")], kind[len("lora_A_") :]
+        stem = stem_of_experts(layer, part, [p.name for p in module.parts])
+        return (Part.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
     parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
         own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
@@ -96,6 +100,12 @@ def _of_adapter(
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
             return (Part.whole(f"{parent}{name}.{adapter}.weight", shape),)
     raise AssertionError(kind)
+
+
+def stem_of_experts(layer: str, part: str, parts: Collection[str]) -> str:
+    """What PEFT's names of a part's matrices begin with: its wrapper of one parameter is in that of
+    the other, where `parts`, those adapted, are both."""
+    return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
 def is_adapters(name: str) -> bool:

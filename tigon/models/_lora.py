@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from tigon.json_file import shown
-from tigon.layers import Embedding, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
+from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
+from tigon.layers.lora_experts import MATRICES
 from tigon.models._model import LanguageModel
 
 ALL_LINEAR = "all-linear"
@@ -81,23 +82,26 @@ def _of(name: str, value: object, setting: str) -> str:
 
 
 class Place(NamedTuple):
-    """A projection: the layer that computes it, and its columns there; or embedding or head."""
+    """A projection: the layer that computes it, and its columns there; or embedding or head, or a
+    matrix of all experts of a layer."""
 
     path: str  # of the layer
     own: str  # such as q_proj
     first: int
     size: int
     linear: bool = True  # one of those that "all-linear" means
+    experts: bool = False
 
     @property
     def name(self) -> str:
         """As the family's checkpoints have it."""
-        parent = self.path.rpartition(".")[0]
+        parent = self.path if self.experts else self.path.rpartition(".")[0]
         return f"{parent}.{self.own}" if parent else self.own
 
 
 def places(model: LanguageModel) -> list[Place]:
-    """Embedding, head, and all projections of the model but its routers', in order."""
+    """Embedding, head, and all projections of the model but its routers', in order; of experts the
+    stacked matrices."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
     packed, found = model.checkpoint_names.packed, []
@@ -107,6 +111,12 @@ def places(model: LanguageModel) -> list[Place]:
             isinstance(module, LMHead) and own in saved_ends(model)
         ):
             found.append(Place(path, own, 0, module.weight.shape[0], linear=False))
+        if isinstance(module, Experts):
+            sizes = (module.get_parameter(name).shape[1] for name in MATRICES)
+            every = zip(MATRICES, sizes, strict=True)
+            found += [
+                Place(path, name, 0, size, linear=False, experts=True) for name, size in every
+            ]
         if not isinstance(module, Linear) or id(module) in routers:
             continue
         if isinstance(module, FusedLinear) and own in packed:
@@ -168,7 +178,7 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
                 f"{place.own} is in targets and in modules_to_save: its weight is trained whole or "
                 "by an adapter; leave one out"
             )
-        if config.dora and not place.linear:
+        if config.dora and not place.linear:  # PEFT has none of experts
             raise ValueError(
                 f"dora with targets={shown(place.own)}: lengths are learned of the projections of "
                 "attention and MLPs alone; leave one out"
@@ -213,6 +223,7 @@ def _why_not(model: LanguageModel, target: str, every: Collection[Place]) -> str
     kinds = _kinds(every)
     near = difflib.get_close_matches(own, kinds.split(", "), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    experts = "; experts of a mixture have no adapters" if moe is not None else ""
+    joined = moe is not None and own in ("gate_proj", "up_proj", "w1", "w3")
+    experts = "; gate and up of experts are one, gate_up_proj" if joined else ""
     family = type(model).__name__
     return f"matches no projection of {family}; {meant}its projections are {kinds}{experts}"

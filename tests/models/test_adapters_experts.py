@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig as TheirConfig
 from peft import PeftModel, get_peft_model
+from safetensors.torch import save_file
 
 import tigon.kernels
 from tests.models.test_adapters_peft import check_same, gradients, near, randomise, trained
@@ -155,3 +156,7 @@ def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             mixture.load_adapter(tmp_path / "it")
         assert not mixture.adapter_names
+    apart = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
+    save_file({apart: torch.zeros(4, 96)}, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="matrices of each expert apart"):
+        mixture.load_adapter(tmp_path / "it")

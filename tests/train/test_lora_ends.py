@@ -1,7 +1,6 @@
 """Runs that adapt embedding, head and what scores: ranks, resuming, exports, reward models."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +29,6 @@ def same(workspace: Any, run: str, other: str, *, first: int = 0) -> None:
 @pytest.fixture(scope="module")
 def settings(workspace):
     untied = write_model(workspace.root / "untied", tie_word_embeddings=False)
-    for path in Path(workspace.model).glob("token*"):
-        (Path(untied) / path.name).write_bytes(path.read_bytes())
 
     def make(run: str, **changes: Any) -> list[str]:
         own = SETTINGS | ENDS | {"model": untied, "lora.merge": "true"} | changes

@@ -113,7 +113,7 @@ def run_criteria(
     ):
         return [_plain(rows, a, lead) for a in prepared]
     index, live = (None, None) if weight is None else select(rows, prepared, active)
-    shared = rows, weight, bias, low, up
+    shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
     p = _pass(shared, prepared, logits_bytes, overwrite)
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)

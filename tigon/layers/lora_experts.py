@@ -46,13 +46,14 @@ class LowRankExperts(LayerAdapter):
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
         """A [E, r, K], and B [E, O, r] with its scale."""
-        a, b = self.get_parameter(A + part.name), self.get_parameter(B + part.name)
-        b = b.view(part.size, part.rank, self.experts).permute(2, 0, 1)
-        return a.view(self.experts, part.rank, -1), b * part.scale
+        a = self.get_parameter(A + part.name).view(self.experts, part.rank, -1)
+        b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
+        return a, b.permute(2, 0, 1) * part.scale
 
     def low(self, gate_up: Tensor, down: Tensor) -> Low:
         """Those of both matrices, of rank 0 where there are none."""
-        own, found = {part.name: part for part in self.parts}, []
+        own = {part.name: part for part in self.parts}
+        found: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):
             if name in own:
                 found += self.factors(own[name])

@@ -96,9 +96,9 @@ def _check_base(model: LanguageModel, stored: Stored) -> None:
                 f"{name} is {shape}, the model's {list(weight.shape)}: it is of another base"
             )
         found = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
-        layout = {"weight": (Part.whole(own, tuple(weight.shape)),)}
+        parts: Layout = {"weight": (Part.whole(own, tuple(weight.shape)),)}
         others = stored.of_base.tensors.keys() - {own}
-        load_into(found, layout, stored.of_base, ignored=others, into=name)
+        load_into(found, parts, stored.of_base, ignored=others, into=name)
         if not torch.equal(found["weight"], weight):
             raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 

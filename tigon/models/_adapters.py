@@ -230,11 +230,9 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
         elif isinstance(module, Copies):
             module._parameters.pop(name, None)
     for module in model.modules():
-        held = getattr(module, "lora", None), getattr(module, "copies", None)
-        if isinstance(held[0], Adapters) and not held[0]._modules:
-            module.lora = None
-        if isinstance(held[1], Copies) and not held[1]._parameters:
-            module.copies = None
+        for kind, held in list(module._modules.items()):
+            if isinstance(held, Adapters | Copies) and not {**held._modules, **held._parameters}:
+                setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
         switch(model, None)

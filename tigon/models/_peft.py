@@ -142,7 +142,13 @@ def _config(
     known = _stems(values, model)
     if not own:
         raise ValueError("no tensor of it is named lora_A or lora_B")
-    if unknown := sorted(own - known.keys()):
+    unknown = sorted(own - known.keys())
+    if any(re.search(r"\.experts\.\d+\.", name) for name in unknown):
+        raise ValueError(
+            "the adapter has matrices of each expert apart, as older versions of transformers have "
+            "them: load it with a current PEFT and save it again, which stacks them"
+        )
+    if unknown:
         kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
@@ -180,10 +186,10 @@ def _config(
             "ensure_weight_tying=True is not supported: what an adapter has for embedding and head "
             "is apart here"
         )
-    # PEFT names both of an adapter that scores sequences, of which a model has one
-    last = {name.rpartition(".")[2] for name in saved} - (
-        {"classifier"} if "score" in ends else set()
-    )
+    # PEFT names both heads that models of scores may have
+    last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
+    if "score" in ends:
+        last.pop("classifier", None)
     base = values.get("base_model_name_or_path")
     return LoraConfig(
         rank=rank,
@@ -194,7 +200,7 @@ def _config(
         dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=tuple(sorted(last)),
+        modules_to_save=tuple(last),
         base=base if isinstance(base, str) else "",
     )
 

@@ -30,7 +30,7 @@ def settings(workspace):
 
 def test_experts_learn_and_peft_reads_them(workspace, settings, capsys):
     losses = workspace.metrics("experts", "loss")
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.04
     stored = tensors(step(workspace, "experts", 4))
     a = "model.layers.1.mlp.experts.base_layer.lora_A.default.weight"
     assert stored[a].shape == (5 * 4, 64)

@@ -14,7 +14,8 @@ from tigon.models._layout import PREFIXES, stem_of_experts
 from tigon.models._lora import LoraConfig, Place, places, saved_ends
 from tigon.models._model import LanguageModel
 from tigon.models._peft_config import listed, meant_by, short
-from tigon.weights import Checkpoint, Repository, TensorInfo, read_header
+from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
+from tigon.weights import Checkpoint, Decoded, Repository, TensorInfo, read_header
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of PEFT's names
@@ -78,9 +79,11 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         if PICKLE in repository.listing():
             also = f"; {PICKLE} is not read, as it can run code: save it again with a current PEFT"
         raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{also}")
-    tensors = read_header(weights)
+    tensors: Tensors = {**read_header(weights)}
     names = _names(tensors, f"{repository.name}/{WEIGHTS}")
     try:
+        if any(APART.fullmatch(name) for name in names):
+            values = _stack(values, names, tensors, model)
         config = _config(values, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escaped(repository.name)}: {error}") from None
@@ -92,6 +95,29 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
     rest = {own: info for own, info in tensors.items() if own not in base.values()}
     of_base = {own: tensors[own] for own in base.values()}
     return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base))
+
+
+def _stack(
+    values: Mapping[str, Any], names: dict[str, str], tensors: Tensors, model: LanguageModel
+) -> dict[str, Any]:
+    """Experts that are apart in one matrix each, in place; their settings are returned."""
+    of = [(values.get(key, 8), kind) for key, kind in (("r", int), ("lora_alpha", int | float))]
+    rank, alpha = (_number("r or lora_alpha", value, kind) for value, kind in of)
+    keys = ("rank_pattern", int), ("alpha_pattern", int | float)
+    ranks, alphas = (_patterns(values, key, kind) for key, kind in keys)
+    plain = {n: info for n, own in names.items() if isinstance(info := tensors[own], TensorInfo)}
+    found = stack(
+        model,
+        plain,
+        lambda name: (_first(ranks, name, rank), _first(alphas, name, alpha)),
+        rslora=bool(values.get("use_rslora")),
+    )
+    for name in found.apart:
+        del tensors[names.pop(name)]
+    for name, info in found.tensors.items():
+        names[name] = PREFIX + name
+        tensors[names[name]] = info
+    return with_stacked(values, found)
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
@@ -132,7 +158,7 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
 
 
 def _config(
-    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
+    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo | Decoded], model: LanguageModel
 ) -> LoraConfig:
     """With whole names in place of PEFT's patterns. Ranks are those of the tensors."""
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
@@ -142,13 +168,7 @@ def _config(
     known = _stems(values, model)
     if not own:
         raise ValueError("no tensor of it is named lora_A or lora_B")
-    unknown = sorted(own - known.keys())
-    if any(re.search(r"\.experts\.\d+\.", name) for name in unknown):
-        raise ValueError(
-            "the adapter has matrices of each expert apart, as older versions of transformers have "
-            "them: load it with a current PEFT and save it again, which stacks them"
-        )
-    if unknown:
+    if unknown := sorted(own - known.keys()):
         kinds = ", ".join(dict.fromkeys(place.own for place in known.values()))
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(

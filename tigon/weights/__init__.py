@@ -20,6 +20,7 @@ from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut
 from tigon.weights.plan import local_part, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
+from tigon.weights.reading import Reader
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
 
@@ -41,6 +42,7 @@ __all__ = [
     "Piece",
     "RankError",
     "Ranks",
+    "Reader",
     "Repository",
     "Rows",
     "Stored",

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -36,6 +37,7 @@ SPEED, MEMORY = 1.6, 0.7
 # Of the first step. A log-probability of an answer is a sum over hundreds of tokens, whose logits
 # have bf16's rounding of either sign, so its log-ratio is off by some tenths; a reward, by a tenth
 # of that
+NOISE = 3  # standard deviations
 LOGPS_WITHIN, REWARDS_WITHIN, LOSS_WITHIN, NORM_WITHIN = 1e-3, 5e-2, 2e-2, 5e-2
 
 
@@ -85,7 +87,11 @@ def ratio(record: Record, key: str) -> float | None:
 
 
 def disagreement(record: Record) -> str:
-    """How the first step of both sides differs beyond bf16, or nothing."""
+    """How the first step of both sides differs beyond bf16, or nothing.
+
+    What bf16 does is seen in the peer, whose settings differ in the order of sums alone: ours may be
+    NOISE standard deviations of theirs away from their mean. Beside a single setting, the constants.
+    """
     sides = record["sides"]
     if any("first" not in sides.get(side, {}) for side in (PEER, OURS)):
         return ""
@@ -93,6 +99,10 @@ def disagreement(record: Record) -> str:
     within = {name: REWARDS_WITHIN for name in LOGGED if name.startswith("rewards/")}
     within |= {n: LOGPS_WITHIN * abs(theirs[n]) for n in LOGGED if n.startswith("logps/")}
     within |= {"loss": LOSS_WITHIN, "grad_norm": NORM_WITHIN * theirs["grad_norm"]}
+    tried = [line["first"] for line in record["tried"].values() if "first" in line]
+    if len(tried) > 2:
+        theirs = {name: fmean(first[name] for first in tried) for name in within}
+        within = {name: NOISE * stdev(first[name] for first in tried) for name in within}
     return "; ".join(
         f"{name} {theirs[name]:.5g} and {mine[name]:.5g}"
         for name, most in within.items()

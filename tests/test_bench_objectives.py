@@ -107,6 +107,12 @@ def test_preferences_are_judged_by_tokens_and_memory() -> None:
     assert "| a | E: no |" in preference.show(record)
     sides[PEER] |= {"first": first | {"rewards/margins": 1.2, "logps/chosen": 1.0009}}
     assert preference.disagreement(record) == "rewards/margins 1.2 and 1"
+    # Its other settings say what bf16 does
+    for i, margins in enumerate((1.0, 1.1, 1.3)):
+        record["tried"][f"b{i}"] = {"first": first | {"rewards/margins": margins}}
+    assert preference.disagreement(record) == ""
+    sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.8, "loss": 1.01}}
+    assert preference.disagreement(record) == "rewards/margins 1.1333 and 1.8; loss 1 and 1.01"
     preference.add(record, PEER, {"kind": "ended", "error": "status 1"})
     assert sides[PEER]["ms"] == 200.0  # what was measured before the process ended stays
 

@@ -1,7 +1,9 @@
-"""python -m tests.hopper [TEXT...]: compiles the kernels, in the forms whose names have each TEXT.
+"""python -m tests.hopper [--new] [TEXT...]: compiles kernels, in forms whose names have each TEXT.
 
 With the Triton that is installed, or one in a folder that PYTHONPATH names. Says on stderr what did
-not compile, and prints how each kernel reads and writes, as JSON.
+not compile, and prints how each kernel reads and writes, as JSON. With --new, kernels are compiled
+to the end where they have a branch or dtypes that no form of the same file before has, or where
+tests look at their code; the others are read by Triton's front end alone, in 0.03 s each.
 """
 
 import json
@@ -14,21 +16,28 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from tests.hopper import append, branches, compiling, head, mlp, norms, optim, rotations
+from tests.hopper.accesses import looked_at
 
 MODULES = append, mlp, rotations, norms, head, optim  # what takes long comes first
-FORMS = {name: launch for module in MODULES for name, launch in module.forms()}
+FORMS = [dict(module.forms()) for module in MODULES]
 
 
-def compile_one(name: str) -> tuple[dict[str, Any], dict[str, str], set[branches.Way]]:
+def compile_some(
+    module: int, names: list[str], new: bool
+) -> tuple[dict[str, Any], dict[str, str], set[branches.Way]]:
     found = compiling.compiled, compiling.failed, branches.taken
-    for results in found:
+    for results in (*found, compiling.finished):
         results.clear()
-    compiling.compile_form(name, FORMS[name], small="large" not in name)
+    for name in names:
+        compiling.to_the_end = looked_at(name) or not new
+        compiling.compile_form(name, FORMS[module][name], small="large" not in name)
     return found
 
 
 def main() -> int:
-    names = [name for name in FORMS if all(text in name for text in sys.argv[1:])]
+    new = "--new" in sys.argv
+    texts = [argument for argument in sys.argv[1:] if argument != "--new"]
+    names = [[name for name in forms if all(text in name for text in texts)] for forms in FORMS]
     compiled: dict[str, Any] = {}
     failed: dict[str, str] = {}
     taken: set[branches.Way] = set()
@@ -37,16 +46,18 @@ def main() -> int:
         os.environ["TRITON_CACHE_DIR"] = cache  # of a kernel from a cache, no branches are seen
         processes, jobs = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
         with ProcessPoolExecutor(min(4, jobs), processes) as pool:
-            for name, running in [(name, pool.submit(compile_one, name)) for name in names]:
+            parts = [(*part, new) for part in enumerate(names) if part[1]]
+            for part, running in [(part, pool.submit(compile_some, *part)) for part in parts]:
                 try:
                     done, errors, ways = running.result()
                 except BrokenProcessPool:
-                    failed[name] = "was not compiled: this form or one beside it ended the process"
+                    first, last = part[1][0], part[1][-1]
+                    failed[f"{first} to {last}"] = "were not compiled: the process ended"
                     continue
                 compiled |= done
                 failed |= errors
                 taken |= ways
-    if len(names) == len(FORMS) and not failed:
+    if not texts and not failed:
         launched = {name.rpartition(": ")[2] for name in compiled}
         failed |= branches.missing(taken, launched)
     for name, problem in failed.items():

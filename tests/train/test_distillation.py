@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.small import write_model
+from tests.small import write_chats, write_model
 from tests.train.ranks import train_on
 from tigon.train import load, main
 from tigon.train.objectives import find_objective
@@ -46,7 +46,7 @@ class Definition:
         tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
         models = [tigon.from_pretrained(path) for path in (workspace.model, teacher)]
         self.rows = []
-        for line in workspace.data.read_text().splitlines():
+        for line in workspace.held_out.read_text().splitlines():
             ids, mask = tokenizer.encode_chat(json.loads(line)["messages"])
             given = torch.tensor(ids)
             with torch.no_grad():
@@ -75,6 +75,17 @@ def rest_as_one(logprobs: Tensor, kept: Tensor) -> Tensor:
 
 
 ALL = {"task": "distill", "batch_size": 64, "steps": 1}
+settings = pytest.mark.parametrize(  # each two values of different settings come together
+    ("beta", "t", "weight"),
+    [
+        (0.0, 1.0, 0.3),
+        (0.0, 2.0, 0.0),
+        (0.4, 1.0, 0.0),
+        (0.4, 2.0, 0.3),
+        (1.0, 1.0, 0.3),
+        (1.0, 2.0, 0.0),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +93,11 @@ def definition(workspace, teacher) -> Definition:
     return Definition(workspace, teacher)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.3])
-@pytest.mark.parametrize("t", [1.0, 2.0])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@settings
 def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
     name = f"live-{beta}-{t}-{weight}"
     own = {"teacher": teacher, "beta": beta, "temperature": t, "cross_entropy_weight": weight}
-    held = {"eval_data": workspace.data, "eval_every": 1}
+    held = {"data": workspace.held_out, "eval_data": workspace.held_out, "eval_every": 1}
     main(workspace.settings(name, **ALL, **own, **held, metrics="[nll]", lr=0))
     loss, kl = definition.loss(beta, t, weight)
     for prefix in ("", "eval_"):
@@ -96,9 +105,7 @@ def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
         assert workspace.metrics(name, f"{prefix}kl")[0] == pytest.approx(kl, rel=1e-5)
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.3])
-@pytest.mark.parametrize("t", [1.0, 2.0])
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+@settings
 def test_stored_distributions(workspace, definition, beta, t, weight):
     path = workspace.root / f"stored-{t}.jsonl"
     lines = []
@@ -119,15 +126,17 @@ def test_stored_distributions(workspace, definition, beta, t, weight):
 
 @pytest.mark.timeout(300)
 def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
-    same = {"task": "distill", "teacher": teacher, "beta": 0.5, "steps": 4}
+    data = write_chats(workspace.root / "few.jsonl", 16)
+    same = {"task": "distill", "data": data, "teacher": teacher, "beta": 0.5, "steps": 4}
     same |= {"cross_entropy_weight": 0.5, "temperature": 1.5, "max_grad_norm": 0}
     main(workspace.settings("curve", **same, save_every=2))
     source = workspace.root / "curve/checkpoints/step-00000002"
     main(workspace.settings("resumed", **same, resume=source))
     train_on(2, workspace.settings("two", **same))
     main(workspace.settings("packed", **same, batch_size=64))
-    for name, more in (("padded", {"packing": "false"}), ("parts", {"micro_batch_size": 4})):
-        main(workspace.settings(name, **same, batch_size=64, **more))
+    for name, packing in (("padded", "false"), ("parts", "true")):
+        ways = {"packing": packing, "micro_batch_size": 4}
+        main(workspace.settings(name, **same, batch_size=64, **ways))
     for key in ("loss", "grad_norm", "accuracy", "kl"):
         curve = workspace.metrics("curve", key)
         assert workspace.metrics("resumed", key) == curve[2:]
@@ -135,7 +144,8 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
         packed = workspace.metrics("packed", key)
         for name in ("padded", "parts"):
             assert workspace.metrics(name, key) == pytest.approx(packed, rel=1e-4), key
-    main(workspace.settings("falls", task="distill", teacher=teacher, steps=12, batch_size=64))
+    whole = {"batch_size": 64, "micro_batch_size": 64}
+    main(workspace.settings("falls", task="distill", teacher=teacher, steps=12, **whole))
     assert workspace.metrics("falls", "kl")[-1] < 0.7 * workspace.metrics("falls", "kl")[0]
 
 

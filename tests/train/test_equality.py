@@ -1,6 +1,6 @@
 """One run in many ways: ranks, micro-batches, packing, where its rows come from.
 
-Losses and weights after 20 steps in fp32. Masks are uneven, answers and rows have weights, and the
+Losses and weights after ten steps in fp32. Masks are uneven, answers and rows have weights, and the
 loss has label smoothing and z-loss.
 """
 
@@ -18,7 +18,7 @@ from tigon.data import join
 from tigon.data.store import Memory
 from tigon.train import data, load, prepare, start, train
 
-STEPS = 20
+STEPS = 10
 SAME = {"steps": STEPS, "label_smoothing": 0.1, "z_loss": 1e-3}
 KINDS: dict[str, dict[str, Any]] = {
     f"{reduction}-{layout}": {"loss_reduction": reduction} | settings
@@ -75,7 +75,9 @@ def assert_equal(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kinds"), [(2, KINDS), (4, ("token-packed", "sequence-kept"))], ids=["2", "4"]
+    ("ranks", "kinds"),
+    [(2, ("token-kept", "sequence-packed")), (4, ("token-packed", "sequence-kept"))],
+    ids=["2", "4"],
 )
 def test_ranks(workspace, one, ranks, kinds):
     Ranks(ranks, run_all, [one(f"ranks-{ranks}", kind) for kind in kinds]).finish(540)

@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": "true"},
     "watched": {"hooks": f"{watching.__file__}:keep", "hook_every": 2, "eval_every": 2},
 }  # fmt: skip
-STEPS = 6
+STEPS = 4
 
 
 def again(run, device, pool):

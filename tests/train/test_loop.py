@@ -71,9 +71,9 @@ def test_curve_equals_a_plain_loop(workspace, reduction):
 
 
 def test_packed_padded_and_recomputed_runs_have_the_same_curve(workspace):
-    same = {"batch_size": 64, "steps": 3}  # all examples in every step
+    same = {"batch_size": 64, "micro_batch_size": 8, "steps": 3}  # all examples in every step
     main(workspace.settings("packed", **same))
-    main(workspace.settings("padded", packing="false", micro_batch_size=8, **same))
+    main(workspace.settings("padded", packing="false", **same))
     main(workspace.settings("recomputed", activation_checkpointing="true", **same))
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         packed = workspace.metrics("packed", key)

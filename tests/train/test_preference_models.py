@@ -37,10 +37,10 @@ def data(tmp_path) -> dict[str, Any]:
 def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
     experts = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
     model = write_model(tmp_path / "experts", **{**EXPERTS, **experts})
-    same = {"task": task, "data": data[task], "steps": 3, "model": model, "max_grad_norm": 0}
+    same = {"task": task, "data": data[task], "steps": 2, "model": model, "max_grad_norm": 0}
     main(workspace.settings(f"experts-{task}", **same))
     train_on(2, workspace.settings(f"experts-{task}-two", **same))
-    off = {**same, "router_aux_loss_coef": 0}
+    off = {**same, "router_aux_loss_coef": 0, "steps": 1}
     main(workspace.settings(f"experts-{task}-off", **off))
     curve, two, without = (
         workspace.metrics(f"experts-{task}{name}", "grad_norm") for name in ("", "-two", "-off")
@@ -54,7 +54,7 @@ def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
 @pytest.mark.parametrize("task", ["dpo", "kto", "reward"])
 def test_gradients_alone_may_be_divided(workspace, data, tmp_path, task):
     other = write_model(tmp_path / "other", num_hidden_layers=1)
-    same = {"task": task, "data": data[task], "steps": 3, "max_grad_norm": 0}
+    same = {"task": task, "data": data[task], "steps": 2, "max_grad_norm": 0}
     same |= {"reference": other} if task != "reward" else {}
     main(workspace.settings(f"one-{task}", **same))
     train_on(2, workspace.settings(f"two-{task}", **same, sharding="gradients"))
@@ -75,7 +75,7 @@ def test_a_stream_has_its_second_model_on_every_rank(workspace, data, tmp_path):
 
 
 def test_bfloat16_weights(workspace, data):
-    same = {"task": "dpo", "data": data["dpo"], "steps": 2, "batch_size": 64}
+    same = {"task": "dpo", "data": data["dpo"], "steps": 1, "batch_size": 64}
     main(workspace.settings("bf16", **same, param_dtype="bfloat16"))
     assert workspace.metrics("bf16", "loss")[0] == pytest.approx(0.6931, abs=1e-3)
 

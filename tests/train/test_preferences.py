@@ -37,10 +37,10 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def settings(workspace):
-    """21 pairs or labelled answers, and some held out."""
+    """13 pairs or labelled answers, and some held out."""
     made = {}
     for kind, make in (("pairs", preferences.pairs), ("labelled", preferences.labelled)):
-        for name, count, seed in (("data", 21, 5), ("eval_data", 5, 9)):
+        for name, count, seed in (("data", 13, 5), ("eval_data", 5, 9)):
             path = workspace.root / f"{kind}-{name}.jsonl"
             made[kind, name] = preferences.write(path, make(count, seed))
 
@@ -73,7 +73,7 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
     whole = {"batch_size": 64, "steps": 4}
     main(settings(f"{task}-packed", task, **whole))
     for name, more in (
-        ("padded", {"packing": "false"}),
+        ("padded", {"packing": "false", "micro_batch_size": 4}),
         ("parts", {"micro_batch_size": 4, "activation_checkpointing": "true"}),
     ):
         main(settings(f"{task}-{name}", task, **whole, **more))
@@ -144,7 +144,7 @@ def test_resuming_with_another_reference_or_without_its_files(workspace, setting
 def test_another_model_as_the_reference(workspace, settings, tmp_path):
     other = write_model(tmp_path / "other", num_hidden_layers=1)
     main(settings("other", "dpo", reference=other, steps=2))
-    rows = preferences.pairs(21, 5)
+    rows = preferences.pairs(13, 5)
     models = [tigon.from_pretrained(path) for path in (workspace.model, other)]
     tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
 

@@ -9,7 +9,7 @@ import tigon
 from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
-from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
+from tests.train.test_preference_curves import FEWER, ROWS, STEPS, assert_same, ours, theirs
 from tigon.cli import main as cli
 from tigon.models import MODELS, build, load_weights, materialize
 from tigon.train import main
@@ -20,7 +20,7 @@ KEYS = ("loss", "grad_norm", "accuracy", "margin", "mean_reward")
 
 @pytest.fixture(scope="module")
 def data(workspace) -> Any:
-    rows = [row | {"margin": i % 3 / 2} for i, row in enumerate(preferences.pairs(21, 5))]
+    rows = [row | {"margin": i % 3 / 2} for i, row in enumerate(preferences.pairs(13, 5))]
     return preferences.write(workspace.root / "reward-pairs.jsonl", rows)
 
 
@@ -40,9 +40,10 @@ def classifier(workspace) -> Any:
 def test_trl(workspace, classifier, center):
     trl = pytest.importorskip("trl")
     rows = [row | {"margin": i % 3 / 2} for i, row in enumerate(preferences.pairs(ROWS, 4))]
-    own = {"task": "reward", "center_rewards_coefficient": center}
+    steps = STEPS if center else FEWER
+    own = {"task": "reward", "center_rewards_coefficient": center, "steps": steps}
     run = ours(workspace, f"reward-{center}", rows, **own)
-    options = {"center_rewards_coefficient": center or None}
+    options = {"center_rewards_coefficient": center or None, "steps": steps}
     found = theirs(workspace, trl.RewardTrainer, trl.RewardConfig, rows, classifier, **options)
     assert_same(workspace, run, found, "accuracy", "margin", "mean_reward")
 
@@ -91,8 +92,9 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, data, classifier):
     main(workspace.settings("from-classifier", **same, model=classifier))
     train_on(2, workspace.settings("two", **same))
     main(workspace.settings("packed", **same, batch_size=64))
-    for name, more in (("padded", {"packing": "false"}), ("parts", {"micro_batch_size": 4})):
-        main(workspace.settings(name, **same, batch_size=64, **more))
+    for name, packing in (("padded", "false"), ("parts", "true")):
+        ways = {"packing": packing, "micro_batch_size": 4}
+        main(workspace.settings(name, **same, batch_size=64, **ways))
     for key in (*KEYS, "eval_loss"):
         curve = workspace.metrics("curve", key)
         assert workspace.metrics("resumed", key) == curve[-2:] or key == "eval_loss"

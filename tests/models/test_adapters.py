@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "head": ({"targets": ("lm_head",)}, "modules_to_save"),
     "embedding": ({"targets": ("embed_tokens",)}, "modules_to_save"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
-    "dropout": ({"dropout": 0.1}, "dropout=0.1"),
+    "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
     "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
 

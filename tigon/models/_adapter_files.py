@@ -1,7 +1,6 @@
 """Adapters from PEFT's files, and to them."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -50,11 +49,6 @@ def load_adapter(
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
     stored = read_adapter(Repository(path_or_repo, **source), model)
-    if trainable and stored.config.dropout:
-        warnings.warn(
-            f"lora_dropout={stored.config.dropout} is not applied: Tigon trains without dropout",
-            stacklevel=2,
-        )
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
     active = model.active_adapter

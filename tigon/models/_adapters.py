@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.json_file import shown
 from tigon.layers import Adapters, Copies, Embedding, Linear, LMHead, LowRank
-from tigon.layers.lora import MAGNITUDE, B
+from tigon.layers.lora import MAGNITUDE, B, place_of
 from tigon.models._lora import LoraConfig, Plan, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows
@@ -36,8 +37,6 @@ def add_adapter(
     if not isinstance(config, LoraConfig):
         raise TypeError(f"an adapter is described by a tigon.LoraConfig, not {config!r}")
     check_new(model, name)
-    if config.dropout:
-        raise ValueError(f"dropout={config.dropout}: adapters train without dropout here; give 0")
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
     install(model, name, config, plan(model, config), dtype, model.device)
@@ -78,7 +77,9 @@ def install(
         layer = _layer(model, path)
         if layer.lora is None:
             layer.lora = Adapters()
-        low = LowRank(layer.in_features, own, dora=config.dora, dtype=dtype, device=device)
+        how: dict[str, Any] = {"dora": config.dora, "dropout": config.dropout}
+        how |= {"place": place_of(path), "dtype": dtype, "device": device}
+        low = LowRank(layer.in_features, own, **how)
         layer.lora.add_module(name, low)
     for end in config.modules_to_save:
         owner = _end(model, end)

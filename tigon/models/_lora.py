@@ -27,7 +27,8 @@ class LoraConfig:
     ("model.layers.1?.*.q_proj"); "all-linear": all but head and routers. `rank_pattern` and
     `alpha_pattern` give some of these, named alike, numbers of their own; the first that fits
     counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the lengths of the
-    weights' rows are learned, too (arXiv 2402.09353). `modules_to_save`: of "embed_tokens" and
+    weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its input that A does
+    not read, drawn anew for each token in training. `modules_to_save`: of "embed_tokens" and
     "lm_head", those that the adapter has whole weights of. `base`: the name of the model that it is
     for, which files say. Raises ValueError for numbers that no adapter has.
     """

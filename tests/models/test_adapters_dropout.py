@@ -20,11 +20,11 @@ from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.kernels._rebuilt import rebuilding
-from tigon.kernels._splitmix import mixed, signed
 from tigon.kernels.dropout import Dropout, kept_ref
 from tigon.layers import LowRank
 from tigon.layers.lora import place_of
 from tigon.models import CausalLM
+from tigon.splitmix import mixed, signed
 
 P = 0.3
 

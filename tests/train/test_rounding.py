@@ -5,7 +5,7 @@ import math
 import torch
 
 from tests.numbers import neighbours
-from tigon.kernels._splitmix import GOLDEN, sixteen
+from tigon.splitmix import GOLDEN, sixteen
 from tigon.train.optim import rounding
 
 CPU = torch.device("cpu")

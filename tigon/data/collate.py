@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.data.examples import FILLS, Examples
 from tigon.data.mixture import Corpus, ranges
 from tigon.data.packing import Rows
-from tigon.kernels._splitmix import mixed, outputs, signed
+from tigon.splitmix import mixed, outputs, signed
 
 DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line

@@ -2,9 +2,9 @@
 
 # ... any leading dimensions, N rows of them, C columns
 
-The row's key and the layer's place, added, are a stream of SplitMix64 (`_splitmix`). Column c has
-the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p in units of
-2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
+The sum of the row's key and the layer's place is a stream of SplitMix64 (`tigon.splitmix`). Column
+c has the (c mod 4)-th 16 bits of the 64 at c // 4, and is dropped if these are less than p in units
+of 2**-16. What is kept stays as it is: 1 / (1 - p) is a factor of the product behind it.
 """
 
 import math
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._rounding import draw, sixteen
-from tigon.kernels._splitmix import outputs
-from tigon.kernels._splitmix import sixteen as sixteen_of
 from tigon.kernels._triton import (
     INTERPRETED,
     as_rows,
@@ -25,6 +23,8 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
+from tigon.splitmix import outputs
+from tigon.splitmix import sixteen as sixteen_of
 
 # Rows, columns and warps of a tile; not tuned. The interpreter tests with several tiles
 TILE = (4, 32, 1) if INTERPRETED else (8, 512, 4)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels._splitmix import mixed, signed
 from tigon.kernels.attention import AttentionMask
 from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding, State
 from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
 from tigon.models._config import Config
+from tigon.splitmix import mixed, signed
 
 
 class Decoder(nn.Module):

@@ -217,9 +217,6 @@ class LanguageModel(nn.Module):
         x = batch.inputs_embeds
         x = self.model.embed_tokens(batch.input_ids) if x is None else x
         x, position_ids, mask, places = batch.without_padding(x)
-        keys, more = self._dropout_keys(batch), {}
-        if keys is not None:
-            more["dropout_keys"] = keys if places is None else keys.flatten()[places][None]
         balanced = aux_loss_coef(self.config) is not None
         run = self.model if self.graphs is None else self.graphs
         hidden, tallies = run(
@@ -230,7 +227,7 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
-            **more,
+            **self._dropout(batch, places),
         )
         hidden = batch.with_padding(hidden, places)
         logits = given.get("return_logits")
@@ -249,15 +246,18 @@ class LanguageModel(nn.Module):
         result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
 
-    def _dropout_keys(self, batch: Batch) -> Tensor | None:
-        """Int64 [B, T]: the batch's, or else by torch's generator; None: nothing is dropped."""
+    def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Tensor]:
+        """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
+
+        `places`: of the real tokens, where padding is.
+        """
         config = None if self.active_adapter is None else self.adapters[self.active_adapter]
         if config is None or not config.dropout or not self.training or batch.cache is not None:
-            return None
-        if batch.dropout_keys is not None:
-            return batch.dropout_keys
-        bounds = torch.iinfo(torch.int64)
-        return torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+            return {}
+        keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
+        if keys is None:
+            keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+        return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
 
     def _resolve(
         self,

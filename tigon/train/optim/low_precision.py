@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from tigon.kernels._splitmix import sixteen
 from tigon.models import CausalLM
+from tigon.splitmix import sixteen
 from tigon.train.config import Config
 from tigon.train.optim import eight_bit, formats
 from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States, as_matrix

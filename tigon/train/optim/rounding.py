@@ -8,7 +8,7 @@ bfloat16 are lost when rounding to nearest, and count here.
 import torch
 from torch import Tensor
 
-from tigon.kernels._splitmix import GOLDEN, WORD, mix_, mixed, signed
+from tigon.splitmix import GOLDEN, WORD, mix_, mixed, signed
 
 
 def draws(seed: int, step: int, first: int, count: int, device: torch.device) -> Tensor:

@@ -8,10 +8,11 @@ bits of all weights were added up once, which must also give the same number on 
 
 Memory is the most that was resident beyond what there was after importing: `rss` with the pages of
 mapped files, `anon` only what no file backs. Memory is taken from rounds of its own: watching it
-takes time.
+takes time. The case on a GPU also saves what was loaded, once on each side, beside raw writes.
 
     python bench/checkpoint.py                          # on a CPU: about 2 GB of disk a case
-    python bench/checkpoint.py --only llama-8b-cuda     # 16 GB, on a GPU; ranks-2 needs two
+    python bench/checkpoint.py --only llama-8b-cuda     # 32 GB, on a GPU; ranks-2 needs two
+    python bench/checkpoint.py --write-docs             # every machine's newest record
 """
 
 import json
@@ -35,6 +36,7 @@ import torch
 from bench import harness
 from bench.cpu import processor
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.saving import AIM
 from tigon.models import MODELS
 from tigon.models._layout import layout
 from tigon.weights import write_header
@@ -74,6 +76,7 @@ class Case:
     # A figure of the first side over another's -> at most that. "bytes" are those of the weights,
     # "pinned" the time of copying as many from pinned memory.
     targets: tuple[tuple[str, str, float], ...] = ()
+    exports: bool = False  # what was loaded is saved too
 
 
 MAPPED = ("tigon-mmap", "tigon", "transformers")
@@ -100,6 +103,7 @@ CASES = {
     "llama-8b-cuda": Case(
         *("llama-8b", "bfloat16", ("tigon", "transformers"), "cuda"),
         targets=(("seconds", "transformers", 1 / 6), ("seconds", "pinned", 1 / 0.8)),
+        exports=True,
     ),
     "ranks-2": Case(
         *("llama-8b", "bfloat16", ("tigon-ranks",), "cuda"),
@@ -131,11 +135,13 @@ def write_model(directory: Path, values: Record) -> None:
             size = 0
         shards[-1].append((name, shape))
         size += nbytes
-    weight_map = {}
+    weight_map, paths = {}, []
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys((tensor for tensor, _ in shard), name)
-        write_shard(directory / name, shard, block)
+        paths.append(directory / name)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write_shard, paths, shards, [block] * len(shards)))
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -219,7 +225,20 @@ def measure(job: Job, name: str, case: Case, directory: Path) -> None:
         f"{key} / {other}": ratio(key, other, summary, found) for key, other, _ in case.targets
     }
     summary["rounds"] = found
+    if case.exports:
+        summary["exports"] = exported(name, case, directory)
     job.append("results", summary, rows_of(summary))
+
+
+def exported(name: str, case: Case, directory: Path) -> Record:
+    """What saving took on each side; both have to write the same number of bytes."""
+    saved = side("exports", directory, case, watch=False)
+    for what, row in saved.items():
+        harness.progress(f"{name}, saved by {what}: {row['seconds']:.2f} s")
+    # Headers may differ in their padding and in what they say of the writer
+    if abs(saved["tigon"]["bytes"] - saved["transformers"]["bytes"]) > 1 << 16:
+        raise ValueError(f"{name}: the sides do not save the same: {saved}")
+    return saved
 
 
 def ratio(key: str, other: str, summary: Record, found: Mapping[str, list[Record]]) -> float:
@@ -259,7 +278,21 @@ def rows_of(summary: Record) -> str:
         verdict(f"{key} over {other}", summary["ratios"].get(f"{key} / {other}"), aim, most=True)
         for key, other, aim in CASES[summary["case"]].targets
     ]
-    return "\n\n".join([title, markdown(head, rows), "\n".join(judged)])
+    tables = [title, markdown(head, rows), "\n".join(judged)]
+    return "\n\n".join([*tables, *exports_of(summary.get("exports", {}))])
+
+
+def exports_of(saved: Record) -> list[str]:
+    """What saving took, as Markdown; nothing of a case that has not saved."""
+    if not saved:
+        return []
+    rows = [
+        [what, figure(row["seconds"]), figure(row["bytes"] / row["seconds"] / 1e9)]
+        for what, row in saved.items()
+    ]
+    reached = saved["tigon"]["seconds"] / saved["transformers"]["seconds"]
+    judged = verdict("seconds of saving over transformers", reached, AIM, most=True)
+    return ["The same, saved:", markdown(["", "s", "GB/s"], rows), judged]
 
 
 def show(record: Record) -> str:
@@ -267,6 +300,8 @@ def show(record: Record) -> str:
     said += (
         f"; {record['cpus']} processors, of which others wanted {record['load']:.0f} at its start"
     )
+    if record.get("directory"):
+        said += f"; files in {record['directory']}"
     return "\n\n".join([f"{said}.", *map(rows_of, record.get("results", ()))])
 
 
@@ -286,6 +321,7 @@ def run_cases(
     on_gpu = any(cases[name].device == "cuda" for name in job.only)
     machine = torch.cuda.get_device_name() if on_gpu else processor()
     job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
+    job.record["directory"] = str(options.directory) if options.directory else None
     job.record |= {name: installed(name) for name in ("transformers", "safetensors")}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for name in job.only:
@@ -301,7 +337,8 @@ OPTIONS = (
     ("--repeats", {"type": int, "default": 5}),
     ("--directory", {"type": Path, "help": "for the checkpoints; default: the system's"}),
 )
-MORE = {"document": "docs/weights.md", "options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
+MORE = {"document": "docs/weights.md", "each_machine": True}
+MORE |= {"options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
 BENCH = Bench("checkpoint", __doc__, run, show, tuple(CASES), **MORE)
 
 if __name__ == "__main__":

@@ -9,13 +9,8 @@ one buffer, by as many threads: what the disk allows. `convert` is `tigon export
     python bench/checkpoint_export.py --only llama-8b-cuda     # 16 GB, on a GPU
 """
 
-import os
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,11 +26,9 @@ from bench.checkpoint import OPTIONS, run_cases, warm
 from bench.checkpoint_side import Memory
 from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
 from bench.peers import imported
+from bench.saving import AIM, Save, raw, seconds, sync, unsynced
 from tigon.models import MODELS, convert, from_pretrained
 from tigon.weights import Repository
-
-BLOCK = 16 << 20
-AIM = 1 / 3  # of transformers' time, where the disk allows
 
 
 @dataclass(frozen=True)
@@ -53,47 +46,6 @@ CASES = {
     "llama-8b-cuda": Case("llama-8b", "cuda"),
 }
 ON_GPU = tuple(name for name, case in CASES.items() if case.device == "cuda")
-Save = Callable[[Path], object]
-
-
-@contextmanager
-def unsynced() -> Iterator[None]:
-    """Nothing waits for the disk."""
-    fsync, os.fsync = os.fsync, lambda descriptor: None
-    try:
-        yield
-    finally:
-        os.fsync = fsync
-
-
-def sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def raw(target: Path, like: Path, *, wait: bool, reserve: bool = False) -> None:
-    """Files of the sizes of another export, each by several threads."""
-    target.mkdir()
-    buffer = torch.randint(256, (BLOCK,), dtype=torch.uint8).numpy().data
-    sizes = {p.name: p.stat().st_size for p in like.iterdir() if p.suffix == ".safetensors"}
-    files = {name: os.open(target / name, os.O_WRONLY | os.O_CREAT) for name in sizes}
-    if reserve:
-        for name, size in sizes.items():
-            os.posix_fallocate(files[name], 0, size)
-
-    def write(job: tuple[str, int]) -> None:
-        name, begin = job
-        os.pwrite(files[name], buffer[: sizes[name] - begin], begin)
-
-    jobs = [(name, i) for name, size in sizes.items() for i in range(0, size, BLOCK)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(write, sorted(jobs, key=lambda job: job[1])))
-        if wait:
-            list(pool.map(os.fsync, files.values()))
-    for descriptor in files.values():
-        os.close(descriptor)
 
 
 def sides(case: Case, source: Path, like: Path) -> dict[str, Save]:
@@ -131,14 +83,6 @@ def sides(case: Case, source: Path, like: Path) -> dict[str, Save]:
         "raw, fallocate": lambda target: raw(target, like, wait=True, reserve=True),
         "convert": converted,
     }
-
-
-def seconds(save: Save, target: Path) -> float:
-    shutil.rmtree(target, ignore_errors=True)
-    os.sync()
-    began = time.perf_counter()
-    save(target)
-    return time.perf_counter() - began
 
 
 def measure(job: Job, name: str, case: Case, source: Path) -> None:

@@ -2,14 +2,16 @@
 
 It loads once, says how long that took and what memory it took at the most, and adds up the bits of
 all weights, which must be the same on every side and brings in pages that are still in the file.
+`exports` instead loads on both sides, saves each once beside MODEL, and writes as many raw bytes.
 
-python bench/checkpoint_side.py tigon|tigon-mmap|transformers|tigon-ranks MODEL DTYPE DEVICE
+python bench/checkpoint_side.py tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
 """
 
 import gc
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -203,7 +205,31 @@ SIDES = {
 }
 
 
+def exports(model: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """Seconds of saving by side, and the bytes of weights that each has written."""
+    from bench.saving import raw, seconds
+
+    prepare("tigon", device)
+    prepare("transformers", device)
+    source, target = Path(model), Path(model).with_name("target")
+    ours, theirs = tigon(model, dtype, device), transformers(model, dtype, device)
+    sides = {
+        "tigon": lambda: seconds(ours.save_pretrained, target),
+        "transformers": lambda: seconds(theirs.save_pretrained, target),
+        "raw": lambda: seconds(lambda target: raw(target, source, wait=True), target),
+    }
+    found: dict[str, Any] = {}
+    for name, save in sides.items():
+        taken = save()
+        weights = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+        found[name] = {"seconds": taken, "bytes": weights}
+        shutil.rmtree(target)
+    return found
+
+
 def main(side: str, model: str, dtype: str, device: str) -> dict[str, Any]:
+    if side == "exports":
+        return exports(model, getattr(torch, dtype), device)
     prepare(side, device)
     run = ranks if side == "tigon-ranks" else measured
     return run(lambda: SIDES[side](model, getattr(torch, dtype), device), device)

@@ -212,12 +212,26 @@ class Bench:
     draw: Callable[[Record], None] | None = None  # makes a document that is a picture
     options: Sequence[tuple[str, dict[str, Any]]] = ()  # more of them
     needs_gpu: bool = True  # but with --tiny, if that is an option
+    each_machine: bool = False  # its document shows the newest record of every machine
 
     def shown(self, record: Record) -> dict[str, str]:
         """What stands between the markers of each document."""
         if self.blocks is not None:
             return self.blocks(record)
         return {self.document: self.show(record)} if self.document else {}
+
+    def documented(self, records: Iterable[Record]) -> dict[str, str]:
+        """The same for these records."""
+        if not self.each_machine:
+            return self.shown(newest(records))
+        machines: dict[str, list[Record]] = {}
+        for record in records:
+            machines.setdefault(record["machine"], []).append(record)
+        blocks: dict[str, list[str]] = {}
+        for of_one in machines.values():
+            for name, block in self.shown(newest(of_one)).items():
+                blocks.setdefault(name, []).append(block)
+        return {name: "\n\n".join(some) for name, some in blocks.items()}
 
 
 def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
@@ -277,7 +291,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
 
 
 def records(kind: str) -> list[Record]:
-    files = sorted(RESULTS.glob(f"{kind}*.json"))
+    files = [*RESULTS.glob(f"{kind}.json"), *sorted(RESULTS.glob(f"{kind}-*.json"))]
     if not files:
         raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run bench/{kind}.py first")
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
@@ -286,7 +300,7 @@ def records(kind: str) -> list[Record]:
 def report(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
-        write_docs(bench.shown(newest(found)), bench.kind)
+        write_docs(bench.documented(found), bench.kind)
         if bench.draw is not None:
             bench.draw(newest(found))
     if options.table:

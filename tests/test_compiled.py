@@ -23,6 +23,8 @@ WIDE = {
     "fp8 both, known: _fp8_casts._tiles_kernel": [8, 6],
     "fp8 rows and maxima, 14336: _fp8_casts._rows_kernel": [2],  # it reads by asynchronous copies
     "fp8 gated silu: _fp8_gated._gated_rows_kernel": [2],
+    "nf4 bf16: nf4._nf4_kernel": [5],
+    "block fp8 e4m3: block_fp8._block_fp8_kernel": [6],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
     "rms_norm again: rms_norm._forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],

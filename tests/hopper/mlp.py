@@ -17,8 +17,10 @@ from tigon.kernels._fp8_casts import (
 )
 from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
 from tigon.kernels._low_rank import low_rank_gradients, low_rank_product
+from tigon.kernels.block_fp8 import E4M3, E5M2
 from tigon.kernels.dropout import Dropout, drop
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.layers import Fp8Weight, Nf4Weight
 
 
 def forms() -> Forms:
@@ -46,6 +48,10 @@ def forms() -> Forms:
     for dtype in (BF16, FP32):
         yield f"dropout {dtype}", partial(_dropout, 4096, dtype)
     yield "dropout, odd", partial(_dropout, 1001, FP16)
+    for name, (matrices, dtype) in FEW_BITS.items():
+        yield f"nf4 {name}", partial(_nf4, matrices, dtype)
+    yield "block fp8 e4m3", partial(_block_fp8, E4M3)
+    yield "block fp8 e5m2", partial(_block_fp8, E5M2)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
 
@@ -123,6 +129,25 @@ def _dropout(C: int, dtype: torch.dtype) -> None:
     backward(drop(zeros(512, C, dtype=dtype, grad=True), dropout))
     given = zeros(512, 16, dtype=dtype), [zeros(16, C, dtype=dtype)], [0], [1.0], C, None, True
     low_rank_product(*given, dropout.keys, dropout.place, dropout.threshold)
+
+
+FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {
+    "bf16": ([(64, 512), (32, 512)], BF16),
+    "fp32": ([(64, 512)], FP32),
+    "odd": ([(5, 13), (7, 13)], FP16),
+}
+
+
+def _nf4(matrices: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    made = Nf4Weight([rows for rows, _ in matrices], matrices[0][1], dtype)
+    made.allocate(torch.device("cpu"))
+    made.dequantised()
+
+
+def _block_fp8(stored: torch.dtype) -> None:
+    made = Fp8Weight([256], 512, BF16, blocks=[(128, 128)], stored=stored)
+    made.allocate(torch.device("cpu"))
+    made.dequantised()
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from tigon.kernels.grouped_mlp import _backward, _forward, unchecked_grouped_mlp
 # C and I are multiples of 8, which the kernel needs in 16 bits
 N, C, I, E, K = 13, 24, 40, 7, 3  # noqa: E741
 CUDA = torch.cuda.is_available()
-# The interpreter cuts bf16 off instead of rounding it; fp16 is right everywhere
+# The interpreter has no bf16 products; fp16 is right everywhere
 HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
 acts = pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 

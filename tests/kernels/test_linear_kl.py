@@ -161,8 +161,9 @@ def test_the_operator_is_what_it_says() -> None:
     teacher = (x[f"teacher_{k}"] for k in ("hidden", "weight", "bias"))
     plan = Plan("divergence", Options(), 0.3)
     slots = [next(teacher), None, *teacher, None, None]
-    for needs in ([False] * 3, [True] * 3):
-        arguments = (x["hidden"], x["weight"], x["bias"], None, None, slots, [torch.rand(N)])
+    for needs in ([False] * 5, [True] * 5):
+        none = [None] * 4
+        arguments = (x["hidden"], x["weight"], x["bias"], *none, slots, [torch.rand(N)])
         arguments += (plan.word(), plan.numbers(), needs, 2**30, False)
         torch.library.opcheck(
             _head_pass.op, arguments, test_utils=("test_schema", "test_faketensor")

@@ -8,8 +8,7 @@ from tigon.kernels import rope, rope_ref
 from tigon.kernels.rope import _rope
 
 CUDA = torch.cuda.is_available()
-# The interpreter cuts bf16 off instead of rounding it; fp16 is right everywhere
-HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]
+HALF = [torch.float16, torch.bfloat16]
 B, T, H, K, D = 2, 3, 6, 3, 14
 
 

@@ -90,9 +90,7 @@ def test_strided_inputs() -> None:
 
 @ORDERS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_where_it_is_rounded(dtype: torch.dtype, offset: float, cast: str, path: str) -> None:
-    if dtype is torch.bfloat16 and path == "triton" and not CUDA:
-        pytest.skip("the interpreter truncates")
+def test_where_it_is_rounded(dtype: torch.dtype, offset: float, cast: str) -> None:
     leaves = [t.detach() for t in inputs((64, 256), dtype)]
     x, residual, post_weight, weight = leaves
 
@@ -112,9 +110,7 @@ def test_where_it_is_rounded(dtype: torch.dtype, offset: float, cast: str, path:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(100, 96), *([(2047, 2304), (63, 5376)] if CUDA else [])])
-def test_half_precision_is_as_good_as_eager(
-    dtype: torch.dtype, shape: tuple[int, int], path: str
-) -> None:
+def test_half_precision_is_as_good_as_eager(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     leaves, ups = inputs(shape, dtype), torch.randn(2, *shape).to(dtype).unbind()
 
     def results(seam: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
@@ -130,10 +126,9 @@ def test_half_precision_is_as_good_as_eager(
             for a, b in zip(results(seam, leaves), best, strict=True)
         ]
 
-    slack = 4 if dtype is torch.bfloat16 and path == "triton" and not CUDA else 2
     ours = errors(lambda *t: sandwich_norm(*t, EPS))
     for error, eager in zip(ours, errors(lambda *t: sandwich_norm_ref(*t, EPS)), strict=True):
-        assert error <= slack * eager
+        assert error <= 2 * eager
 
 
 def test_fp32_weights_and_dtypes_that_the_kernels_leave_to_torch() -> None:

@@ -190,6 +190,26 @@ def test_of_dora_and_a_base_that_is_quantised(tmp_path: Path) -> None:
         assert all(p.grad is not None for p in trained(model).values())
 
 
+def test_what_is_not_trained_with_dropout(tmp_path: Path) -> None:
+    """It can still be loaded; PEFT drops nothing of embeddings either."""
+    reference("qwen3_moe", CASES["qwen3_moe"]["plain"], tmp_path)
+    moe = from_pretrained(tmp_path)
+    for target in ("lm_head", "experts.down_proj"):
+        with pytest.raises(ValueError, match=f"dropout=0.3 with targets='{target.split('.')[-1]}'"):
+            moe.add_adapter(LoraConfig(targets=("q_proj", target), dropout=P))
+        assert not moe.adapter_names
+    moe.add_adapter(LoraConfig(targets=("embed_tokens", "q_proj"), dropout=P))
+    moe.delete_adapter("default")
+    moe.add_adapter(LoraConfig(targets="lm_head"))
+    moe.save_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(path.read_text().replace('"lora_dropout": 0.0', '"lora_dropout": 0.3'))
+    again = from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"dropout=0\.3 with targets='lm_head'"):
+        again.load_adapter(tmp_path / "adapter", trainable=True)
+    again.load_adapter(tmp_path / "adapter")
+
+
 def test_wrong_keys(model: CausalLM) -> None:
     ids = tokens()
     for wrong in (keys(1, ids.shape[1]), keys(*ids.shape).int()):

@@ -217,7 +217,6 @@ def test_hooks_of_exports(workspace, settings):
     ("changes", "message"),
     [
         ({"lora.targets": "query_proj"}, "targets='query_proj' matches no projection of Llama"),
-        ({"lora.targets": "lm_head"}, "tied to the embedding"),
         ({"lora.rank_pattern": "{x_proj: 2}"}, "rank_pattern='x_proj' matches none"),
         ({"lora.dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
         ({"lora.alpha": 1e300}, "alpha is a number above 0"),
@@ -225,8 +224,8 @@ def test_hooks_of_exports(workspace, settings):
             {"parameter_groups": "[{match: '*layernorm.weight', lr: 0.1}]"},
             r"parameter_groups\[0\]: .*layernorm.weight'\] matches the base alone, which is frozen",
         ),
-        ({"task": "reward"}, "task=reward trains a new head"),
-        ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "leave one out"),
+        ({"lora.modules_to_save": "embed_tokens", "lora.merge": "true"}, "are one weight"),
+        ({"lora.targets": "lm_head", "lora.merge": "true"}, "changes lm_head, .* are one weight"),
     ],
 )
 def test_wrong_settings(changes, message, workspace, settings):

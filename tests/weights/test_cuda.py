@@ -1,12 +1,23 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tigon.weights import Checkpoint, Entry, Part, Repository, load_into, reading, write_checkpoint
+from tigon.weights import (
+    Checkpoint,
+    Entry,
+    Part,
+    Repository,
+    load_into,
+    loading,
+    pinned_ahead,
+    reading,
+    write_checkpoint,
+)
 from tigon.weights.transfer import Run, transfers
 
 pytestmark = [
@@ -47,6 +58,26 @@ def test_loads_what_the_library_loads(
     checkpoint.read_into("w0", columns[:, :1001])
     assert torch.equal(columns[:, :1001].cpu(), tensors["w0"].to(target))
     assert not columns[:, 1001:].any()
+
+
+def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def blocks() -> int:
+        return torch.cuda.host_memory_stats()["num_host_alloc"]
+
+    monkeypatch.setattr(loading, "_threads", lambda: 2)
+    torch.cuda.synchronize()
+    torch._C._host_emptyCache()
+    begun, until = blocks(), time.monotonic() + 60
+    with pinned_ahead(torch.device("cuda")):
+        while blocks() < begun + 4 and time.monotonic() < until:
+            time.sleep(0.001)
+    assert blocks() == begun + 4
+    save_file({"w": torch.randn(8000, 2000)}, tmp_path / "model.safetensors")
+    out = {"w": torch.zeros(8000, 2000, device="cuda")}
+    checkpoint = Checkpoint.open(Repository(tmp_path))
+    load_into(out, {"w": (Part.whole("w", (8000, 2000)),)}, checkpoint)
+    assert torch.equal(out["w"].cpu(), load_file(tmp_path / "model.safetensors")["w"])
+    assert blocks() == begun + 4
 
 
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)

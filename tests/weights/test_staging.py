@@ -2,6 +2,8 @@
 
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tigon.weights import Checkpoint, Part, Repository, load_into, reading
+from tigon.models import _load, from_pretrained
+from tigon.weights import Checkpoint, Part, Repository, load_into, loading, pinned_ahead, reading
 
 here = threading.local()
 
@@ -76,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "synchronize": lambda device: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(reading, "_pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(reading, "pinned_buffer", lambda size: torch.empty(size, dtype=torch.uint8))
 
 
 def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -123,3 +126,90 @@ def test_a_failing_read_waits_for_what_is_on_its_way(
         load_into(out, {"w": (Part.whole("w", (300, 50)),)}, checkpoint, workers=1)
     (stream,) = Stream.made
     assert stream.done == len(stream.queued) == 7 and len(closed) == 1
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Iterator[list[Any]]:
+    """What was pinned: the threads that did it, and references to the memory."""
+    found: list[Any] = []
+
+    def one(size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        found.append((size, threading.current_thread(), weakref.ref(buffer)))
+        return buffer
+
+    monkeypatch.setattr(loading, "pinned_buffer", one)
+    monkeypatch.setattr(loading, "_threads", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    yield found
+    assert all(not thread.is_alive() and ref() is None for _, thread, ref in found)
+
+
+def wait_for(found: list[Any], count: int) -> None:
+    until = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("staging", "each"), [(3 << 20, 1 << 19), (40 << 20, 4 << 20), (1 << 28, 8 << 20)]
+)
+def test_what_a_load_will_use_is_pinned_ahead(pinned: list[Any], staging: int, each: int) -> None:
+    """In powers of two, which torch would round up to: it would take more than is allowed."""
+    with pinned_ahead(torch.device("cuda"), staging):
+        wait_for(pinned, 6)
+    assert [size for size, *_ in pinned] == [each] * 6
+
+
+def test_pinning_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, pinned: list[Any]) -> None:
+    leaving, one = threading.Event(), loading.pinned_buffer
+
+    class Thread(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            leaving.set()
+            super().join(timeout)
+
+    def slow(size: int) -> Tensor:
+        buffer = one(size)
+        assert len(pinned) < 2 or leaving.wait(60)
+        return buffer
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    monkeypatch.setattr(loading, "pinned_buffer", slow)
+    with pytest.raises(OSError, match="gone"), pinned_ahead(torch.device("cuda:0")):
+        wait_for(pinned, 2)
+        raise OSError("gone")
+    assert len(pinned) == 2
+
+
+def test_memory_that_cannot_be_pinned_is_left_to_the_load(
+    monkeypatch: pytest.MonkeyPatch, pinned: list[Any]
+) -> None:
+    one = loading.pinned_buffer
+
+    def lacking(size: int) -> Tensor:
+        one(size)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(loading, "pinned_buffer", lacking)
+    with pinned_ahead(torch.device("cuda:0")):
+        wait_for(pinned, 1)
+    assert len(pinned) == 1
+
+
+def test_pinned_while_the_model_is_built_and_only_for_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: list[Any]
+) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def ahead(device: torch.device, staging_bytes: int) -> Iterator[None]:
+        asked.append((device, staging_bytes))
+        with pinned_ahead(device, staging_bytes):
+            yield
+
+    monkeypatch.setattr(_load, "pinned_ahead", ahead)
+    with pytest.raises(FileNotFoundError):
+        from_pretrained(tmp_path, staging_bytes=5 << 20)
+    assert asked == [(torch.device("cpu"), 5 << 20)] and not pinned

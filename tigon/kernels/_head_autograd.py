@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._check import is_transformed
-from tigon.kernels._head_pass import SLOTS, Inputs, Pass, Slots, run_pass
+from tigon.kernels._head_pass import GRADIENTS, SLOTS, Inputs, Pass, Slots, run_pass
 from tigon.kernels._logits import rescale, rescale_, rescale_and_join, rescale_and_join_
 from tigon.kernels._triton import refuse_second_derivative, retains_graph
 
 SHARED = len(Inputs._fields)
+LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
 INPUTS = 6  # of a criterion: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
@@ -25,7 +26,7 @@ def _run(
     inputs: Inputs,
     flat: Sequence[Tensor | None],
     row_scales: list[Tensor],
-    needs: tuple[bool, bool, bool],
+    needs: tuple[bool, ...],
     known: Slots,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
     """The pass, inside the forward of the heads of all teachers that are modules.
@@ -81,7 +82,7 @@ class Criteria(torch.autograd.Function):
             if p.ahead and scale is not None:
                 n = given.hidden.shape[0]
                 row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
-        needs = p.needs if p.ahead else (False, False, False)
+        needs = p.needs if p.ahead else (False,) * len(p.needs)
         nothing: Slots = [None, None] * len(p.plans)
         grads, rows_of, top = _run(p, given, flat, row_scales, needs, nothing)
         values, metrics, losses = [], [], []
@@ -101,17 +102,18 @@ class Criteria(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         p, *given = inputs
-        hidden, weight, bias = given[:3]
+        hidden, weight, bias, low, up = given[:LEARNED]
         k = len(p.plans)
         kept: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
         ctx.mark_non_differentiable(*output[k:])
         ctx.set_materialize_grads(False)
         ctx.p, ctx.kept, ctx.grad = p, len(kept), None
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        ctx.transformed = is_transformed(hidden, weight, bias)
+        ctx.dtypes = [None if x is None else x.dtype for x in given[:LEARNED]]
+        ctx.transformed = is_transformed(hidden, weight, bias, low, up)
         if p.ahead and weight is None and not ctx.transformed:
             # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
-            ctx.grad, kept[-4] = hidden.detach() if p.overwrite else kept[-4], None
+            first = -GRADIENTS
+            ctx.grad, kept[first] = hidden.detach() if p.overwrite else kept[first], None
         if p.ahead and len(p.plans) == 1 and not ctx.transformed:
             given = [None] * len(given)
         # Gradients that autograd alone keeps may be overwritten by those that it is to get
@@ -137,15 +139,15 @@ class Criteria(torch.autograd.Function):
                     d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
                 else:
                     d_logits, ctx.grad = rescale_(ctx.grad, factor), None
-                found = (d_logits, None, None, *losses)
+                found = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
                 ours = ctx.ours and not retains_graph()
                 found = _differentiate(p, ours, ctx.kept, *ctx.dtypes, *ups, *saved)
         of_flat: list[Tensor | None] = []
-        rest = iter(found[3:])
+        rest = iter(found[LEARNED:])
         for learns in p.learned:
             of_flat += [None] * 4 + [next(rest) if learns else None, None]
-        return (None, *found[:3], None, None, *of_flat)
+        return (None, *found[:LEARNED], None, None, *of_flat)
 
 
 class Backward(torch.autograd.Function):
@@ -192,7 +194,7 @@ def _scaled(
     factor: Tensor | None,  # None: 1
     ours: bool,
 ) -> Grads:
-    """Gradients of hidden, weight and bias from the four of a pass; `ours`: in their memory.
+    """Gradients of the inputs that learn, from the six of a pass; `ours`: in their memory.
 
     Each is a tensor that nobody else refers to, which autograd keeps without a copy.
     """
@@ -204,7 +206,7 @@ def _scaled(
             return rescale_(x, factor).detach()
         return rescale(x, factor, dtype)
 
-    hidden, first, rest, bias = made
+    hidden, first, rest, bias, low, up = made
     of_weight = None
     if needs[1] and not len(rest):
         of_weight = one(first, dtypes[1])
@@ -215,16 +217,19 @@ def _scaled(
         one(hidden, dtypes[0]) if needs[0] else None,
         of_weight,
         one(bias, dtypes[2]) if needs[2] else None,
+        one(low, dtypes[3]) if needs[3] else None,
+        one(up, dtypes[4]) if needs[4] else None,
     )
 
 
 def _differentiate(p: Pass, ours: bool, count: int, *given: Any) -> Grads:
-    """Gradients of hidden, weight and bias, then of the weights of rows that learn.
+    """Gradients of hidden, weight, bias, low and up, then of the weights of rows that learn.
 
     `ours`: nobody else has the gradients made ahead, nor needs them again.
     """
     k = len(p.plans)
-    dtypes, ups, saved = given[:3], given[3 : 3 + k], given[3 + k :]
+    dtypes, given = given[:LEARNED], given[LEARNED:]
+    ups, saved = given[:k], given[k:]
     split = len(saved) - count
     of_weights, factor, kept = _unpack(p, saved[split:], ups)
     if p.ahead and factor is not None and _same(ups):

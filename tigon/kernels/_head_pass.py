@@ -1,6 +1,7 @@
 """A pass over the logits of a head, chunk by chunk: every criterion's losses, and gradients.
 
-# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria
+# N rows (tokens), m rows that are computed, n rows of a chunk, C model dim, V vocab, k criteria,
+# r rank of what an adapter adds to the logits
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ LOGITS_BYTES = 2**30
 # H200 with 1B's head, 16384 rows take 50 ms in chunks of 1024, 44.5 of 2048, 42.7 of 4096, and 41.8
 # at once.
 CHUNK_ROWS, CHUNK_BYTES = 4096, 2**29
+GRADIENTS = 6  # that a pass returns
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
 
@@ -60,6 +62,8 @@ class Inputs(NamedTuple):
     hidden: Tensor  # [N, C]; or raw logits [N, V], where there is no weight
     weight: Tensor | None  # [V, C]
     bias: Tensor | None  # [V]
+    low: Tensor | None  # [N, r]: low up^T is added to the logits
+    up: Tensor | None  # [V, r]
     chosen: Tensor | None  # [m]: the rows to compute; None: all
     live: Tensor | None  # [N]: rows that have a gradient; None: all that are computed
 
@@ -72,7 +76,7 @@ class Pass(NamedTuple):
     per_token: tuple[bool, ...]  # whether a criterion's value is one for each row, not their sum
     learned: tuple[bool, ...]  # whether the weights of its rows get a gradient
     teachers: tuple[Callable[..., Any] | None, ...]  # modules that lend their heads' tensors
-    needs: tuple[bool, bool, bool]  # gradients of hidden, weight and bias
+    needs: tuple[bool, ...]  # gradients of hidden, weight, bias, low and up
     late: bool  # fp16: row scales are divided by their maximum, gradients multiplied by it
     ahead: bool  # gradients are computed in the forward pass, for the sum of the values
     overwrite: bool  # the logits by their gradient, which is then not returned
@@ -107,11 +111,12 @@ def run_pass(
     inputs: Inputs,
     slots: Slots,
     row_scales: list[Tensor],  # k of [N]: the gradient of row t's loss
-    needs: tuple[bool, bool, bool],  # gradients of hidden, weight and bias
+    needs: tuple[bool, ...],  # gradients of hidden, weight, bias, low and up
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Four gradients (empty unless needed), and for each criterion values [N] by name.
+    """Six gradients (empty unless needed), and for each criterion values [N] by name.
 
-    Those of hidden, of the first rows of the weight, of its other rows, if any, and of the bias.
+    Those of hidden, of the first rows of the weight, of its other rows, if any, of the bias, of low
+    and of up.
     On the CPU it is visible to torch.compile, elsewhere one opaque op.
     """
     plain = inputs.hidden.device.type == "cpu" and not runs_triton(inputs.hidden)
@@ -120,12 +125,18 @@ def run_pass(
     numbers = [x for plan in p.plans for x in plan.numbers()]
     flags = words, numbers, list(needs), p.logits_bytes, p.overwrite
     out = run(*inputs, slots, row_scales, *flags)
-    rest = iter(out[4:])
-    return out[:4], [{name: next(rest) for name in plan.names} for plan in p.plans]
+    rest = iter(out[GRADIENTS:])
+    return out[:GRADIENTS], [{name: next(rest) for name in plan.names} for plan in p.plans]
 
 
 def _outputs(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, index: Tensor | None, *rest: Any
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
+    index: Tensor | None,
+    *rest: Any,
 ) -> list[Tensor]:
     _, _, _, words, numbers, needs, logits_bytes, overwrite = rest
     plans = _plans(words, numbers)
@@ -133,7 +144,7 @@ def _outputs(
     late = hidden.dtype == torch.float16 and weight is not None
     only = m <= _chunk(hidden, weight, plans, logits_bytes, needs, m) and not late
     full = torch.float32
-    found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * 4  # shapes of the gradients
+    found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
         found[0] = hidden.shape, full if late else hidden.dtype
     if needs[1] and weight is not None:
@@ -143,6 +154,10 @@ def _outputs(
         found[2] = ((vocab - first, dim), full) if first < vocab else None
     if needs[2] and bias is not None:
         found[3] = bias.shape, full
+    if needs[3] and low is not None:
+        found[4] = low.shape, full if late else low.dtype
+    if needs[4] and up is not None:
+        found[5] = up.shape, up.dtype if only else full
     names = [name for plan in plans for name in plan.names]
     return [
         *(hidden.new_empty(0) if x is None else hidden.new_empty(x[0], dtype=x[1]) for x in found),
@@ -158,6 +173,8 @@ def _head_pass(
     hidden: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
     index: Tensor | None,
     live: Tensor | None,
     slots: list[Tensor | None],
@@ -170,7 +187,7 @@ def _head_pass(
 ) -> list[Tensor]:
     """The gradients, then the rows of each criterion in the order of `Plan.names`.
 
-    The weight's gradient is fp32 if chunks add up to it, the bias's always; in fp16 all are.
+    Gradients of weights are fp32 if chunks add up to them, the bias's always; in fp16 all are.
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
@@ -178,13 +195,13 @@ def _head_pass(
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
         slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
-        live = None if live is None else live[index]
+        live, low = (None if x is None else x[index] for x in (live, low))
     chunks = range(0, max(1, len(hidden)), rows)  # one at least, so that all results exist
     found: list[list[Tensor]] = [[] for plan in plans for _ in plan.names]
-    d_hidden = hidden
-    if not overwrite:
-        d_hidden = hidden.new_empty(hidden.shape if needs[0] else (0,))
+    d_hidden = hidden if overwrite or not needs[0] else hidden.new_empty(hidden.shape)
     d_bias: Tensor | None = None
+    d_low = None if low is None or not needs[3] else low.new_empty(low.shape)
+    d_up: Tensor | None = None
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
     first = 0 if weight is None else _rows_of_first(weight, only=only)
@@ -193,7 +210,8 @@ def _head_pass(
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
-        logits = h if weight is None else _product(h, weight, bias)
+        own = None if low is None else low[part]
+        logits = h if weight is None else _product(h, weight, bias, own, up)
         out = None
         if weight is None and needs[0]:
             out = logits if overwrite else d_hidden[part]
@@ -209,31 +227,51 @@ def _head_pass(
         for parts, value in zip(found, values, strict=True):
             parts.append(value)
         if out is not None and weight is not None:
-            if needs[0] and h.is_cuda:
-                torch.mm(out, weight, out=d_hidden[part])
-            elif needs[0]:
-                d_hidden[part] = out @ weight
+            if needs[0]:
+                _multiply(out, weight, d_hidden[part])
             if needs[1]:
-                if live is not None:  # where the gradient is 0, not 0 * NaN
-                    h = h.where(live[part, None], 0)
-                d_weights = _add_products(d_weights, out, h, first, only=only)
+                d_weights = _add_products(d_weights, out, _where(live, part, h), first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
+            if d_low is not None and up is not None:
+                _multiply(out, up, d_low[part])
+            if needs[4] and own is not None:
+                d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
         del logits, out, grad  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
-    if needs[0] and not overwrite:
-        d_hidden = _spread(d_hidden.float() if late else d_hidden, index, n)
+    rows_of = (
+        None if d is None else _spread(d.float() if late else d, index, n)
+        for d in (d_hidden if needs[0] and not overwrite else None, d_low)
+    )
+    gradients = next(rows_of), *(*d_weights, None)[:2], d_bias, next(rows_of), d_up
     return [
-        hidden.new_empty(0) if overwrite else d_hidden,
-        *(hidden.new_empty(0) if d is None else d for d in (*d_weights, None)[:2]),
-        hidden.new_empty(0) if d_bias is None else d_bias,
+        *(hidden.new_empty(0) if d is None else d for d in gradients),
         *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
     ]
 
 
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a @ b into rows of a gradient."""
+    if a.is_cuda:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def _where(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
+    """A chunk's rows, 0 where their gradient is: 0 * NaN would count."""
+    return x if live is None else x.where(live[part, None], 0)
+
+
 def workspace(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, index: Tensor | None, *rest: Any
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    low: Tensor | None,
+    up: Tensor | None,
+    index: Tensor | None,
+    *rest: Any,
 ) -> int:
     """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
     live, _, _, words, numbers, needs, logits_bytes, _ = rest
@@ -339,14 +377,23 @@ def _room(x: Tensor, vocab: int) -> Tensor:
     return x.new_empty(x.shape[0], _padded(vocab))[:, :vocab]
 
 
-def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
+) -> Tensor:
     """Logits of a chunk, ours to overwrite."""
     if not h.is_cuda:
-        return F.linear(h, weight, bias)
-    logits = _room(h, weight.shape[0])
-    if bias is None:
-        return torch.mm(h, weight.T, out=logits)
-    return torch.addmm(bias, h, weight.T, out=logits)
+        logits = F.linear(h, weight, bias)
+    else:
+        logits = _room(h, weight.shape[0])
+        if bias is None:
+            torch.mm(h, weight.T, out=logits)
+        else:
+            torch.addmm(bias, h, weight.T, out=logits)
+    return logits if low is None or up is None else logits.addmm_(low, up.T)
 
 
 def _add_products(

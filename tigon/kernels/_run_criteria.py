@@ -80,6 +80,7 @@ def run_criteria(
     bias: Tensor | None,  # [V]
     criteria: Sequence[Criterion],
     *,
+    added: tuple[Tensor, Tensor] | None = None,  # [..., r], [V, r]: their product joins the logits
     options: Options = PLAIN,  # softcap and scale of the logits
     active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int | None = None,
@@ -101,6 +102,8 @@ def run_criteria(
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
         hidden, weight, bias = narrow(hidden, weight, bias)
+    low, up = (None, None) if added is None else (t.to(hidden.dtype) for t in added)
+    low = low if low is None else low.flatten(0, -2)
     prepared = [prepare(hidden, c, options, vocab) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     if (
@@ -110,17 +113,17 @@ def run_criteria(
     ):
         return [_plain(rows, a, lead) for a in prepared]
     index, live = (None, None) if weight is None else select(rows, prepared, active)
-    p = _pass(rows, weight, bias, prepared, logits_bytes, overwrite)
+    shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
+    p = _pass(shared, prepared, logits_bytes, overwrite)
     if not torch.is_grad_enabled():
-        rows = rows.detach()
-        weight, bias = (None if x is None else x.detach() for x in (weight, bias))
+        shared = tuple(None if x is None else x.detach() for x in shared)
     flat: list[Tensor | None] = []
     for a in prepared:
         flat += [*a.tensors, a.weights, a.scale]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
     run = Criteria.apply if differentiable else Criteria.forward
-    out = iter(run(p, rows, weight, bias, index, live, *flat))
+    out = iter(run(p, *shared, index, live, *flat))
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
     values = [next(out) for _ in prepared]
@@ -139,15 +142,15 @@ def run_one(
 
 
 def _pass(
-    rows: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
     prepared: Sequence[Prepared],
     logits_bytes: int | None,
     overwrite: bool,
 ) -> Pass:
     grad = torch.is_grad_enabled()
-    needs = [grad and x is not None and x.requires_grad for x in (rows, weight, bias)]
+    rows, weight, *_ = shared
+    assert rows is not None
+    needs = tuple(grad and x is not None and x.requires_grad for x in shared)
     per_token = tuple(a.scale is None for a in prepared)
     # Upstream gradients of several sums can be compared only where tensors have values
     comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
@@ -166,7 +169,7 @@ def _pass(
         per_token=per_token,
         learned=tuple(grad and a.weights is not None and a.weights.requires_grad for a in prepared),
         teachers=tuple(a.teacher for a in prepared),
-        needs=(needs[0], needs[1], needs[2]),
+        needs=needs,
         late=rows.dtype == torch.float16 and len(rows) > 0 and any(needs),
         ahead=ahead,
         overwrite=ours and runs_triton(rows),

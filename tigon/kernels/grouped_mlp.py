@@ -194,6 +194,15 @@ def _act_backward(
     return dhidden, weighted, dweights
 
 
+def sorted_slots(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the slots by expert, its inverse, and where in it each expert ends."""
+    small = torch.uint8 if number <= 256 else torch.int16 if number < 2**15 else torch.int64
+    ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
+    numbers = torch.arange(number, device=experts.device, dtype=small)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return order, _inverse(order), ends
+
+
 def _outputs(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, *_: Any) -> list[Tensor]:
     slots = experts.numel()
     numbers = [experts.new_empty(slots), experts.new_empty(slots)]
@@ -207,12 +216,8 @@ def _forward(
 ) -> list[Tensor]:
     """The output; and for the backward pass gate_up of every slot, the slots' order and its
     inverse, and where in it each expert ends."""
-    k, number = experts.shape[1], len(gate_up)
-    small = torch.uint8 if number <= 256 else torch.int16 if number < 2**15 else torch.int64
-    ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
-    numbers = torch.arange(number, device=x.device, dtype=small)
-    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    inverse = _inverse(order)
+    k = experts.shape[1]
+    order, inverse, ends = sorted_slots(experts, len(gate_up))
     hidden = grouped_product(_spread(x, inverse, k), gate_up, ends)
     y = grouped_product(gated_act(hidden, cast(Activation, act)), down, ends)
     return [_combine(y, inverse, weights, k), hidden, order, inverse, ends]

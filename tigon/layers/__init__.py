@@ -3,12 +3,13 @@
 from tigon.layers.attention import Attention
 from tigon.layers.cache import Cache, KVCache
 from tigon.layers.context import Context
-from tigon.layers.embedding import Embedding
+from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.head import LMHead
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
-from tigon.layers.lora import Adapters, Copies, LoRAPart, LowRank
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, LowRank
+from tigon.layers.lora_experts import LowRankExperts
 from tigon.layers.mlp import GatedMLP
-from tigon.layers.moe import Balance, Routed, SparseMoE, balance, tally
+from tigon.layers.moe import Balance, Experts, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.quantised import Fp8Weight, Nf4Weight, QuantisedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
@@ -24,15 +25,19 @@ __all__ = [
     "Context",
     "Copies",
     "Embedding",
+    "Experts",
     "Fp8Weight",
     "FusedLinear",
     "GatedLinear",
     "GatedMLP",
     "KVCache",
     "LMHead",
+    "LayerAdapter",
     "Linear",
     "LoRAPart",
     "LowRank",
+    "LowRankEmbedding",
+    "LowRankExperts",
     "MakeStates",
     "Nf4Weight",
     "NoRotary",

@@ -1,22 +1,59 @@
-"""Token embedding, scaled where a family does so."""
+"""Token embedding, scaled where a family does so.
+
+# B batch, T tokens, C model dim, V vocab, r rank
+"""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.layers.lora import Copies
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
+
+
+class LowRankEmbedding(LayerAdapter):
+    """One adapter of an embedding: `scale * B A` [C, V], of which a token has a column.
+
+    As PEFT's: A [r, V] begins at 0, B [C, r] is drawn.
+    """
+
+    def __init__(self, dim: int, part: LoRAPart, *, dtype: torch.dtype, device: Any):
+        super().__init__()
+        self.parts = (part,)
+        how: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **how))
+        self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **how))
+
+    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        shape = self.lora_embedding_B.shape
+        b = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+        return {
+            "lora_embedding_A": torch.zeros(self.lora_embedding_A.shape, device="cpu"),
+            "lora_embedding_B": b,
+        }
+
+    def forward(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+        (part,) = self.parts
+        low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx)
+        return F.linear(low, self.lora_embedding_B) * part.scale
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
 
 
 class Embedding(nn.Embedding):
     """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as Gemma has it.
 
-    `copies`: weights of adapters, one of which may replace its own.
+    `copies`: weights of adapters, one of which may replace its own. `lora`: low-rank adapters, one
+    of which may be added.
     """
 
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.scale = scale
         self.copies: Copies | None = None
+        self.lora: Adapters | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = None if self.copies is None else self.copies.active()
@@ -24,6 +61,8 @@ class Embedding(nn.Embedding):
             x = super().forward(input)
         else:
             x = F.embedding(input, weight, self.padding_idx).to(self.weight.dtype)
+        if self.lora is not None and (low := self.lora.active()) is not None:
+            x = (x + low(input, self.padding_idx)).to(x.dtype)
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait

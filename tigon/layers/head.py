@@ -1,6 +1,6 @@
 """The head: hidden states to logits, or to criteria over them without logits.
 
-# B batch, T kept tokens, C model dim, V vocab
+# B batch, T kept tokens, C model dim, V vocab, r rank of an adapter
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
+from tigon.kernels.lora_linear import lora_linear
 from tigon.kernels.row_linear import linear
-from tigon.layers.lora import Copies
+from tigon.layers.lora import Adapters, Copies, LowRank
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -44,6 +45,7 @@ class LMHead(nn.Module):
         # That criteria may hold of logits at a time; None: as the shape suggests
         self.logits_bytes: int | None = None
         self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
+        self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
 
     def forward(
         self,
@@ -66,8 +68,9 @@ class LMHead(nn.Module):
         copy = None if self.copies is None else self.copies.active()
         # Once: a parametrised weight is computed at each access
         weight = self.weight if copy is None else copy.to(self.weight.dtype)
+        low: LowRank | None = None if self.lora is None else self.lora.active()
         if lend is not None:
-            return lend(weight, self.bias)
+            return lend(weight if low is None else _merged(weight, low), self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
         logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
@@ -76,11 +79,32 @@ class LMHead(nn.Module):
         logits_at = None
         if at is not None:
             with torch.no_grad():
-                logits_at = scale_and_cap(linear(at, weight, self.bias), self.options)
+                logits_at = scale_and_cap(_logits(at, weight, self.bias, low), self.options)
         more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
         if criteria and not return_logits:
+            more["added"] = None if low is None else _factors(hidden, low)
             values = run_criteria(hidden, weight, self.bias, criteria, active=active, **more)
             return HeadOutput(values, None, logits_at)
-        raw = linear(hidden, weight, self.bias)
+        raw = _logits(hidden, weight, self.bias, low)
         values = run_criteria(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None) -> Tensor:
+    """Raw logits [..., V] of hidden states [..., C]."""
+    if low is None:
+        return linear(x, weight, bias)
+    return lora_linear(x, weight, bias, low.lora_A, low.additions())
+
+
+def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
+    """[..., r] and [V, r], whose product is what the adapter adds to the logits of x [..., C]."""
+    (addition,) = low.additions()
+    return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
+
+
+def _merged(weight: Tensor, low: LowRank) -> Tensor:
+    """The weight [V, C] of a teacher, whose pass knows no adapters."""
+    (addition,) = low.additions()
+    b, a = (t.detach().to(weight.dtype) for t in (addition.b, low.lora_A))
+    return torch.addmm(weight.detach(), b, a, alpha=addition.scale)

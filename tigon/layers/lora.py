@@ -40,7 +40,19 @@ class LoRAPart(NamedTuple):
     scale: float
 
 
-class LowRank(nn.Module):
+class LayerAdapter(nn.Module):
+    """One adapter of one layer."""
+
+    parts: tuple[LoRAPart, ...]
+    dora = False
+
+    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Whole initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added
+        yet."""
+        raise NotImplementedError
+
+
+class LowRank(LayerAdapter):
     """One adapter of a linear layer: `scale * B (A x)` is added to each of some parts.
 
     A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
@@ -75,7 +87,7 @@ class LowRank(nn.Module):
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
     def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Whole initial values in fp32 on the CPU, as PEFT's: A is drawn part by part, B is 0."""
+        """A is drawn part by part, B is 0."""
         ranks, columns = [part.rank for part in self.parts], self.lora_A.shape[1]
         a = torch.empty(sum(ranks), columns, dtype=torch.float32, device="cpu")
         for rows in a.split(ranks):
@@ -121,10 +133,9 @@ class Adapters(nn.Module):
         super().__init__()
         self.chosen: str | None = None
 
-    def active(self) -> LowRank | None:
-        found = None if self.chosen is None else self._modules.get(self.chosen)
-        assert found is None or isinstance(found, LowRank)
-        return found
+    def active(self) -> Any:
+        """The layer's own kind of LayerAdapter, or None."""
+        return None if self.chosen is None else self._modules.get(self.chosen)
 
 
 class Copies(nn.Module):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from tigon.kernels.gated_act import Activation
 from tigon.kernels.grouped_mlp import unchecked_grouped_mlp
+from tigon.kernels.lora_grouped_mlp import lora_grouped_mlp
 from tigon.layers.linear import Linear
+from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
 
 
@@ -33,10 +35,13 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, dim))
         self.down_proj = nn.Parameter(torch.empty(experts, dim, intermediate))
         self.act: Activation = act
+        self.lora: Adapters | None = None  # one of which may be added to the matrices
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked."""
         matrices = self.gate_up_proj, self.down_proj
+        if self.lora is not None and (own := self.lora.active()) is not None:
+            return lora_grouped_mlp(x, *matrices, own.low(*matrices), experts, weights, self.act)
         return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act)
 
 

@@ -9,11 +9,11 @@ from tigon.models._adapters import adapter_parameters, begin_adapter
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
-from tigon.models._description import config_file, read_config
+from tigon.models._description import config_file, describe, read_config
 from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
 from tigon.models._fit import misfits
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
-from tigon.models._lora import LoraConfig
+from tigon.models._lora import LoraConfig, check_apart
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._quantised import read_quantisation
@@ -58,9 +58,11 @@ __all__ = [
     "aux_loss_coef",
     "begin_adapter",
     "build",
+    "check_apart",
     "config_file",
     "convert",
     "count_parameters",
+    "describe",
     "from_pretrained",
     "load_weights",
     "materialize",

@@ -23,11 +23,22 @@ from tigon.models._adapters import (
 )
 from tigon.models._arguments import check_keywords
 from tigon.models._layout import layout
-from tigon.models._lora import plan
+from tigon.models._lora import check_dropout, places, plan
 from tigon.models._model import LanguageModel
-from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, peft_config, peft_name, read_adapter
+from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, read_adapter
+from tigon.models._peft_config import peft_config, peft_name
 from tigon.models._save import SavesItself, check_target, write_json, write_model
-from tigon.weights import Entry, Layout, Ranks, Repository, all_finite, entries, load_into, match
+from tigon.weights import (
+    Entry,
+    Layout,
+    Part,
+    Ranks,
+    Repository,
+    all_finite,
+    entries,
+    load_into,
+    match,
+)
 
 
 def load_adapter(
@@ -49,6 +60,9 @@ def load_adapter(
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
     stored = read_adapter(Repository(path_or_repo, **source), model)
+    if trainable:
+        check_dropout(model, stored.config)
+    _check_base(model, stored)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
     active = model.active_adapter
@@ -64,6 +78,25 @@ def load_adapter(
                 p.requires_grad_(n in learned)
         raise
     choose(model, name, trained=trainable)
+
+
+def _check_base(model: LanguageModel, stored: Stored) -> None:
+    """Raises ValueError if the file has weights of a base that are not this model's: PEFT would put
+    them into the base."""
+    for module, own in stored.base.items():
+        weight = model.get_submodule(module).get_parameter("weight")
+        name = escaped(f"{stored.checkpoint.name}: {own}")
+        if stored.of_base.tensors[own].shape != weight.shape:
+            shape = list(stored.of_base.tensors[own].shape)
+            raise ValueError(
+                f"{name} is {shape}, the model's {list(weight.shape)}: it is of another base"
+            )
+        found = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
+        parts: Layout = {"weight": (Part.whole(own, tuple(weight.shape)),)}
+        others = stored.of_base.tensors.keys() - {own}
+        load_into(found, parts, stored.of_base, ignored=others, into=name)
+        if not torch.equal(found["weight"], weight):
+            raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 
 
 def _fill(model: LanguageModel, name: str, stored: Stored) -> None:
@@ -132,9 +165,9 @@ def prepare_adapter(
         n: tuple(replaced(part, name=PREFIX + peft_name(part.name, name)) for part in parts)
         for n, parts in _layout(model, name).items()
     }
-    layers = low_ranks(model, name).items()
-    names = [f"{path.rpartition('.')[0]}.{p.name}" for path, low in layers for p in low.parts]
-    config = peft_config(model, model.adapters[name], names)
+    inside = {(path, p.name) for path, low in low_ranks(model, name).items() for p in low.parts}
+    chosen = [place for place in places(model) if (place.path, place.own) in inside]
+    config = peft_config(model, model.adapters[name], chosen)
     dtype = dtype or next(iter(own.values())).dtype
     with ranks.together():
         tensors = entries(own, parts_of, dtype, ranks=ranks)

@@ -1,7 +1,7 @@
 """Low-rank adapters of a model: added, switched, merged and removed."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tigon.json_file import shown
-from tigon.layers import Adapters, Copies, Embedding, Linear, LMHead, LowRank
-from tigon.layers.lora import MAGNITUDE, B, place_of
-from tigon.models._lora import LoraConfig, Plan, plan
+from tigon.layers import (
+    Adapters,
+    Copies,
+    Embedding,
+    Experts,
+    LayerAdapter,
+    Linear,
+    LMHead,
+    LoRAPart,
+    LowRank,
+    LowRankEmbedding,
+    LowRankExperts,
+)
+from tigon.layers.lora import MAGNITUDE, place_of
+from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas
+from tigon.models._lora import LoraConfig, Plan, check_apart, check_dropout, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows
 
@@ -37,6 +50,7 @@ def add_adapter(
     if not isinstance(config, LoraConfig):
         raise TypeError(f"an adapter is described by a tigon.LoraConfig, not {config!r}")
     check_new(model, name)
+    check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
     install(model, name, config, plan(model, config), dtype, model.device)
@@ -74,13 +88,11 @@ def install(
         model.trained_without = {n for n, p in model.named_parameters() if p.requires_grad}
     model.adapters[name] = config
     for path, own in parts.items():
-        layer = _layer(model, path)
+        layer: Any = model.get_submodule(path)
         if layer.lora is None:
             layer.lora = Adapters()
-        how: dict[str, Any] = {"dora": config.dora, "dropout": config.dropout}
-        how |= {"place": place_of(path), "dtype": dtype, "device": device}
-        low = LowRank(layer.in_features, own, **how)
-        layer.lora.add_module(name, low)
+        how = {"dtype": dtype, "device": device}
+        layer.lora.add_module(name, _of_layer(layer, path, own, config, **how))
     for end in config.modules_to_save:
         owner = _end(model, end)
         if owner.copies is None:
@@ -89,14 +101,22 @@ def install(
         owner.copies.register_parameter(name, nn.Parameter(empty))
 
 
-def _layer(model: LanguageModel, path: str) -> Linear:
-    layer = model.get_submodule(path)
-    assert isinstance(layer, Linear)
-    return layer
+def _of_layer(
+    layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
+) -> LayerAdapter:
+    if isinstance(layer, Embedding):
+        return LowRankEmbedding(layer.embedding_dim, *parts, **how)
+    if isinstance(layer, Experts):
+        columns = [layer.get_parameter(part.name).shape[2] for part in parts]
+        return LowRankExperts(len(layer.down_proj), columns, parts, **how)
+    assert isinstance(layer, Linear | LMHead)
+    width = layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
+    how |= {"dora": config.dora, "dropout": config.dropout, "place": place_of(path)}
+    return LowRank(width, parts, **how)
 
 
 def _end(model: LanguageModel, name: str) -> Embedding | LMHead:
-    return model.lm_head if name == "lm_head" else model.model.embed_tokens
+    return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
 @torch.no_grad()
@@ -111,7 +131,8 @@ def begin_adapter(
     for path, low in low_ranks(model, name).items():
         first_values = low.drawn(generator)
         if low.dora:  # what is added is 0: the rows have their own lengths
-            lengths = _lengths(_layer(model, path).values())
+            layer: Any = model.get_submodule(path)
+            lengths = _lengths(layer.values())
             for part in low.parts:
                 rows = lengths[part.first : part.first + part.size]
                 first_values[MAGNITUDE + part.name] = rows
@@ -135,12 +156,12 @@ def _lengths(weight: Tensor) -> Tensor:
     return found
 
 
-def low_ranks(model: LanguageModel, name: str) -> dict[str, LowRank]:
+def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
     """By the path of its layer."""
     return {
         path.removesuffix(f".lora.{name}"): module
         for path, module in model.named_modules()
-        if isinstance(module, LowRank) and path.endswith(f".lora.{name}")
+        if isinstance(module, LayerAdapter) and path.endswith(f".lora.{name}")
     }
 
 
@@ -210,10 +231,9 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
         elif isinstance(module, Copies):
             module._parameters.pop(name, None)
     for module in model.modules():
-        if isinstance(module, Linear) and module.lora is not None and not module.lora._modules:
-            module.lora = None
-        elif isinstance(module, Embedding | LMHead) and module.copies is not None:
-            module.copies = module.copies if module.copies._parameters else None
+        for kind, held in list(module._modules.items()):
+            if isinstance(held, Adapters | Copies) and not {**held._modules, **held._parameters}:
+                setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
         switch(model, None)
@@ -232,45 +252,20 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
     """
     name = check_name(model, name)
     _check_free(model)
-    ends = model.adapters[name].modules_to_save
-    if ends and model.config.tie_word_embeddings:
-        raise ValueError(
-            f"the adapter {name!r} has weights of its own for {' and '.join(ends)}, and the "
-            "model's embedding and head are one: it cannot be merged"
-        )
+    check_apart(model, model.adapters[name], f"merging the adapter {name!r}")
     for path, low in low_ranks(model, name).items():
-        layer = _layer(model, path)
-        layer.dequantise()
-        add_delta(layer.weight, low)
-    for end in ends:
+        layer = model.get_submodule(path)
+        if isinstance(low, LowRank):
+            if isinstance(layer, Linear):
+                layer.dequantise()
+            add_delta(layer.get_parameter("weight"), low)
+        elif isinstance(low, LowRankEmbedding):
+            add_embedding_delta(layer.get_parameter("weight"), low)
+        elif isinstance(low, LowRankExperts):
+            add_experts_deltas(layer, low)
+    for end in model.adapters[name].modules_to_save:
         owner = _end(model, end)
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
         local_part(end, owner.weight).memory.copy_(local_part(end, copy).memory)
     delete_adapter(model, name)
-
-
-def add_delta(weight: Tensor, low: LowRank) -> None:
-    """scale B A, and DoRA's lengths, to this rank's rows of the weight."""
-    own, start = own_rows("weight", weight)
-    a, rank = _whole(low.lora_A).float(), 0
-    for part in low.parts:
-        b = _whole(low.get_parameter(B + part.name)).float()
-        # By all ranks, of which some may have no row of the part
-        lengths = _whole(low.get_parameter(MAGNITUDE + part.name)).float() if low.dora else None
-        begin, end = max(part.first, start), min(part.first + part.size, start + len(own))
-        if begin < end:
-            rows = own[begin - start : end - start]
-            here = slice(begin - part.first, end - part.first)
-            delta = b[here] @ a[rank : rank + part.rank]
-            total = rows.float().add_(delta, alpha=part.scale)
-            if lengths is not None:
-                total *= (lengths[here] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
-            rows.copy_(total)
-        rank += part.rank
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    """All rows; every rank of a sharded one calls this."""
-    whole = parameter.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole

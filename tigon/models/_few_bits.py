@@ -74,9 +74,10 @@ def quantise(
     to plan.
     """
     check_quantize(quantize)
-    paths = dict.fromkeys(place.path for place in places(model))
+    every = dict.fromkeys(place.path for place in places(model))
+    paths = [path for path in every if isinstance(model.get_submodule(path), Linear)]
     if quantize == "keep" and checkpoint is not None:
-        _keep(model, list(paths), checkpoint)
+        _keep(model, paths, checkpoint)
     else:
         parts_of = layout(model, model.checkpoint_names, False)
         for path in paths:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tigon.layers import Copies, FusedLinear, Linear, LowRank
+from tigon.layers import Copies, FusedLinear, LayerAdapter, Linear, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.weights import Layout, Part
 
@@ -56,8 +56,8 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 continue
             seen.add(id(p))
             name, shape = f"{path}.{kind}", tuple(p.shape)
-            if isinstance(module, LowRank | Copies):
-                found[name] = _of_adapter(path, module, kind, shape)
+            if isinstance(module, LayerAdapter | Copies):
+                found[name] = _of_adapter(path, module, kind, shape, names)
                 continue
             parent, _, own = path.rpartition(".")
             if name == HEAD:
@@ -84,21 +84,35 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_adapter(
-    path: str, module: LowRank | Copies, kind: str, shape: tuple[int, ...]
+    path: str, module: LayerAdapter | Copies, kind: str, shape: tuple[int, ...], names: Names
 ) -> tuple[Part, ...]:
     """The names that PEFT's modules have for it, but for what they begin with."""
     if isinstance(module, Copies):
-        return (Part.whole(f"{path.rpartition('.')[0]}.modules_to_save.{kind}.weight", shape),)
+        owner = path.rpartition(".")[0]
+        owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
+        return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
     layer, _, adapter = path.rpartition(".lora.")
-    parent = layer.rpartition(".")[0]
+    if isinstance(module, LowRankEmbedding):
+        return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
+    if isinstance(module, LowRankExperts):
+        factor, part = kind[: len("lora_A")], kind[len("lora_A_") :]
+        stem = stem_of_experts(layer, part, [p.name for p in module.parts])
+        return (Part.whole(f"{stem}.{factor}.{adapter}.weight", shape),)
+    parent = layer.removesuffix(layer.rpartition(".")[2])  # with its dot
     if kind == "lora_A":
-        names = [f"{parent}.{part.name}.lora_A.{adapter}.weight" for part in module.parts]
-        return _tile(names, [part.rank for part in module.parts], shape[1:])
+        own = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
+        return _tile(own, [part.rank for part in module.parts], shape[1:])
     for start in (B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
-            return (Part.whole(f"{parent}.{name}.{adapter}.weight", shape),)
+            return (Part.whole(f"{parent}{name}.{adapter}.weight", shape),)
     raise AssertionError(kind)
+
+
+def stem_of_experts(layer: str, part: str, parts: Collection[str]) -> str:
+    """What PEFT's names of a part's matrices begin with: its wrapper of one parameter is in that of
+    the other, where `parts`, those adapted, are both."""
+    return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
 def is_adapters(name: str) -> bool:

@@ -31,6 +31,7 @@ from tigon.weights import (
     Repository,
     load_into,
     map_parameters,
+    pinned_ahead,
 )
 
 BLOCK = 16 << 20  # bytes of a matrix that are compared at a time
@@ -82,7 +83,8 @@ def from_pretrained(
     _check_device(device)
     repository = Repository(path_or_repo, **source)
     how: dict[str, Any] = {"dtype": dtype, "gguf_file": gguf_file, "quantize": quantize}
-    model, checkpoint = build(repository, models, **how)
+    with pinned_ahead(torch.device(device), staging_bytes):
+        model, checkpoint = build(repository, models, **how)
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))

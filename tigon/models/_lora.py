@@ -10,12 +10,13 @@ from typing import NamedTuple
 import torch
 
 from tigon.json_file import shown
-from tigon.layers import FusedLinear, Linear, LoRAPart, SparseMoE
+from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
+from tigon.layers.lora_experts import MATRICES
 from tigon.models._model import LanguageModel
 
 ALL_LINEAR = "all-linear"
 LARGEST = torch.finfo(torch.float32).max
-ENDS = ("embed_tokens", "lm_head")  # what modules_to_save may name
+ENDS = ("embed_tokens", "lm_head", "score")  # what modules_to_save may name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +25,14 @@ class LoraConfig:
 
     `targets`: names of projections as the family's checkpoints have them ("q_proj"), their ends
     ("self_attn.q_proj", a whole name) or shell patterns of whole names
-    ("model.layers.1?.*.q_proj"); "all-linear": all but head and routers. `rank_pattern` and
-    `alpha_pattern` give some of these, named alike, numbers of their own; the first that fits
-    counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the lengths of the
-    weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its input that A does
-    not read, drawn anew for each token in training. `modules_to_save`: of "embed_tokens" and
-    "lm_head", those that the adapter has whole weights of. `base`: the name of the model that it is
-    for, which files say. Raises ValueError for numbers that no adapter has.
+    ("model.layers.1?.*.q_proj"); "all-linear": all but embedding, head and routers.
+    `rank_pattern` and `alpha_pattern` give some of these, named alike, numbers of their own; the
+    first that fits counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the
+    lengths of the weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its
+    input that A does not read, drawn anew for each token in training. `modules_to_save`: of
+    "embed_tokens" and "lm_head", or "score" of a model that scores sequences, those that the
+    adapter has whole weights of. `base`: the name of the model that it is for, which files say.
+    Raises ValueError for numbers that no adapter has.
     """
 
     rank: int = 16
@@ -68,7 +70,7 @@ class LoraConfig:
         for name in self.modules_to_save:
             if name not in ENDS:
                 raise ValueError(
-                    f"modules_to_save={shown(name)}: only {' and '.join(ENDS)} can be saved whole"
+                    f"modules_to_save={shown(name)}: only {', '.join(ENDS)} can be saved whole"
                 )
 
     def scale(self, rank: int, alpha: float) -> float:
@@ -81,28 +83,43 @@ def _of(name: str, value: object, setting: str) -> str:
 
 
 class Place(NamedTuple):
-    """A projection: the layer that computes it, and its columns there."""
+    """A projection: the layer that computes it, and its columns there; or embedding or head, or a
+    matrix of all experts of a layer."""
 
     path: str  # of the layer
     own: str  # such as q_proj
     first: int
     size: int
+    linear: bool = True  # one of those that "all-linear" means
+    experts: bool = False
 
     @property
     def name(self) -> str:
         """As the family's checkpoints have it."""
-        return f"{self.path.rpartition('.')[0]}.{self.own}"
+        parent = self.path if self.experts else self.path.rpartition(".")[0]
+        return f"{parent}.{self.own}" if parent else self.own
 
 
 def places(model: LanguageModel) -> list[Place]:
-    """All projections of the model but its routers', in order."""
+    """Embedding, head, and all projections of the model but its routers', in order; of experts the
+    stacked matrices."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
     packed, found = model.checkpoint_names.packed, []
     for path, module in modules.items():
+        own = path.rpartition(".")[2]
+        if isinstance(module, Embedding) or (
+            isinstance(module, LMHead) and own in saved_ends(model)
+        ):
+            found.append(Place(path, own, 0, module.weight.shape[0], linear=False))
+        if isinstance(module, Experts):
+            sizes = (module.get_parameter(name).shape[1] for name in MATRICES)
+            every = zip(MATRICES, sizes, strict=True)
+            found += [
+                Place(path, name, 0, size, linear=False, experts=True) for name, size in every
+            ]
         if not isinstance(module, Linear) or id(module) in routers:
             continue
-        own = path.rpartition(".")[2]
         if isinstance(module, FusedLinear) and own in packed:
             first = 0
             for part, size in zip(packed[own], module.parts, strict=True):
@@ -113,18 +130,24 @@ def places(model: LanguageModel) -> list[Place]:
     return found
 
 
+def saved_ends(model: LanguageModel) -> tuple[str, str]:
+    """Embedding and head, as checkpoints call them: what modules_to_save may name."""
+    return "embed_tokens", model.checkpoint_names.head.removesuffix(".weight")
+
+
 Plan = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
 def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     """What each layer gets; ValueError for a target or a pattern that matches nothing."""
     every = places(model)
-    chosen = every
+    chosen = [p for p in every if p.linear]
     if config.targets != ALL_LINEAR:
         for target in config.targets:
             if not any(matches(target, place.name) for place in every):
                 raise ValueError(f"targets={shown(target)} {_why_not(model, target, every)}")
         chosen = [p for p in every if any(matches(t, p.name) for t in config.targets)]
+    _check_ends(model, config, chosen)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
             if not any(matches(pattern, place.name) for place in chosen):
@@ -133,13 +156,58 @@ def plan(model: LanguageModel, config: LoraConfig) -> Plan:
                     f"has: {_kinds(chosen)}"
                 )
     found: dict[str, list[LoRAPart]] = {}
-    for path, own, first, size in chosen:
-        name = Place(path, own, first, size).name
-        rank = int(first_match(config.rank_pattern, name, config.rank))
-        alpha = first_match(config.alpha_pattern, name, config.alpha)
-        part = LoRAPart(own, first, size, rank, config.scale(rank, alpha))
-        found.setdefault(path, []).append(part)
+    for place in chosen:
+        rank = int(first_match(config.rank_pattern, place.name, config.rank))
+        alpha = first_match(config.alpha_pattern, place.name, config.alpha)
+        part = LoRAPart(place.own, place.first, place.size, rank, config.scale(rank, alpha))
+        found.setdefault(place.path, []).append(part)
     return {path: tuple(parts) for path, parts in found.items()}
+
+
+def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place]) -> None:
+    """Raises ValueError for what embedding and head cannot have."""
+    ends = saved_ends(model)
+    for name in config.modules_to_save:
+        if name not in ends:
+            raise ValueError(
+                f"modules_to_save={shown(name)}: this {type(model).__name__} has "
+                f"{' and '.join(ends)}"
+            )
+    for place in chosen:
+        if place.own in config.modules_to_save and place.own in ends:
+            raise ValueError(
+                f"{place.own} is in targets and in modules_to_save: its weight is trained whole or "
+                "by an adapter; leave one out"
+            )
+        if config.dora and not place.linear:  # PEFT has none of experts
+            raise ValueError(
+                f"dora with targets={shown(place.own)}: lengths are learned of the projections of "
+                "attention and MLPs alone; leave one out"
+            )
+
+
+def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
+    """Raises ValueError where an adapter cannot be trained with its dropout."""
+    for path, parts in plan(model, config).items() if config.dropout else ():
+        if isinstance(model.get_submodule(path), Experts | LMHead):
+            raise ValueError(
+                f"dropout={config.dropout} with targets={shown(parts[0].name)}: experts and head "
+                "are adapted without dropout; give 0, or leave them out"
+            )
+
+
+def check_apart(model: LanguageModel, config: LoraConfig, how: str) -> None:
+    """Raises ValueError where `how`, merging, would make two weights of one that embedding and head
+    share."""
+    if not model.ties_head:
+        return
+    own = {part.name for parts in plan(model, config).values() for part in parts}
+    ends = [name for name in saved_ends(model) if name in {*own, *config.modules_to_save}]
+    if ends:
+        raise ValueError(
+            f"{how}: the adapter changes {' and '.join(ends)}, and the model's embedding and head "
+            "are one weight, which cannot be both"
+        )
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -158,18 +226,15 @@ def _kinds(some: Iterable[Place]) -> str:
 def _why_not(model: LanguageModel, target: str, every: Collection[Place]) -> str:
     """Why no projection is meant."""
     own = target.rpartition(".")[2]
-    if own == "lm_head":
-        if model.config.tie_word_embeddings:
-            return "is tied to the embedding, which would change with it: leave it out"
-        return 'has no low-rank adapters: give modules_to_save=("lm_head",), or leave it out'
-    if own == "embed_tokens":
-        return 'has no low-rank adapters: give modules_to_save=("embed_tokens",), or leave it out'
+    if own == "score":
+        return 'has no low-rank adapters: modules_to_save=("score",) trains it whole'
     moe = next((m for m in model.modules() if isinstance(m, SparseMoE)), None)
     if moe is not None and own in ("gate", "router"):
         return "is a router, which has no adapters"
     kinds = _kinds(every)
     near = difflib.get_close_matches(own, kinds.split(", "), n=1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    experts = "; experts of a mixture have no adapters" if moe is not None else ""
+    joined = moe is not None and own in ("gate_proj", "up_proj", "w1", "w3")
+    experts = "; gate and up of experts are one, gate_up_proj" if joined else ""
     family = type(model).__name__
     return f"matches no projection of {family}; {meant}its projections are {kinds}{experts}"

@@ -10,14 +10,17 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from tigon.json_file import escaped, read_json, shown
-from tigon.models._layout import PREFIXES
-from tigon.models._lora import LoraConfig, matches, places
+from tigon.models._layout import PREFIXES, stem_of_experts
+from tigon.models._lora import LoraConfig, Place, places, saved_ends
 from tigon.models._model import LanguageModel
-from tigon.weights import Checkpoint, Repository, TensorInfo, read_header
+from tigon.models._peft_config import listed, meant_by, short
+from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
+from tigon.weights import Checkpoint, Decoded, Repository, TensorInfo, read_header
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of PEFT's names
-LOW_RANK = re.compile(r"(.+)\.lora_([AB])\.weight")
+LOW_RANK = re.compile(r"(.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
+OF_BASE = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it beside an embedding's or a head's
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
     (
@@ -30,7 +33,14 @@ KNOWN = frozenset(
             "rank_pattern",
             "alpha_pattern",
         ),
-        *("modules_to_save", "peft_type", "bias", "target_modules", "exclude_modules"),
+        *(
+            "target_parameters",
+            "modules_to_save",
+            "peft_type",
+            "bias",
+            "target_modules",
+            "exclude_modules",
+        ),
         *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
         *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
         *("peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
@@ -48,6 +58,8 @@ class Stored(NamedTuple):
     config: LoraConfig
     checkpoint: Checkpoint
     names: dict[str, str]  # the file's of each tensor, by that which `peft_names` gives it
+    base: dict[str, str]  # likewise weights of the base, by the paths of their modules
+    of_base: Checkpoint  # has them
 
 
 def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
@@ -67,13 +79,45 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         if PICKLE in repository.listing():
             also = f"; {PICKLE} is not read, as it can run code: save it again with a current PEFT"
         raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{also}")
-    tensors = read_header(weights)
+    tensors: Tensors = {**read_header(weights)}
     names = _names(tensors, f"{repository.name}/{WEIGHTS}")
     try:
+        if any(APART.fullmatch(name) for name in names):
+            values = _stack(values, names, tensors, model)
         config = _config(values, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escaped(repository.name)}: {error}") from None
-    return Stored(config, Checkpoint(f"{repository.name}/{WEIGHTS}", tensors), names)
+    base = {}
+    for inner, own in names.items():
+        if (match := OF_BASE.fullmatch(inner)) and match[1] in {p.name for p in places(model)}:
+            base[match[1]] = own
+    at = f"{repository.name}/{WEIGHTS}"
+    rest = {own: info for own, info in tensors.items() if own not in base.values()}
+    of_base = {own: tensors[own] for own in base.values()}
+    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base))
+
+
+def _stack(
+    values: Mapping[str, Any], names: dict[str, str], tensors: Tensors, model: LanguageModel
+) -> dict[str, Any]:
+    """Experts that are apart in one matrix each, in place; their settings are returned."""
+    of = [(values.get(key, 8), kind) for key, kind in (("r", int), ("lora_alpha", int | float))]
+    rank, alpha = (_number("r or lora_alpha", value, kind) for value, kind in of)
+    keys = ("rank_pattern", int), ("alpha_pattern", int | float)
+    ranks, alphas = (_patterns(values, key, kind) for key, kind in keys)
+    plain = {n: info for n, own in names.items() if isinstance(info := tensors[own], TensorInfo)}
+    found = stack(
+        model,
+        plain,
+        lambda name: (_first(ranks, name, rank), _first(alphas, name, alpha)),
+        rslora=bool(values.get("use_rslora")),
+    )
+    for name in found.apart:
+        del tensors[names.pop(name)]
+    for name, info in found.tensors.items():
+        names[name] = PREFIX + name
+        tensors[names[name]] = info
+    return with_stacked(values, found)
 
 
 def _check_features(values: Mapping[str, Any]) -> None:
@@ -114,14 +158,14 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
 
 
 def _config(
-    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
+    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo | Decoded], model: LanguageModel
 ) -> LoraConfig:
     """With whole names in place of PEFT's patterns. Ranks are those of the tensors."""
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
     _number("r", rank, int)
     _number("lora_alpha", alpha, int | float)
     own = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
-    known = {place.name: place for place in places(model)}
+    known = _stems(values, model)
     if not own:
         raise ValueError("no tensor of it is named lora_A or lora_B")
     if unknown := sorted(own - known.keys()):
@@ -138,12 +182,15 @@ def _config(
         _patterns(values, key, kind)
         for key, kind in (("rank_pattern", int), ("alpha_pattern", int | float))
     )
-    for name in filter(own.__contains__, known):
+    for stem in filter(own.__contains__, known):
+        place, name = known[stem], known[stem].name
         said = _first(rank_patterns, name, rank)
-        info = tensors.get(f"{name}.lora_A.weight")
-        if info is not None and info.shape[:1] != (said,):
+        end = "lora_embedding_A" if place.own == "embed_tokens" else "lora_A.weight"
+        info = tensors.get(f"{stem}.{end}")
+        rows = said * (_experts_of(model, place) if place.experts else 1)
+        if info is not None and info.shape[:1] != (rows,):
             raise ValueError(
-                f"{name}.lora_A.weight is {list(info.shape)}, and the rank is said to be {said}"
+                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {said}"
             )
         if said != rank:
             ranks[name] = said
@@ -152,21 +199,57 @@ def _config(
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
-    if saved and values.get("ensure_weight_tying") and model.config.tie_word_embeddings:
-        raise ValueError("ensure_weight_tying=True is not supported: weights are saved apart here")
+    ends = saved_ends(model)
+    tied = values.get("ensure_weight_tying") and model.ties_head
+    if tied and (saved or any(known[name].own in ends for name in own)):
+        raise ValueError(
+            "ensure_weight_tying=True is not supported: what an adapter has for embedding and head "
+            "is apart here"
+        )
+    # PEFT names both heads that models of scores may have
+    last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
+    if "score" in ends:
+        last.pop("classifier", None)
     base = values.get("base_model_name_or_path")
     return LoraConfig(
         rank=rank,
         alpha=alpha,
-        targets=tuple(short(model, own)),
+        targets=tuple(short(model, [known[stem].name for stem in own])),
         dropout=values.get("lora_dropout", 0.0),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        modules_to_save=tuple(dict.fromkeys(name.rpartition(".")[2] for name in saved)),
+        modules_to_save=tuple(last),
         base=base if isinstance(base, str) else "",
     )
+
+
+def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
+    """What the tensors' names of every projection begin with."""
+    parameters = values.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
+        raise ValueError(f"target_parameters={shown(parameters)} is no list of names")
+    every = places(model)
+    for target in parameters:
+        if not any(p.experts and listed(p.name, target) for p in every):
+            raise ValueError(
+                f"target_parameters={shown(target)} matches no experts of this "
+                f"{type(model).__name__}"
+            )
+    found = {}
+    for place in every:
+        if place.experts:
+            meant = [p.own for p in every if p.path == place.path and meant_by(p, parameters)]
+            if place.own in meant:
+                found[stem_of_experts(place.path, place.own, meant)] = place
+        else:
+            found[place.name] = place
+    return found
+
+
+def _experts_of(model: LanguageModel, place: Place) -> int:
+    return len(model.get_submodule(place.path).get_parameter(place.own))
 
 
 def _number(name: str, value: Any, kind: Any) -> Any:
@@ -175,20 +258,20 @@ def _number(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _check_whole(values: Mapping[str, Any], own: set[str], known: Collection[str]) -> None:
+def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, Place]) -> None:
     """ValueError if projections that a list of targets names have no tensors: the adapter is of a
     model of fewer layers, or its file lacks some."""
     targets = values.get("target_modules")
     chosen = values.get("layers_to_transform"), values.get("exclude_modules")
     if not isinstance(targets, list) or any(some not in (None, []) for some in chosen):
         return
-    for name in known:
-        if name not in own and any(
-            isinstance(t, str) and (name == t or name.endswith(f".{t}")) for t in targets
-        ):
+    parameters = values.get("target_parameters") or []
+    for name, place in known.items():
+        meant = parameters if place.experts else targets
+        if name not in own and any(listed(place.name, t) for t in meant):
             raise ValueError(
-                f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(name)}: it is "
-                "of another model, or lacks tensors"
+                f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(place.name)}: "
+                "it is of another model, or lacks tensors"
             )
 
 
@@ -222,53 +305,3 @@ def _compiled(key: str, pattern: str) -> re.Pattern[str]:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"{key}[{shown(pattern)}] is no regular expression: {error}") from None
-
-
-def short(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """Ends of names that mean just these projections, for every version of transformers."""
-    every = [place.name for place in places(model)]
-    ends = list(dict.fromkeys(n.rpartition(".")[2] for n in every if n in names))
-    meant = {name for name in every if any(matches(end, name) for end in ends)}
-    # Experts have projections of such names in older versions
-    plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
-    return ends if plain and meant == set(names) else sorted(names)
-
-
-def peft_config(model: LanguageModel, config: LoraConfig, names: Collection[str]) -> dict[str, Any]:
-    """adapter_config.json of an adapter of these projections."""
-
-    def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
-        found = {}
-        for name in sorted(names):
-            value = next((v for key, v in patterns.items() if matches(key, name)), default)
-            if value != default:
-                found[name] = value
-        return found
-
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": config.base or model.config.source.name or None,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "target_modules": short(model, names),
-        "rank_pattern": of_each(config.rank_pattern, config.rank),
-        "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
-        "use_rslora": config.rslora,
-        "use_dora": config.dora,
-        "modules_to_save": list(config.modules_to_save) or None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-
-
-def peft_name(name: str, adapter: str) -> str:
-    """Of a tensor in a file, from its name in a model's layout."""
-    inner, dot, kind = name.rpartition(".")
-    inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
-    if inner.endswith(".lora_magnitude_vector"):
-        return inner
-    return f"{inner}{dot}{kind}"

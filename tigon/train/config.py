@@ -128,8 +128,6 @@ def check_lora(config: Config) -> None:
     if config.lora is None:
         return
     config.lora.adapter()
-    if config.labels:
-        raise ValueError("task=reward trains a new head, which no adapter has: leave lora out")
     wrong = {
         "ema_decay": config.ema_decay > 0,
         "optimizer": config.optimizer == "muon",

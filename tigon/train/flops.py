@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import Attention, Linear, LMHead, LowRank, SparseMoE
+from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
 
 # Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
 # GPU's name; the first that fits. Source: NVIDIA's data sheets.
@@ -84,6 +84,8 @@ class Cost:
                 per_token += _product(module.weight, trained_before)
             elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed
                 per_token += sum(_product(p, trained_before or p is not module.lora_A) for p in own)
+            elif isinstance(module, LowRankEmbedding):
+                per_token += _product(module.lora_embedding_B, True)  # looking up A is none
         return cls(per_token, per_position)
 
     def __call__(self, sequences: Iterable[int]) -> float:

@@ -1,30 +1,28 @@
 """The adapter of a run: from its settings into the model, and out of its checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tigon import strict
-from tigon.models import CausalLM, begin_adapter, quantise, quantised_bytes
+from tigon.models import CausalLM, begin_adapter, check_apart, quantise, quantised_bytes
 from tigon.train import checkpoint
 from tigon.train.config import Config
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
-    """The settings' adapter, in param_dtype; on a model without memory without values.
-
-    Before it the base is quantised where the settings say so and it is not yet.
-    """
+    """The settings' adapter, in param_dtype, with a reward model's head; on a model without memory
+    without values. Before it the base is quantised where the settings say so and it is not yet."""
     assert config.lora is not None
     if config.lora.quantize and not quantised_bytes(model):
         quantise(model, config.lora.quantize)
     own = config.lora.adapter(config.model)
-    if config.lora.merge and own.modules_to_save and model.config.tie_word_embeddings:
-        raise ValueError(
-            f"lora.merge=true with lora.modules_to_save={list(own.modules_to_save)}: the model's "
-            "embedding and head are one, and would get weights of their own; leave one out"
-        )
+    if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
+        own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
+    if config.lora.merge:
+        check_apart(model, own, "lora.merge=true")
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 

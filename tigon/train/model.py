@@ -18,6 +18,7 @@ from tigon.models import (
     MODELS,
     CausalLM,
     build,
+    describe,
     load_weights,
     materialize,
     read_config,
@@ -76,14 +77,11 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     """What an adapter is added to; its weights are to be loaded, unless they are random."""
     if config.init:
         torch.manual_seed(config.seed)
-        return _from_config(_init(config), dtype, "cpu"), None
-    lora = config.lora
-    return build(
-        Repository(config.model, revision=config.revision),
-        MODELS,
-        dtype=dtype,
-        quantize=None if lora is None else lora.quantize,
-    )
+        return _from_config(_init(config), dtype, "cpu", config.labels), None
+    how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
+    if config.lora is not None:
+        how["quantize"] = config.lora.quantize
+    return build(Repository(config.model, revision=config.revision), MODELS, **how)
 
 
 def base_digest(config: Config) -> str:
@@ -91,9 +89,8 @@ def base_digest(config: Config) -> str:
     are. Every rank may call this: little is read."""
     if config.init:
         return hash_files([_init(config)], config.seed)
-    weights = _base(config, torch.float32)[1]
-    assert weights is not None
-    return weights.sampled_digest()
+    *_, opened = describe(Repository(config.model, revision=config.revision), MODELS, None)
+    return opened().sampled_digest()
 
 
 def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:

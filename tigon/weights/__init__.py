@@ -13,13 +13,14 @@ from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
 from tigon.weights.layout import Layout, Part, Rows
-from tigon.weights.loading import STAGING_BYTES, load_into
+from tigon.weights.loading import STAGING_BYTES, load_into, pinned_ahead
 from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut
 from tigon.weights.plan import local_part, own_rows, own_slices
 from tigon.weights.ranks import RankError, Ranks
+from tigon.weights.reading import Reader
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
 
@@ -41,6 +42,7 @@ __all__ = [
     "Piece",
     "RankError",
     "Ranks",
+    "Reader",
     "Repository",
     "Rows",
     "Stored",
@@ -64,6 +66,7 @@ __all__ = [
     "new_directory",
     "own_rows",
     "own_slices",
+    "pinned_ahead",
     "read_header",
     "require_space",
     "write_checkpoint",

@@ -1,8 +1,9 @@
 """Fills a model's parameters from a checkpoint, strictly, each rank with its own slices only."""
 
 import os
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -12,13 +13,14 @@ from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.layout import Layout
 from tigon.weights.matching import match
 from tigon.weights.plan import Decoding, Lines, local_part, runs_of
-from tigon.weights.reading import SHARE, Reader
+from tigon.weights.reading import BUFFERS, SHARE, Reader, pinned_buffer, pinned_bytes
 from tigon.weights.replicas import Replicas
 from tigon.weights.threads import spread
 from tigon.weights.transfer import Run, Transfer, transfers
 
 STAGING_BYTES = 256 << 20  # of the host's memory, by default
 LEAST_SHARE = 1 << 20  # bytes of a thread's buffers: with less, fewer threads read
+THREADS = 12  # at most: on a GPU 16 were no faster, and their buffers take longer to pin
 SLOW = 0.5  # seconds, after which a progress bar appears
 
 
@@ -38,7 +40,7 @@ def load_into(
     `source_of` maps a part's name to the file's where they differ. A tensor of the file that no
     part uses is an error unless it is in `ignored`. Of a DTensor a rank reads its own rows or
     columns; what several ranks have alike one of them reads and sends to the others, so that all
-    ranks of its mesh have to call this together. `workers` threads read, by default up to 16;
+    ranks of its mesh have to call this together. `workers` threads read, by default up to 12;
     their buffers take at most `staging_bytes` of the host's memory.
     """
     if staging_bytes < LEAST_SHARE:
@@ -59,18 +61,55 @@ def load_into(
                     runs.append(found)
                 else:
                     decodings.append(found)
-    workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
-    share = min(SHARE, staging_bytes // workers)
+    workers, share = _shares(workers, staging_bytes)
     with replicas.agreed():
         _read_all(runs, decodings, workers, share)
     replicas.send({name: part.memory for name, part in local.items()})
+
+
+@contextmanager
+def pinned_ahead(device: torch.device, staging_bytes: int = STAGING_BYTES) -> Iterator[None]:
+    """Within, a thread pins the host memory of the buffers of a load to this GPU, one by one.
+
+    To be left before memory is allocated on the device: the driver does one of the two at a time.
+    Torch keeps pinned memory for whoever asks next, and so it is found by `load_into`, which pins
+    what is still lacking. On other devices nothing is done.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    workers, share = _shares(None, staging_bytes)
+    # Each thread has a current device of its own
+    index = torch.cuda.current_device() if device.index is None else device.index
+    left = threading.Event()
+
+    def pin() -> None:
+        buffers: list[Tensor] = []
+        # Memory that cannot be had is an error of the load, if it comes so far
+        with torch.cuda.device(index), suppress(RuntimeError):
+            while len(buffers) < BUFFERS * workers and not left.is_set():
+                buffers.append(pinned_buffer(pinned_bytes(share)))
+
+    thread = threading.Thread(target=pin, name="pinned_ahead")
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+
+
+def _shares(workers: int | None, staging_bytes: int) -> tuple[int, int]:
+    """How many threads read, and the bytes of each one's buffers."""
+    workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
+    return workers, min(SHARE, staging_bytes // workers)
 
 
 def _threads() -> int:
     """As many as read at once: the processors of this process, shared with its host's ranks."""
     usable = getattr(os, "sched_getaffinity", None)
     processors = len(usable(0)) if usable else os.cpu_count() or 1
-    return max(1, min(16, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _read_all(

@@ -14,7 +14,7 @@ from tigon.weights.transfer import Run, Transfer, transfers
 
 DIRECT = 16 << 20  # bytes of a read into the memory that is to be filled
 STAGING = 1 << 20  # of a read that is converted on the CPU: it stays in the processor's cache
-PINNED = 16 << 20  # of a read that goes to a GPU
+PINNED = 8 << 20  # of a read that goes to a GPU
 BUFFERS = 2  # of a thread for a GPU
 SHARE = BUFFERS * PINNED  # of all buffers of a thread
 IOV_MAX = 1024  # pieces of memory that the system fills at once
@@ -53,7 +53,7 @@ class Reader:
     def most(self, run: Run) -> int:
         """The bytes of the run that are read at once."""
         if run.out.is_cuda:
-            return min(PINNED, self._staging // BUFFERS)
+            return pinned_bytes(self._staging)
         return DIRECT if run.direct else min(STAGING, self._staging)
 
     def fill(self, transfer: Transfer) -> None:
@@ -102,7 +102,7 @@ class Reader:
             # Until the reader is left. The device too, or leaving the stream would make a context
             # on this thread's, the first GPU
             self._at_exit.enter_context(torch.cuda.device(device))
-            staging = _PinnedStaging(device, min(PINNED, self._staging // BUFFERS))
+            staging = _PinnedStaging(device, pinned_bytes(self._staging))
             self._at_exit.enter_context(torch.cuda.stream(staging.stream))
             self._at_exit.callback(staging.stream.synchronize)
             self._cuda[device] = staging
@@ -125,7 +125,7 @@ class _PinnedStaging:
     def __init__(self, device: torch.device, size: int) -> None:
         torch.cuda.synchronize(device)  # the memory we fill may still be in use by its last owner
         self.stream = torch.cuda.Stream(device)
-        buffers = [_pinned(size) for _ in range(BUFFERS)]
+        buffers = [pinned_buffer(size) for _ in range(BUFFERS)]
         self._turns = itertools.cycle(
             _Buffer(pinned, pinned.numpy().data, torch.cuda.Event()) for pinned in buffers
         )
@@ -145,7 +145,16 @@ class _PinnedStaging:
         buffer.copied.record(self.stream)
 
 
-def _pinned(size: int) -> Tensor:
+def pinned_bytes(staging: int) -> int:
+    """The size of one of the pinned buffers of a thread that may have `staging` bytes.
+
+    A power of two: torch rounds pinned memory up to one.
+    """
+    most = max(1, min(PINNED, staging // BUFFERS))
+    return 1 << (most.bit_length() - 1)
+
+
+def pinned_buffer(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 

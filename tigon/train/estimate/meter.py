@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from tigon.kernels._head_pass import workspace as head_workspace
 from tigon.kernels.grouped_mlp import backward_workspace, forward_workspace
+from tigon.kernels.lora_grouped_mlp import backward_workspace as lora_backward_workspace
+from tigon.kernels.lora_grouped_mlp import forward_workspace as lora_forward_workspace
 
 BLOCK = 512  # bytes; the CUDA allocator rounds up to multiples
 
@@ -25,6 +27,8 @@ WORKSPACES: dict[str, Callable[..., int]] = {
     "tigon::head_pass": head_workspace,
     "tigon::grouped_mlp": forward_workspace,
     "tigon::grouped_mlp_backward": backward_workspace,
+    "tigon::lora_grouped_mlp": lora_forward_workspace,
+    "tigon::lora_grouped_mlp_backward": lora_backward_workspace,
 }
 # Operators that write outputs over these arguments, except where a dispatch mode is at work
 OVERWRITES = {

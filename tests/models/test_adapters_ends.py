@@ -1,0 +1,174 @@
+"""Adapters of embeddings and heads against PEFT's: files both ways, logits and gradients."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_adapters_peft import (
+    check_same,
+    gradients,
+    near,
+    randomise,
+    theirs_of,
+    trained,
+)
+from tests.models.test_parity import tokens
+from tests.models.tiny import CASES, FIRST, reference
+from tigon import LoraConfig, from_pretrained
+from tigon.models import CausalLM
+
+ENDS = ["embed_tokens", "lm_head"]
+# Families whose embedding or head is more than a table and a product, and one that is no more.
+# Tied models: PEFT adds to each alone, and so do we
+KINDS = ("llama", "gemma2", "gemma3_text", "granite", "qwen2_moe")
+EVERY = [(kind, case, False) for kind, case in FIRST if kind in KINDS]
+EVERY += [(kind, case, True) for kind, case in FIRST if kind in KINDS[:2]]
+
+
+def base_of(directory: Path, model_type: str, case: str, tied: bool) -> Any:
+    overrides = CASES[model_type][case] | {"tie_word_embeddings": tied}
+    return reference(model_type, overrides, directory)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(("model_type", "case", "tied"), EVERY)
+def test_both_ways(model_type: str, case: str, tied: bool, tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base", model_type, case, tied)
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    config = LoraConfig(rank=3, alpha=5, targets=(*ENDS, "o_proj"), rank_pattern={"lm_head": 2})
+    ours.add_adapter(config)
+    assert torch.equal(ours(tokens()).logits, plain)
+    randomise(trained(ours))
+    ours.save_adapter(tmp_path / "adapter")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
+    check_same(ours, theirs)
+    theirs.save_pretrained(tmp_path / "theirs")  # with the base's own weights beside it
+    again = from_pretrained(tmp_path / "base")
+    again.load_adapter(tmp_path / "theirs")
+    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+    with again.adapters_disabled():
+        assert torch.equal(again(tokens()).logits, plain)
+    adapted = again(tokens()).logits
+    if tied:
+        with pytest.raises(ValueError, match="embedding and head are one weight"):
+            again.merge_adapter()
+        assert torch.equal(again(tokens()).logits, adapted)
+        return
+    again.merge_adapter()
+    near(again(tokens()).logits, adapted)
+    again.save_pretrained(tmp_path / "merged")
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> CausalLM:
+    reference("llama", CASES["llama"]["pad row"], tmp_path / "base")
+    return from_pretrained(tmp_path / "base")
+
+
+def adapted(model: CausalLM, *targets: str, **options: Any) -> CausalLM:
+    model.add_adapter(LoraConfig(rank=4, targets=targets or (*ENDS, "q_proj"), **options))
+    randomise(trained(model))
+    return model
+
+
+def test_first_values_are_theirs(tmp_path: Path, model: CausalLM) -> None:
+    model.add_adapter(LoraConfig(rank=64, targets="embed_tokens"))
+    low = dict(trained(model))
+    a, b = (low[f"model.embed_tokens.lora.default.lora_embedding_{x}"] for x in "AB")
+    assert not a.any()
+    assert b.std().item() == pytest.approx(1, abs=0.03)
+
+
+def test_generation_loss_and_log_probabilities(model: CausalLM) -> None:
+    adapted(model)
+    model.save_adapter(Path(str(model.config.source.name)).parent / "it")
+    merged = from_pretrained(str(model.config.source.name))
+    merged.load_adapter(Path(str(model.config.source.name)).parent / "it")
+    merged.merge_adapter()
+    ids = tokens()[:, :9]
+    for kind in ("dynamic", "static"):
+        how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        how["cache_implementation"] = kind
+        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+    near(model(ids, labels=ids).loss, merged(ids, labels=ids).loss)
+    near(model(ids, labels=ids, logits_bytes=1).loss, merged(ids, labels=ids).loss)
+
+
+def test_recomputed_blocks_and_packed_rows(model: CausalLM) -> None:
+    adapted(model).train()
+    ids = tokens()[:1, :12]
+    model(ids, labels=ids).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.activation_checkpointing = True
+    model(ids, labels=ids).loss.backward()
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, expected[name]), name
+    rows = tokens()[:2, :7]
+    packed, positions = rows.reshape(1, -1), torch.arange(7).repeat(2)[None]
+    near(model(packed, position_ids=positions).logits.view(2, 7, -1), model(rows).logits)
+
+
+def test_what_is_saved_of_the_base_has_to_be_its_own(model: CausalLM, tmp_path: Path) -> None:
+    theirs = theirs_of(tmp_path / "other", "llama", "grouped", target_modules=["embed_tokens"])
+    theirs.save_pretrained(tmp_path / "it")
+    path = tmp_path / "it" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    own = "base_model.model.model.embed_tokens.base_layer.weight"
+    ours = from_pretrained(tmp_path / "other")
+    plain = ours(tokens()).logits
+    for wrong, message in (
+        (tensors[own] + 1e-3, "is not the model's own"),
+        (tensors[own][:-1].clone(), r"is \[210, 96\], the model's \[211, 96\]"),
+    ):
+        save_file(tensors | {own: wrong}, path)
+        with pytest.raises(ValueError, match=rf"embed_tokens\.base_layer\.weight {message}"):
+            ours.load_adapter(tmp_path / "it")
+        assert not ours.adapter_names
+        assert torch.equal(ours(tokens()).logits, plain)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "both": (
+        {"targets": ("lm_head", "q_proj"), "modules_to_save": "lm_head"},
+        "lm_head is in targets and in modules_to_save",
+    ),
+    "dora of the head": ({"targets": "lm_head", "dora": True}, "dora with targets='lm_head'"),
+    "dora of the embedding": (
+        {"targets": ("q_proj", "embed_tokens"), "dora": True},
+        "dora with targets='embed_tokens'",
+    ),
+    "score": ({"modules_to_save": "score"}, "modules_to_save='score': this Llama has embed_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str, model: CausalLM) -> None:
+    options, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        model.add_adapter(LoraConfig(**options))
+    assert not model.adapter_names
+
+
+def test_tied_adapters_are_refused(tmp_path: Path) -> None:
+    theirs = theirs_of(
+        tmp_path / "base", "llama", "tied", target_modules=ENDS, ensure_weight_tying=True
+    )
+    theirs.save_pretrained(tmp_path / "it")
+    with pytest.raises(ValueError, match="ensure_weight_tying=True is not supported"):
+        from_pretrained(tmp_path / "base").load_adapter(tmp_path / "it")
+
+
+def test_all_linear_has_neither(model: CausalLM, tmp_path: Path) -> None:
+    model.add_adapter()
+    assert not [n for n in trained(model) if "embed_tokens" in n or "lm_head" in n]
+    model.save_adapter(tmp_path / "it")
+    written = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
+    assert "lm_head" not in written["target_modules"]

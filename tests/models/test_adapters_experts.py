@@ -1,0 +1,190 @@
+"""Adapters of experts against PEFT's of stacked parameters: files both ways, logits, gradients."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig as TheirConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import save_file
+
+from tests.models.test_adapters_peft import check_same, gradients, near, randomise, trained
+from tests.models.test_parity import tokens
+from tests.models.tiny import CASES, reference
+from tigon import LoraConfig, from_pretrained
+
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe")
+BOTH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+PATTERNS: dict[str, Any] = {
+    "target_parameters": BOTH,
+    "target_modules": ["q_proj"],
+    "use_rslora": True,
+    "rank_pattern": {r"layers\.1\..*down_proj": 3, "experts.gate_up_proj": 2},
+    "alpha_pattern": {"model.layers.0.mlp.experts.down_proj": 5},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "both": {"target_parameters": BOTH, "target_modules": []},
+    "gate_up": {"target_parameters": BOTH[1:], "target_modules": ["o_proj"]},
+    "down": {"target_parameters": BOTH[:1], "target_modules": ["o_proj"]},
+    "patterns": PATTERNS,
+}
+CASE = {"mixtral": "plain", "qwen2_moe": "plain", "qwen3_moe": "plain"}
+SOME = [("mixtral", name) for name in CONFIGS] + [(kind, "patterns") for kind in KINDS[1:]]
+
+
+@pytest.mark.parametrize(("model_type", "options"), SOME)
+def test_theirs_here(model_type: str, options: str, tmp_path: Path) -> None:
+    base = reference(model_type, CASES[model_type][CASE[model_type]], tmp_path / "base")
+    how = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"} | CONFIGS[options]
+    theirs = get_peft_model(base, TheirConfig(**how)).eval()
+    randomise(trained(theirs))
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    ours.load_adapter(tmp_path / "adapter", trainable=True)
+    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
+    check_same(ours, theirs)
+    with ours.adapters_disabled():
+        assert torch.equal(ours(tokens()).logits, plain)
+    adapted = ours(tokens()).logits
+    ours.merge_adapter()
+    near(ours(tokens()).logits, adapted)
+    ours.save_pretrained(tmp_path / "merged")
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_ours_there(model_type: str, tmp_path: Path) -> None:
+    base = reference(model_type, CASES[model_type][CASE[model_type]], tmp_path / "base")
+    ours = from_pretrained(tmp_path / "base")
+    plain = ours(tokens()).logits
+    targets = ("v_proj", "experts.gate_up_proj", "experts.down_proj")
+    config = LoraConfig(rank=5, alpha=7, targets=targets, rank_pattern={"experts.down_proj": 3})
+    ours.add_adapter(config)
+    assert torch.equal(ours(tokens()).logits, plain)
+    randomise(trained(ours))
+    ours.save_adapter(tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["target_parameters"] == BOTH
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()
+    check_same(ours, theirs)
+    again = from_pretrained(tmp_path / "base")
+    again.load_adapter(tmp_path / "adapter")
+    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
+
+
+def adapted(directory: Path, *targets: str) -> Any:
+    model = from_pretrained(directory)
+    model.add_adapter(LoraConfig(rank=4, targets=targets or ("q_proj", *BOTH)))
+    randomise(trained(model))
+    return model
+
+
+def found_of(model: Any, ids: Any) -> Any:
+    model.train()(ids, labels=ids).loss.backward()
+    return gradients(model)
+
+
+def test_recomputed_blocks(tmp_path: Path) -> None:
+    reference("qwen3_moe", CASES["qwen3_moe"]["plain"], tmp_path)
+    ids = tokens()[:1, :9]
+    expected, model = found_of(adapted(tmp_path), ids), adapted(tmp_path)
+    model.activation_checkpointing = True
+    for name, grad in found_of(model, ids).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Any:
+    reference("mixtral", CASES["mixtral"]["plain"], tmp_path / "base")
+    return from_pretrained(tmp_path / "base")
+
+
+def test_generation_is_that_of_the_merged_model(mixture: Any, tmp_path: Path) -> None:
+    model, merged = adapted(tmp_path / "base"), adapted(tmp_path / "base")
+    merged.merge_adapter()
+    ids = tokens()[:, :9]
+    for kind in ("dynamic", "static"):
+        how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+        how["cache_implementation"] = kind
+        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"targets": BOTH, "dora": True}, "dora with targets='gate_up_proj'"),
+    "apart": ({"targets": "up_proj"}, "gate and up of experts are one, gate_up_proj"),
+    "router": ({"targets": "mlp.gate"}, "is a router"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str, mixture: Any) -> None:
+    options, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        mixture.add_adapter(LoraConfig(**options))
+    assert not mixture.adapter_names
+
+
+def test_all_linear_has_no_experts(mixture: Any) -> None:
+    mixture.add_adapter()
+    assert not [name for name in trained(mixture) if "experts" in name]
+
+
+def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
+    adapted(tmp_path / "base").save_adapter(tmp_path / "it")
+    path = tmp_path / "it" / "adapter_config.json"
+    values = json.loads(path.read_text())
+    for changes, message in (
+        ({"target_parameters": ["mlp.gate.weight"]}, "'mlp.gate.weight' matches no experts"),
+        ({"target_parameters": "experts"}, "is no list of names"),
+        ({"r": 3}, r"lora_A.weight is \[\d+, 96\], and the rank is said to be 3"),
+        ({"target_parameters": BOTH[:1]}, "is for 'model.layers.0.mlp.experts.base_layer'"),
+    ):
+        path.write_text(json.dumps(values | changes))
+        with pytest.raises(ValueError, match=message):
+            mixture.load_adapter(tmp_path / "it")
+        assert not mixture.adapter_names
+    apart = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
+    save_file({apart: torch.zeros(4, 96)}, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"gate and up both: .*\.0\.w1\.lora_A.* is missing"):
+        mixture.load_adapter(tmp_path / "it")
+
+
+NAMES = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model_type", NAMES)
+def test_experts_apart_are_read_as_peft_reads_them(model_type: str, tmp_path: Path) -> None:
+    base = reference(model_type, CASES[model_type]["plain"], tmp_path / "base")
+    block, *parts = NAMES[model_type]
+    inner = base.model.layers[0].mlp.experts
+    experts, c, i = len(inner.down_proj), inner.down_proj.shape[1], inner.down_proj.shape[2]
+    tensors = {}
+    for layer in range(len(base.model.layers)):
+        for e in range(experts):
+            for part in parts:
+                k, o = (i, c) if part == parts[-1] else (c, i)
+                stem = f"base_model.model.model.layers.{layer}.{block}.experts.{e}.{part}.lora_"
+                tensors |= {f"{stem}A.weight": (3, k), f"{stem}B.weight": (o, 3)}
+    torch.manual_seed(5)
+    tensors = {name: torch.randn(shape) * 0.1 for name, shape in tensors.items()}
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": parts}
+    config["task_type"] = "CAUSAL_LM"
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "it" / "adapter_model.safetensors")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "it"), is_trainable=True).eval()
+    ours = from_pretrained(tmp_path / "base")
+    ours.load_adapter(tmp_path / "it", trainable=True)
+    check_same(ours, theirs)
+    other = next(name for name in tensors if "lora_B" in name)
+    tensors[other] = torch.zeros(len(tensors[other]), 4)
+    save_file(tensors, tmp_path / "it" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="are not alike, or not of the ranks"):
+        from_pretrained(tmp_path / "base").load_adapter(tmp_path / "it")

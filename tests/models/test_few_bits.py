@@ -1,0 +1,262 @@
+"""Models whose frozen weights are in few bits: what they compute, hold, train, save and refuse."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import tigon.kernels
+from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
+from tests.models.test_adapters_peft import randomise, trained
+from tests.models.test_parity import tokens
+from tests.models.test_quantised import EVEN, EXPERTS
+from tests.models.tiny import CASES, reference
+from tigon import LoraConfig, from_pretrained
+from tigon.layers import Linear
+from tigon.models import CausalLM, _few_bits, count_parameters, quantise, quantised_bytes
+
+FAMILIES = {
+    "llama": CASES["llama"]["grouped"],
+    "qwen2": EVEN,  # biases
+    "phi3": EVEN | {"pad_token_id": None},  # stored packed
+    "qwen3_moe": EXPERTS,
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("bases")
+    for family, sizes in FAMILIES.items():
+        reference(family, sizes, root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def dense(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the bases are in 4 bits, saved in 32."""
+    root = tmp_path_factory.mktemp("dense")
+    for family, base in bases.items():
+        from_pretrained(base, quantize="nf4").save_pretrained(root / family)
+    return {family: root / family for family in bases}
+
+
+def gradients(model: CausalLM, ids: Tensor | None = None) -> dict[str, Tensor]:
+    ids = tokens() if ids is None else ids
+    model.zero_grad()
+    model.train()(ids, labels=ids).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def adapted(path: Path, **options: Any) -> CausalLM:
+    more = {"quantize": options.pop("quantize", None)}
+    model = from_pretrained(path, **more)
+    model.add_adapter(LoraConfig(rank=4, **options))
+    randomise(trained(model))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
+    family: str, bases: dict[str, Path], dense: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, found = (load_file(p[family] / "model.safetensors") for p in (bases, dense))
+    assert plain.keys() == found.keys()
+    for name, tensor in plain.items():
+        inside = name.rpartition("_proj.weight")[1] and ".experts." not in name
+        if not inside:  # and shared experts' gates, of which there are none here
+            assert torch.equal(found[name], tensor), name
+            continue
+        layer = Linear(tensor.shape[1], tensor.shape[0], bias=False)
+        made = _few_bits.Nf4Weight([tensor.shape[0]], tensor.shape[1], torch.float32)
+        made.allocate(torch.device("cpu"))
+        made.store(tensor)
+        layer.quantise(made)
+        assert torch.equal(layer.values(), found[name]), name
+        assert 0.02 < (found[name] - tensor).std() / tensor.std() < 0.2
+    model = from_pretrained(bases[family], quantize="nf4")
+    assert torch.equal(model(tokens()).logits, from_pretrained(dense[family])(tokens()).logits)
+    again = from_pretrained(bases[family])
+    assert count_parameters(again) == count_parameters(model)
+    quantise(again, "nf4")  # a model that has values
+    assert torch.equal(model(tokens()).logits, again(tokens()).logits)
+    monkeypatch.setattr(_few_bits, "WHOLE", 1)  # matrix by matrix
+    one = from_pretrained(bases[family], quantize="nf4")
+    assert torch.equal(model(tokens()).logits, one(tokens()).logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"targets": ("q_proj", "down_proj")}])
+def test_adapters_train_on_it(
+    options: dict[str, Any], bases: dict[str, Path], dense: dict[str, Path]
+) -> None:
+    """As on the same numbers in 32 bits; with recomputation and offload too."""
+    for family in ("llama", "qwen2"):
+        expected = gradients(adapted(dense[family], **options))
+        for recompute, offload in ((False, False), (True, False), (True, True)):
+            model = adapted(bases[family], quantize="nf4", **options)
+            model.activation_checkpointing, model.activation_offload = recompute, offload
+            found = gradients(model)
+            assert found.keys() == expected.keys()
+            for name, grad in found.items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.kernel
+def test_on_kernels(tmp_path: Path) -> None:
+    reference("llama", FAMILIES["llama"] | {"num_hidden_layers": 1}, tmp_path)
+    ids, model = tokens()[:1, :9], adapted(tmp_path, quantize="nf4")
+    expected = gradients(model, ids)
+    with tigon.kernels.use("triton"):
+        found = gradients(model, ids)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_merging_adds_to_the_dequantised_weight(bases: dict[str, Path], tmp_path: Path) -> None:
+    for options in ({}, {"dora": True}):
+        model = adapted(bases["llama"], quantize="nf4", targets=("q_proj", "o_proj"), **options)
+        before = model(tokens()).logits
+        model.merge_adapter()
+        torch.testing.assert_close(model(tokens()).logits, before, rtol=1e-4, atol=1e-5)
+        layer = model.model.layers[0]
+        assert layer.self_attn.qkv_proj.quantised is None and not layer.self_attn.o_proj.lora
+        assert layer.mlp.down_proj.quantised is not None
+        model.save_pretrained(tmp_path / str(len(options)))
+        again = from_pretrained(tmp_path / str(len(options)))
+        assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_what_it_holds(bases: dict[str, Path]) -> None:
+    model = from_pretrained(bases["qwen2"], quantize="nf4", dtype=torch.bfloat16)
+    few = [m for m in model.modules() if isinstance(m, Linear)]
+    numbers = sum(math.prod(m.outline.shape) for m in few)
+    tables = sum(m.quantised.tables.nbytes + m.quantised.places.nbytes for m in few)  # type: ignore
+    assert quantised_bytes(model) - tables < numbers * (0.5 + 1 / 64 + 0.01)
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
+    assert not any("proj.weight" in name for name, _ in model.named_parameters())
+    model.to("cpu", torch.bfloat16)  # nothing changes
+    assert {b.dtype for n, b in model.named_buffers() if "steps" in n} == {torch.float32}
+    twin = from_pretrained(bases["qwen2"], quantize="nf4", dtype=torch.bfloat16)
+    twin.load_state_dict(copy.deepcopy(model).state_dict())
+    assert torch.equal(twin(tokens()).logits, model(tokens()).logits)
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    texts = [
+        model.generate(tokens()[:, :9], cache_implementation=kind, **how)
+        for kind in ("dynamic", "static")
+    ]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.traced
+def test_compiled_blocks(bases: dict[str, Path]) -> None:
+    model = adapted(bases["llama"], quantize="nf4")
+    expected = gradients(model)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+FP8 = {
+    "blocks": ("qwen3", EVEN, (32, 16), DYNAMIC),
+    "blocks that divide nothing": ("qwen2", EVEN, (40, 56), DYNAMIC),
+    "one scale a matrix": ("ministral3", EVEN, None, STATIC),
+    "stored packed": ("phi3", EVEN | {"pad_token_id": None}, (32, 16), DYNAMIC),
+    "experts": ("qwen3_moe", EXPERTS, (32, 16), DYNAMIC),
+}
+
+
+@pytest.mark.parametrize("case", FP8)
+def test_fp8_checkpoints_are_kept(case: str, tmp_path: Path) -> None:
+    family, sizes, block, settings = FP8[case]
+    reference(family, sizes, tmp_path / "m", dtype=torch.bfloat16)
+    meant = to_fp8(tmp_path / "m", block, settings)
+    plain = from_pretrained(tmp_path / "m")
+    model = from_pretrained(tmp_path / "m", quantize="keep")
+    stored = load_file(tmp_path / "m" / "model.safetensors")
+    codes = [m.quantised.memory for m in model.modules() if isinstance(m, Linear) and m.quantised]  # type: ignore
+    own = [t for n, t in stored.items() if t.dtype == torch.float8_e4m3fn and ".experts." not in n]
+    assert codes and sum(c.nbytes for c in codes) == sum(t.nbytes for t in own)
+    assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+    model.save_pretrained(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in meant.items())
+    model.add_adapter(LoraConfig(rank=2))
+    assert gradients(model)
+
+
+def test_other_fp8_forms_and_scales(tmp_path: Path) -> None:
+    reference("qwen3", EVEN, tmp_path, dtype=torch.bfloat16)
+    to_fp8(tmp_path, (32, 16), DYNAMIC)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    mixed = tensors | {name: tensors[name].float().to(torch.float8_e5m2)}
+    save_file(mixed, path)
+    kept = from_pretrained(tmp_path, quantize="keep")
+    mlps = [layer.mlp for layer in kept.model.layers]
+    assert mlps[1].gate_up_proj.quantised is None and mlps[0].gate_up_proj.quantised is not None
+    assert torch.equal(kept(tokens()).logits, from_pretrained(tmp_path)(tokens()).logits)
+    scale = f"{name}_scale_inv"
+    for bad in (math.nan, -1.0):
+        broken = tensors[scale].clone()
+        broken[1, 1] = bad
+        save_file(tensors | {scale: broken}, path)
+        with pytest.raises(ValueError, match=r"up_proj.weight_scale_inv is .* for block \[1, 1\]"):
+            from_pretrained(tmp_path, quantize="keep")
+
+
+def test_refusals(bases: dict[str, Path], tmp_path: Path) -> None:
+    base = bases["llama"]
+    unknown: Any = "int4"
+    with pytest.raises(ValueError, match="quantize='int4' is not known"):
+        from_pretrained(base, quantize=unknown)
+    with pytest.raises(ValueError, match=r'quantize="keep": .* has no projections in fp8'):
+        from_pretrained(base, quantize="keep")
+    model = from_pretrained(base, quantize="nf4")
+    for convert in (model.half, model.double, lambda: model.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"quantised .nf4. and are used in torch.float32"):
+            convert()
+        assert model.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"quantised .nf4. and cannot be trained: add_adapter"):
+        model.requires_grad_()
+    model.requires_grad_(False)
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][3, 5] = math.inf
+    reference("llama", FAMILIES["llama"], tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.qkv_proj.weight has values that are"):
+        from_pretrained(tmp_path, quantize="nf4")
+
+
+def test_beside_peft_and_bitsandbytes(tmp_path: Path) -> None:
+    """Of columns that 64 divides: of others, such as 96, its CPU library mistakes the blocks."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    reference("llama", EVEN | {"intermediate_size": 128}, tmp_path / "base")
+    ours = adapted(tmp_path / "base", quantize="nf4")
+    ours.save_adapter(tmp_path / "adapter")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=how, dtype=torch.float32
+    )
+    assert any(isinstance(m, bnb.nn.Linear4bit) for m in theirs.modules())
+    theirs = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+    torch.testing.assert_close(
+        ours.eval()(tokens()).logits.detach(), expected, rtol=1e-3, atol=1e-3
+    )

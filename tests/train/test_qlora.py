@@ -1,0 +1,90 @@
+"""Runs whose frozen base is in 4 bits."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tigon
+from tests.train.ranks import train_on
+from tests.train.test_lora import SETTINGS, step, tensors
+from tigon.cli import main as command
+from tigon.layers import QuantisedWeight
+from tigon.train import load, main
+from tigon.train.build import read_inputs
+from tigon.train.estimate.report import plan
+from tigon.train.export import load_checkpoint
+from tigon.train.parallel import start
+
+
+@pytest.fixture(scope="module")
+def settings(workspace):
+    def make(run: str, **changes: Any) -> list[str]:
+        own = SETTINGS | {"lora.quantize": "nf4", "steps": 4, "lora.merge": "true"}
+        return workspace.settings(run, eval_data=workspace.held_out, **own | changes)
+
+    main(make("one"))
+    return make
+
+
+def test_it_learns_and_goes_on(workspace, settings):
+    losses = workspace.metrics("one", "loss")
+    assert losses[-1] < losses[0] - 0.1
+    assert all(".lora_" in name for name in tensors(step(workspace, "one", 4)))
+    main(settings("resumed", resume=step(workspace, "one", 2)))
+    for key in ("loss", "grad_norm"):
+        assert workspace.metrics("resumed", key) == workspace.metrics("one", key)[2:]
+    with pytest.raises(SystemExit, match="is of another adapter or model"):
+        main(settings("other", **{"resume": step(workspace, "one", 2), "lora.quantize": "null"}))
+
+
+def test_exports_have_the_base_of_4_bits(workspace, settings):
+    run, ids = workspace.root / "one", torch.arange(3, 40)[None]
+    model = tigon.from_pretrained(workspace.model, quantize="nf4")
+    model.load_adapter(run / "adapter")
+    adapted = model(ids).logits
+    merged = tigon.from_pretrained(run / "hf")
+    torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+    assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
+    one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "merged"))
+    assert one.keys() == two.keys() and all(torch.equal(two[name], one[name]) for name in one)
+    found, _ = load_checkpoint(step(workspace, "one", 4))
+    assert any(isinstance(m, QuantisedWeight) for m in found.modules())
+    torch.testing.assert_close(found(ids).logits, adapted)
+
+
+def test_two_ranks_and_one(workspace, settings):
+    """Each rank has all of the base, and its rows of the adapter."""
+    train_on(2, settings("two", activation_checkpointing="true"))
+    for key in ("loss", "grad_norm", "eval_loss"):
+        expected = workspace.metrics("one", key)
+        assert workspace.metrics("two", key) == pytest.approx(expected, rel=1e-5), key
+    root = workspace.root
+    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        one, two = (load_file(root / run / name) for run in ("one", "two"))
+        assert one.keys() == two.keys()
+        for tensor in one:
+            torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-5)
+
+
+def test_the_estimate_knows(workspace, settings):
+    """On every rank all of the base, in 4 bits; a run on a CPU is planned for GPUs here."""
+    found = {}
+    for quantize in ("null", "nf4"):
+        own = {"device": "auto", "dtype": "bfloat16", "lora.quantize": quantize}
+        config = load(None, settings(f"plan-{quantize}", **own))
+        with start("cpu") as world:
+            inputs = read_inputs(config, world, here=False)
+            for gpus in (1, 2):
+                found[quantize, gpus] = plan(config, inputs, gpus).kinds["parameters"]
+            inputs.data.close()
+    sizes = json.loads((workspace.model / "config.json").read_text())
+    assert sizes["num_hidden_layers"] == 2
+    model = tigon.from_pretrained(workspace.model, quantize="nf4", dtype=torch.bfloat16)
+    few = [m for m in model.modules() if isinstance(m, QuantisedWeight)]
+    saved = sum(2 * m.shape.numel() - m.nbytes for m in few)
+    assert saved > 0
+    assert found["null", 1] - found["nf4", 1] == pytest.approx(saved, abs=512 * 20)
+    assert found["nf4", 2] > sum(m.nbytes for m in few)

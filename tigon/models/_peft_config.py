@@ -1,0 +1,78 @@
+"""What PEFT's adapter_config.json says of an adapter, and PEFT's names of its tensors."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tigon.models._lora import LoraConfig, Place, matches, places
+from tigon.models._model import LanguageModel
+
+
+def meant_by(place: Place, parameters: Collection[str]) -> bool:
+    return any(listed(place.name, target) for target in parameters)
+
+
+def listed(name: str, target: Any) -> bool:
+    """Whether PEFT's list of names means this one."""
+    return isinstance(target, str) and (name == target or name.endswith(f".{target}"))
+
+
+def short(model: LanguageModel, names: Collection[str]) -> list[str]:
+    """Ends of names that mean just these projections, for every version of transformers."""
+    every = [place.name for place in places(model)]
+    ends = list(dict.fromkeys(n.rpartition(".")[2] for n in every if n in names))
+    meant = {name for name in every if any(matches(end, name) for end in ends)}
+    # Experts have projections of such names in older versions
+    plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    return ends if plain and meant == set(names) else sorted(names)
+
+
+def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]) -> dict[str, Any]:
+    """adapter_config.json of an adapter of these projections."""
+    names = [place.name for place in own]
+
+    def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
+        found = {}
+        for name in sorted(names):
+            value = next((v for key, v in patterns.items() if matches(key, name)), default)
+            if value != default:
+                found[name] = value
+        return found
+
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
+        "base_model_name_or_path": config.base or model.config.source.name or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "target_modules": short(model, [place.name for place in own if not place.experts]),
+        "target_parameters": _parameters(model, own),
+        "rank_pattern": of_each(config.rank_pattern, config.rank),
+        "alpha_pattern": of_each(config.alpha_pattern, config.alpha),
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "modules_to_save": list(config.modules_to_save) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _parameters(model: LanguageModel, own: Collection[Place]) -> list[str] | None:
+    """Of experts, which are no modules."""
+    mine = [place for place in own if place.experts]
+    ends = sorted({f"mlp.experts.{place.own}" for place in mine})
+    meant = [p for p in places(model) if p.experts and meant_by(p, ends)]
+    return (ends if len(meant) == len(mine) else sorted(p.name for p in mine)) or None
+
+
+def peft_name(name: str, adapter: str) -> str:
+    """Of a tensor in a file, from its name in a model's layout."""
+    if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
+        return name.removesuffix(f".{adapter}")
+    inner, dot, kind = name.rpartition(".")
+    inner = inner.removesuffix(f".{adapter}").removesuffix(".modules_to_save")
+    if inner.endswith(".lora_magnitude_vector"):
+        return inner
+    return f"{inner}{dot}{kind}"

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Who may import whom; what an arrow leads to may be imported too
 ARROWS: dict[str, set[str]] = {
-    "kernels": set(),
+    "splitmix": set(),
+    "kernels": {"splitmix"},
     "json_file": set(),
     "strict": {"json_file"},
     "hub": {"json_file"},
@@ -29,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "models": {"generation", "weights"},
     "parallel": {"models"},
     "tokenizer": {"hub"},
-    "data": {"tokenizer"},
+    "data": {"splitmix", "tokenizer"},
     "report": {"json_file"},
     "train": {"data", "parallel", "report"},
     "eval": {"data", "models"},

@@ -19,7 +19,7 @@ def loader(
     """Of windows of `size` examples."""
     rows = partial(whole, seq_len=32, packing=packing)
     windows = Mixture.of(EXAMPLES, size)
-    return Loader(windows, rows, rank=rank, world=world, **SHAPE, **{"seed": 3, **kwargs})
+    return Loader(windows, rows, rank=rank, world=world, **{**SHAPE, "seed": 3, **kwargs})
 
 
 def all_rows(data: Loader) -> list[list[list[int]]]:
@@ -44,6 +44,41 @@ def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:
 def assert_equal(a: MicroBatch, b: MicroBatch) -> None:
     assert tensors(a).keys() == tensors(b).keys()
     assert all(torch.equal(value, tensors(b)[name]) for name, value in tensors(a).items())
+
+
+def dropout_keys(data: Loader, step: int) -> dict[tuple[int, ...], list[int]]:
+    """Of each sequence in this rank's part of a step, by its tokens."""
+    found = {}
+    for batch in data.micro_batches(step):
+        ids, keys = (t.flatten().tolist() for t in (batch.input_ids, batch.dropout_keys))
+        found |= {tuple(ids[a:b]): keys[a:b] for a, b in batch.places.tolist()}
+    return found
+
+
+def numbered(data: Loader, keys: dict[tuple[int, ...], list[int]]) -> list[list[int]]:
+    """In the order of the first step."""
+    return [keys[tuple(EXAMPLES.tokens[a:b])] for row in taken(data, 0) for a, b in row]
+
+
+def test_keys_of_dropout() -> None:
+    """The same for a sequence of a step, however it is dealt; no two tokens of any share one."""
+    one = loader(dropout_seed=1)
+    first = dropout_keys(one, 0)
+    assert len(first) > 8  # several in a row
+    for other in ({"micro_batch_size": 4}, {"micro_batch_size": 8}):
+        assert dropout_keys(loader(dropout_seed=1, **other), 0) == first
+    shares = [dropout_keys(loader(rank, 2, dropout_seed=1), 0) for rank in (0, 1)]
+    assert shares[0] | shares[1] == first and not shares[0].keys() & shares[1].keys()
+    # By the sequence's number in the step, whatever it is
+    data = loader(dropout_seed=1, packing=False)
+    padded = dropout_keys(data, 0)
+    both = zip(numbered(one, first), numbered(data, padded), strict=False)
+    assert all(x == y for own, other in both for x, y in zip(own, other, strict=False))
+    seen = [key for keys in first.values() for key in keys]
+    for data, step in ((one, 1), (loader(dropout_seed=2), 0)):
+        seen += [key for keys in dropout_keys(data, step).values() for key in keys]
+    assert len(set(seen)) == len(seen)
+    assert all(batch.dropout_keys is None for batch in loader().micro_batches(0))
 
 
 def sequences(batch: MicroBatch) -> list[list[int]]:
@@ -266,6 +301,9 @@ def test_some_sequences_of_a_batch_in_one_line():
             assert torch.equal(found.per_token["noise"], expected.per_token["noise"])
             assert torch.equal(found.per_example["kind"], expected.per_example["kind"])
             assert found.origins == expected.origins
+            numbers = np.arange(5)
+            keys = batch.with_dropout(1, 2, numbers).select(chosen).dropout_keys
+            assert torch.equal(keys, expected.with_dropout(1, 2, numbers[chosen]).dropout_keys)
         none = batch.select(np.zeros(5, dtype=bool))
         assert none.input_ids.tolist() == [[0]] and none.cu_seq_lens.tolist() == [0, 1]
         assert not none.attention_mask.any() and len(none.spans) == len(none.sources) == 0

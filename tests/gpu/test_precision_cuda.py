@@ -10,6 +10,7 @@ from tests.train.conftest import workspace
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
 from tests.train.test_two_ranks import torchrun
+from tigon import splitmix
 from tigon.train import main
 from tigon.train.optim import Ema, build_optimizer, eight_bit, low_precision, rounding
 
@@ -51,7 +52,7 @@ def test_rounding_has_the_cpus_bits():
         bits = rounding.draws(3, 7, first, x.numel(), CUDA)
         assert torch.equal(bits.cpu(), rounding.draws(3, 7, first, x.numel(), cpu))
         for index in range(4):
-            own = rounding.sixteen(bits.view_as(x), index)
+            own = splitmix.sixteen(bits.view_as(x), index)
             found = rounding.round_stochastically(x.cuda(), own).cpu()
             assert torch.equal(found, rounding.round_stochastically(x, own.cpu()))
     for signed in (True, False):

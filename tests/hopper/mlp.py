@@ -18,6 +18,7 @@ from tigon.kernels._fp8_casts import (
 from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
 from tigon.kernels._low_rank import low_rank_gradients, low_rank_product
 from tigon.kernels.block_fp8 import E4M3, E5M2
+from tigon.kernels.dropout import Dropout, drop
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.layers import Fp8Weight, Nf4Weight
 
@@ -44,6 +45,9 @@ def forms() -> Forms:
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
     for name, options in ADDITIONS.items():
         yield f"low rank {name}", partial(_low_rank, **options)
+    for dtype in (BF16, FP32):
+        yield f"dropout {dtype}", partial(_dropout, 4096, dtype)
+    yield "dropout, odd", partial(_dropout, 1001, FP16)
     for name, (matrices, dtype) in FEW_BITS.items():
         yield f"nf4 {name}", partial(_nf4, matrices, dtype)
     yield "block fp8 e4m3", partial(_block_fp8, E4M3)
@@ -118,6 +122,13 @@ def _low_rank(
     low_rank_product(u, bs, firsts, scales, columns, added, False)
     low_rank_product(u, [zeros(sum(ranks), 4096, dtype=own or dtype)], [0], [1.0], 4096, None, True)
     low_rank_gradients(zeros(512, columns, dtype=dtype), u, bs, firsts, scales, of_bs)
+
+
+def _dropout(C: int, dtype: torch.dtype) -> None:
+    dropout = Dropout(zeros(512, dtype=torch.int64), -(2**60) - 1, 0.1)
+    backward(drop(zeros(512, C, dtype=dtype, grad=True), dropout))
+    given = zeros(512, 16, dtype=dtype), [zeros(16, C, dtype=dtype)], [0], [1.0], C, None, True
+    low_rank_product(*given, dropout.keys, dropout.place, dropout.threshold)
 
 
 FEW_BITS: dict[str, tuple[list[tuple[int, int]], torch.dtype]] = {

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +15,8 @@ from tests.kernels.test_rebuilt import kept
 from tests.numbers import assert_as_near
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
 from tigon.kernels._rebuilt import rebuilding, recipe_of
-from tigon.kernels.lora_linear import FP8, Addition
+from tigon.kernels.dropout import Dropout, kept_ref
+from tigon.kernels.lora_linear import FP8, PLAIN, Addition
 
 C, K = 48, 70  # columns of x and of y
 # By the first column, how many, rank and scale of each part
@@ -78,6 +81,32 @@ def test_definition(parts: str, dtype: torch.dtype) -> None:
         assert_as_near(found, lora_linear_ref(row, *given), exact(case, row))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("plain", [True, False])
+def test_dropout(dtype: torch.dtype, plain: bool) -> None:
+    """PEFT's formula of the same mask, forward and back; the product of the base has all of x."""
+    case, base = Case("ends", dtype), PLAIN._replace(plain=plain)
+    dropout = Dropout(torch.randint(-(2**63), 2**63 - 1, (2, 3)), 77, 0.4)
+    mask = kept_ref(dropout, C)
+    assert 0.2 < mask.float().mean() < 0.9
+
+    def peft(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, additions: Any) -> Tensor:
+        y = F.linear(x, weight, bias)
+        u = F.linear(x * mask / (1 - dropout.p), a).split([add.b.shape[1] for add in additions], -1)
+        for own, (first, b, scale) in zip(u, additions, strict=True):
+            before, after = first, K - first - b.shape[0]
+            y = y + F.pad(F.linear(own, b) * scale, (before, after))
+        return y
+
+    ours = case.run(partial(lora_linear, base=base, dropout=dropout))
+    assert_as_near(ours, case.run(peft), case.at(torch.float64).run(peft))
+    definition = case.run(partial(lora_linear_ref, dropout=dropout))
+    assert_as_near(definition, case.run(peft), case.at(torch.float64).run(peft))
+    with torch.no_grad():
+        given = case.weight, case.bias, case.a, case.additions
+        assert torch.equal(lora_linear(case.x, *given, base=base, dropout=dropout), ours["y"])
+
+
 def exact(case: Case, x: Tensor) -> Tensor:
     other = case.at(torch.float64)
     return lora_linear_ref(x.double(), other.weight, other.bias, other.a, other.additions).detach()
@@ -106,6 +135,10 @@ def test_a_base_that_learns_has_its_gradient() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def dropped(p: float = 0.4) -> Dropout:
+    return Dropout(torch.arange(6).view(2, 3) * 2**55, -5, p)
+
+
 def normed(x: Tensor) -> Tensor:
     return rms_norm(x, torch.ones(C, dtype=x.dtype), 1e-6)
 
@@ -117,16 +150,21 @@ def activated(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [normed, activated])
 def test_the_input_is_computed_again(make: Any, path: str) -> None:
     case = Case("ends", torch.float32)
-    with rebuilding(0):
-        found = case.run(lora_linear, make)
-    with rebuilding(math.inf):
-        expected = case.run(lora_linear, make)
-    assert all(torch.equal(t, expected[name]) for name, t in found.items())
+    for function in (lora_linear, partial(lora_linear, dropout=dropped())):
+        with rebuilding(0):
+            found = case.run(function, make)
+        with rebuilding(math.inf):
+            expected = case.run(function, make)
+        assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
-def test_a_gated_activation_that_nobody_else_reads(path: str) -> None:
+@pytest.mark.parametrize("dropout", [None, dropped()])
+def test_a_gated_activation_that_nobody_else_reads(path: str, dropout: Dropout | None) -> None:
     case = Case("ends", torch.float32)
-    expected = case.run(lora_linear, activated)
+    if dropout is not None:
+        dropout = dropout._replace(keys=dropout.keys.to(case.x.device))
+    function = partial(lora_linear, dropout=dropout)
+    expected = case.run(function, activated)
 
     def alone(x: Tensor) -> Tensor:
         y = activated(x)
@@ -135,7 +173,7 @@ def test_a_gated_activation_that_nobody_else_reads(path: str) -> None:
         return y
 
     with rebuilding(0):
-        found = case.run(lora_linear, alone)
+        found = case.run(function, alone)
     for name, t in found.items():
         torch.testing.assert_close(t, expected[name], msg=name)
 
@@ -148,12 +186,13 @@ def test_what_is_kept(path: str) -> None:
     bs = [add.b for add in case.additions]
     own = case.weight, case.a, *bs
 
-    def run() -> Tensor:
+    def run(dropout: Dropout | None = None) -> Tensor:
         y = rms_norm(case.x, w, 1e-6)
-        return lora_linear(y, case.weight, case.bias, case.a, case.additions)
+        return lora_linear(y, case.weight, case.bias, case.a, case.additions, dropout=dropout)
 
     with rebuilding(0):
         assert kept(run, *own) == [C]  # the stream; u is narrower
+        assert kept(partial(run, dropped()), *own) == [C]  # no mask, and nothing that has one
     with rebuilding(math.inf):
         assert kept(run, *own) == [C, C]
     for p in (case.a, *bs):  # a frozen adapter keeps no input
@@ -168,12 +207,14 @@ def test_checkpointing(make: Any, least: float) -> None:
     """Bits of a block that is computed again, whose last product is not."""
     case = Case("ends", torch.float32)
 
+    drops = partial(lora_linear, dropout=dropped())
+
     def again(x: Tensor, *rest: Any) -> Tensor:
-        y: Tensor = checkpoint(lambda x: lora_linear(make(x), *rest), x, use_reentrant=False)
+        y: Tensor = checkpoint(lambda x: drops(make(x), *rest), x, use_reentrant=False)
         return y
 
     with rebuilding(least):
-        found, expected = case.run(again), case.run(lora_linear, make)
+        found, expected = case.run(again), case.run(drops, make)
     assert all(torch.equal(t, expected[name]) for name, t in found.items())
 
 
@@ -202,18 +243,22 @@ def test_fp8(path: str) -> None:
 
 @pytest.mark.traced
 def test_compile() -> None:
-    case = Case("ends", torch.float32)
+    case, dropout = Case("ends", torch.float32), dropped()
     torch._dynamo.reset()
-    found = case.run(torch.compile(lora_linear, backend="aot_eager", fullgraph=True))
-    expected = case.run(lora_linear_ref)
+    compiled = torch.compile(lora_linear, backend="aot_eager", fullgraph=True)
+    found = case.run(partial(compiled, dropout=dropout))
+    expected = case.run(partial(lora_linear_ref, dropout=dropout))
     for name, t in found.items():
         torch.testing.assert_close(t, expected[name])
 
 
-def test_autocast() -> None:
-    case = Case("all", torch.float32)
+@pytest.mark.parametrize("drops", [False, True])
+def test_autocast(drops: bool) -> None:
+    case, dropout = Case("all", torch.float32), dropped() if drops else None
     with torch.autocast(case.x.device.type, torch.bfloat16):
-        found, expected = case.run(lora_linear), case.run(lora_linear_ref)
+        found, expected = (
+            case.run(partial(f, dropout=dropout)) for f in (lora_linear, lora_linear_ref)
+        )
     for name, t in found.items():
         torch.testing.assert_close(t, expected[name])
 

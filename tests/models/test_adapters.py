@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "pattern": ({"targets": "o_proj", "rank_pattern": {"q_proj": 2}}, "rank_pattern='q_proj'"),
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
-    "dropout": ({"dropout": 0.1}, "dropout=0.1"),
+    "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
     "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
 

@@ -55,6 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter, checkpointing, dora": {
         "lora.targets": "[q_proj, down_proj]", "lora.dora": "true", "activation_checkpointing": 2,
     },
+    "adapter, dropout, recomputation": {
+        "lora.rank": 4, "lora.dropout": 0.3, "activation_checkpointing": 2,
+    },
     "deterministic": {"deterministic": "true"},
     "watched": {"hooks": f"{watching.__file__}:keep", "hook_every": 2, "eval_every": 2},
 }  # fmt: skip

@@ -14,7 +14,9 @@ from torch import Tensor
 from tigon.data.examples import FILLS, Examples
 from tigon.data.mixture import Corpus, ranges
 from tigon.data.packing import Rows
+from tigon.splitmix import mixed, outputs, signed
 
+DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
 Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
 
 
@@ -37,6 +39,7 @@ class MicroBatch:
     sources: tuple[tuple[Examples, int], ...]  # of each sequence: whose it is, and from which token
     # int64 [n, 2], the spans on the host, where nothing waits for the device
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    dropout_keys: Tensor | None = None  # int64 [B, T], where something is dropped in training
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -82,7 +85,18 @@ class MicroBatch:
             per_example={name: column[which] for name, column in self.per_example.items()},
             sources=tuple(s for s, kept in zip(self.sources, keep, strict=True) if kept),
             places=places,
+            dropout_keys=None if self.dropout_keys is None else taken(self.dropout_keys),
         )
+
+    def with_dropout(self, seed: int, step: int, numbers: np.ndarray) -> Self:
+        """The same, on the host, with keys of dropout: random bits of the seed, the step, the
+        sequence's number in it, of `numbers` [n], and the token's position in the sequence."""
+        number = np.zeros(self.input_ids.numel(), dtype=np.int64)
+        lengths = np.diff(self.places)[:, 0]
+        number[ranges(self.places[:, 0], lengths)] = np.repeat(numbers, lengths)
+        of_step = mixed(mixed(seed ^ DROPOUT) + step)
+        sequences = outputs(signed(of_step), torch.from_numpy(number).view_as(self.input_ids))
+        return replace(self, dropout_keys=outputs(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
@@ -107,6 +121,7 @@ class MicroBatch:
             "attention_mask": self.attention_mask,
             "cu_seq_lens": self.cu_seq_lens,
             "max_length_q": self.longest,
+            "dropout_keys": self.dropout_keys,
         }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from tigon.data.collate import MicroBatch, collate
-from tigon.data.mixture import Corpus, Window
+from tigon.data.mixture import Corpus, Window, ranges
 from tigon.data.packing import Rows
 
 RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
@@ -108,13 +108,14 @@ class Loader:
         seed: int | None = None,
         rank: int = 0,
         world: int = 1,
+        dropout_seed: int | None = None,
         cursor: Mapping[str, Any] | None = None,
     ):
         """`batch_size` counts rows over all ranks and micro-batches; seed None keeps their order.
 
         Packed rows are lines of seq_len tokens. Otherwise every sequence is a line, padded on the
-        right to the longest of its micro-batch. `cursor`: what `state` said of the step at which
-        the windows of a stream begin.
+        right to the longest of its micro-batch. Without a `dropout_seed` there are no keys of
+        dropout. `cursor`: what `state` said of the step at which the windows of a stream begin.
         """
         if batch_size % (micro_batch_size * world):
             raise ValueError(
@@ -122,6 +123,7 @@ class Loader:
                 f"{micro_batch_size} x {world} ranks"
             )
         self.windows, self.pack, self.seed = windows, rows, seed
+        self.dropout_seed = dropout_seed
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.rank, self.world = rank, world
         start = cursor or {"first_step": 0, "rows": 0}
@@ -165,11 +167,18 @@ class Loader:
             columns = pieces[0][0].window.corpus
             cost = np.concatenate([packed.cost[rows] for packed, rows in pieces])
             rows = [(packed, row) for packed, some in pieces for row in some]
-            dealt = [rows[i] for i in np.argsort(-cost, kind="stable")]
+            dealt = np.argsort(-cost, kind="stable")
             size = self.micro_batch_size
             count = -(-len(dealt) // (size * self.world))
             starts = (np.arange(count) * self.world + self.rank) * size
-            batches = [self._collate(dealt[start : start + size], columns) for start in starts]
+            each = [dealt[a : a + size] for a in starts]
+            batches = [self._collate([rows[i] for i in some], columns) for some in each]
+            if self.dropout_seed is not None:
+                counts = np.array([len(packed.rows[row]) for packed, row in rows])
+                first = np.cumsum(counts) - counts
+                for i, some in enumerate(each):
+                    numbers = ranges(first[some], counts[some])
+                    batches[i] = batches[i].with_dropout(self.dropout_seed, step, numbers)
             self._counts[step] = self._count(pieces)
             if len(self._counts) > RECENT:
                 del self._counts[next(iter(self._counts))]

@@ -29,6 +29,7 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
+from tigon.kernels.dropout import kept
 
 # Rows, columns and warps of a tile of `low_rank_product`, the best of some tried on an H200. The
 # interpreter, which takes as long for a tile of any size, tests with more of them
@@ -63,9 +64,9 @@ def serves_gradients(x: Tensor, rank: int) -> bool:
     return _serves(x, rank, WIDEST_GRADIENTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["place", "threshold"])
 def _low_rank_product_kernel(
-    y, u, bs, bias, firsts, sizes, ranks, scales, N, K, u_row,
+    y, u, bs, bias, firsts, sizes, ranks, scales, keys, place, threshold, N, K, u_row,
     PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -94,6 +95,10 @@ def _low_rank_product_kernel(
         rank += ranks[p]
     if bias is not None:
         sums += tl.load(bias + columns, mask=columns < K, other=0.0).to(tl.float32)
+    if keys is not None:
+        each_row = i * ROWS + tl.arange(0, ROWS)
+        streams = tl.load(keys + each_row, mask=each_row < N, other=0) + place
+        sums = tl.where(kept(streams, start, threshold, COLUMNS), sums, 0.0)
     at = y + rows.to(tl.int64) * K + columns
     tl.store(at, sums.to(y.dtype.element_ty), mask=(rows < N) & (columns < K))
 
@@ -113,10 +118,14 @@ def low_rank_product(
     columns: int,
     bias: Tensor | None,
     transposed: bool,
+    keys: Tensor | None = None,
+    place: int = 0,
+    threshold: int = 0,
 ) -> Tensor:
     """[N, K], K `columns`: s_p u_p B_p^T in those of part p, and in all the bias [K].
 
     u [N, R], B_p [K_p, r] or, transposed, [r, K_p]. Sums in fp32, rounded once to the dtype of u.
+    With keys [N], what dropout of these, `place` and `threshold` drops is 0.
     """
     y = _product(u, bs, firsts, scales, columns)
     if y.numel():
@@ -126,7 +135,8 @@ def low_rank_product(
         grid = (triton.cdiv(u.shape[0], rows) * triton.cdiv(columns, block),)
         _low_rank_product_kernel[grid](
             y, u, tuple(bs), None if bias is None else bias.contiguous(),
-            tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales), *y.shape, u.stride(0),
+            tuple(firsts), tuple(sizes), tuple(ranks), tuple(scales),
+            None if keys is None else keys.contiguous(), place, threshold, *y.shape, u.stride(0),
             PARTS=len(bs), TRANSPOSED=transposed, P=_padded(max(ranks)),
             ROWS=rows, COLUMNS=block, num_warps=warps,
         )  # fmt: skip

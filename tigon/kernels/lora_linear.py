@@ -11,6 +11,10 @@ needs; dX = dY W + dU A, and nothing is computed for the base. On a GPU what is 
 first, and torch's product adds itself to it (`_low_rank`); another base's product, such as that of
 8-bit floats, comes first.
 
+With dropout (`tigon.kernels.dropout`) A reads x with some elements 0, and what is added is
+multiplied by 1 / (1 - p); the base's product has all of x. Nothing is kept for it: backward drops
+the same of x, for dA, and of dU A. Parts share what is dropped.
+
 Rounding, below fp32: A and B are cast to the dtype of x; u, dU, every addition to y and to dX, and
 dA and dB are sums in fp32 that are rounded once. y and dX are rounded a second time by the
 additions, as PEFT's are. dA and dB are then cast to the parameters' dtype.
@@ -32,6 +36,7 @@ from tigon.kernels._low_rank import (
 )
 from tigon.kernels._rebuilt import How, compute_again, recipe_of, sees_products
 from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
+from tigon.kernels.dropout import Dropout, drop, drop_ref
 from tigon.kernels.fp8_linear import fp8_gradient, fp8_linear, fp8_product
 from tigon.kernels.gated_act import Activation, gradient_and_product
 from tigon.kernels.row_linear import linear, takes_row
@@ -59,10 +64,23 @@ FP8 = Base(fp8_product, fp8_gradient, fp8_linear)
 
 
 def lora_linear_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, additions: Sequence[Addition]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    additions: Sequence[Addition],
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """The definition."""
-    return _added(F.linear(x, weight, bias), x, a, additions)
+    y = F.linear(x, weight, bias)
+    if dropout is not None:
+        x, additions = drop_ref(x, dropout), _scaled(additions, dropout)
+    return _added(y, x, a, additions)
+
+
+def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
+    """By 1 / (1 - p), so that their mean is that without dropout."""
+    return [add._replace(scale=add.scale / (1 - dropout.p)) for add in additions]
 
 
 def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
@@ -113,11 +131,23 @@ def _sum(
     return y.view(*x.shape[:-1], -1)
 
 
-def _gradient(base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor) -> Tensor:
+def _of_x(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
+    """u [N, R], of x [..., C]."""
+    x = x if dropout is None else drop(x, dropout)
+    return F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
+
+
+def _gradient(
+    base: Base, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
+) -> Tensor:
     """dX [N, C], of dY [N, K] and dU [N, R]."""
     if not (base.plain and serves_product(du, a.shape[0])):
-        return base.gradient(dy, weight).addmm_(du, a.to(du.dtype))
-    dx: Tensor = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True)
+        dx = base.gradient(dy, weight)
+        if dropout is None:
+            return dx.addmm_(du, a.to(du.dtype))
+        return dx.add_(drop(du.mm(a.to(du.dtype)), dropout))
+    how = () if dropout is None else (dropout.keys, dropout.place, dropout.threshold)
+    dx = low_rank_product(du, [a], [0], [1.0], a.shape[1], None, True, *how)
     return dx.addmm_(dy, weight)
 
 
@@ -144,19 +174,21 @@ def _low_rank_gradients(
     return du, dbs
 
 
-def _of_a(du: Tensor, x: Tensor) -> Tensor:
+def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
     """dA [R, C], of dU [N, R] and x [..., C]."""
+    x = x if dropout is None else drop(x, dropout)
     return du.t().mm(x.view(-1, x.shape[-1]))
 
 
 class _Call(NamedTuple):
-    """What is no tensor."""
+    """What is no tensor of the graph."""
 
     base: Base
     places: Sequence[tuple[int, float]]  # first column and scale of each addition
     how: How | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
     apart: bool
+    dropout: Dropout | None
 
     def additions(self, bs: Sequence[Tensor]) -> list[Addition]:
         return [Addition(f, b, s) for (f, s), b in zip(self.places, bs, strict=True)]
@@ -191,14 +223,14 @@ class _LoRALinear(torch.autograd.Function):
         da = dx = dgate_up = None
         if of_a and not of_gate_up:  # first: what is computed again is gone when dX comes
             x = kept[0] if call.how is None else compute_again(call.how, kept)
-            da = _of_a(du, x)
+            da = _of_a(du, x, call.dropout)
             del x
         if of_x or of_gate_up:
-            dx = _gradient(call.base, rows, weight, du, a).view(ctx.shape)
+            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
         if of_gate_up:
             assert dx is not None and call.gated is not None
             dgate_up, x = gradient_and_product(dx, kept[0], *call.gated)
-            da, dx = _of_a(du, x), None
+            da, dx = _of_a(du, x, call.dropout), None
         da = None if da is None else da.to(a.dtype)
         return dx, dgate_up, None, None, da, None, None, None, *dbs
 
@@ -225,21 +257,26 @@ def lora_linear(
     additions: Sequence[Addition],
     *,
     base: Base = PLAIN,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """`linear(x, weight, bias)` of x [..., C] and weight [K, C], plus what the parts add to it.
 
     `a` [R, C] has the rows of all parts in the order of `additions`, whose columns do not overlap
-    and ascend. `base` computes the product with the weight.
+    and ascend. `base` computes the product with the weight. `dropout` is of what A reads; its keys
+    have the rows of x.
     """
+    if dropout is not None:
+        dropout.check(x)
+        additions = _scaled(additions, dropout)
     if not (x.numel() and _as_one(x, weight, bias)):
         if (recipe := recipe_of(x)) is not None:
             recipe.alone = False  # A reads x, too
         y = base.linear(x, weight, bias)
-        return _added(y, x, a, additions)
+        return _added(y, x if dropout is None else drop(x, dropout), a, additions)
     if not torch.is_grad_enabled():
         plain = base.plain and not takes_row(x, weight)
         rows = base._replace(product=base.linear, plain=plain)
-        u = F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
+        u = _of_x(x, a, dropout)
         return _sum(rows, x, weight, bias, u, additions)
     apart = computes_later()
     own, gate_up, how, gated = x, None, None, None
@@ -252,8 +289,9 @@ def lora_linear(
         recipe.keep_gate_up()
         how, kept = recipe.how, recipe.kept
     with torch.no_grad():
-        u = F.linear(x.reshape(-1, x.shape[-1]), a.to(x.dtype))
-    call = _Call(base, [(first, scale) for first, _, scale in additions], how, gated, apart)
+        u = _of_x(x, a, dropout)
+    places = [(first, scale) for first, _, scale in additions]
+    call = _Call(base, places, how, gated, apart, dropout)
     bs = [b for _, b, _ in additions]
     place: Tensor = _LoRALinear.apply(own, gate_up, weight, bias, a, u, call, kept, *bs)
     if not apart:

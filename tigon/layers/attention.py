@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = self._project(x, rotation)
+        q, k, v = self._project(x, rotation, *ctx.drawn)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
@@ -86,13 +86,15 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:
             out = state.attend(q, k, v, ctx, **how)
-        return self.o_proj(out.reshape(b, t, -1))
+        return self.o_proj(out.reshape(b, t, -1), *ctx.drawn)
 
-    def _project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, x: Tensor, rotation: Rotation, *drawn: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         alone = self.q_norm is None and self._alone()
-        qkv, (cos, sin, _) = self.qkv_proj(x), rotation
+        qkv, (cos, sin, _) = self.qkv_proj(x, *drawn), rotation
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
             sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
             q, k, v = qkv.split(sizes, -1)

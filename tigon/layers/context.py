@@ -48,6 +48,13 @@ class Context:
     mask: AttentionMask  # sequences, padding and cached tokens, and which backend is to be used
     routing: bool = False  # whether blocks with experts return how they used them
     append: Append | None = None  # None: there is no cache
+    # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
+    dropout_keys: Tensor | None = None
+
+    @property
+    def drawn(self) -> tuple[Tensor, ...]:
+        """What products take besides their input: nothing in passes without dropout."""
+        return () if self.dropout_keys is None else (self.dropout_keys,)
 
     @property
     def real(self) -> Tensor | None:

@@ -1,11 +1,13 @@
 """Linear layers, and those that Hugging Face stores apart and one product computes together."""
 
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from tigon.kernels.dropout import Dropout
 from tigon.kernels.gated_act import Activation, gated_act
 from tigon.kernels.lora_linear import FP8, PLAIN, lora_linear
 from tigon.kernels.row_linear import row_linear, takes_row
@@ -19,6 +21,9 @@ class Linear(nn.Linear):
     With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
     `lora`: low-rank adapters, one of which may be added to the product. With `quantised`, its
     frozen weight is kept there in few bits, and there is no parameter `weight`.
+
+    `dropout_keys` int64 [...] of x [..., C] are what the adapter's dropout is drawn from in
+    training; without them there is none.
     """
 
     fp8 = False
@@ -53,14 +58,18 @@ class Linear(nn.Linear):
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         base = FP8 if self.fp8 and self.training else PLAIN
         weight = self.weight
         if self.quantised is not None:
             weight, base = self.quantised.outline, self.quantised.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:
             bias = None if low.dora else self.bias
-            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), base=base)
+            drops = None
+            if dropout_keys is not None and low.dropout and self.training:
+                drops = Dropout(dropout_keys, low.place, low.dropout)
+            how: dict[str, Any] = {"base": base, "dropout": drops}
+            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **how)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
                 y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
@@ -68,8 +77,8 @@ class Linear(nn.Linear):
             return y
         return base.linear(x, weight, self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        return self.product(x, dropout_keys)
 
 
 class FusedLinear(Linear):
@@ -96,10 +105,10 @@ class GatedLinear(FusedLinear):
         super().__init__(in_features, (size, size), bias=bias)
         self.act: Activation = act
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         if not self.adapted and self.quantised is None and takes_row(x, self.weight):
             return row_linear(x, self.weight, self.bias, self.act)
-        return gated_act(self.product(x), self.act, overwrite=True)
+        return gated_act(self.product(x, dropout_keys), self.act, overwrite=True)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.act}"

@@ -5,7 +5,9 @@
 The paths of the base's parameters stay as they are: an adapter's are below them, `PATH.lora.NAME`.
 """
 
+import hashlib
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,8 +16,18 @@ from torch import Tensor, nn
 
 from tigon.kernels.lora_linear import Addition
 
+# Of a block's path, what is before the names inside it
+BLOCK = re.compile(r".*?\.\d+\.")
 # What names of parameters begin with, the part's behind it
 B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
+
+
+def place_of(path: str) -> int:
+    """64 bits, as an int64, of a layer's path inside its block, by which its dropout differs from
+    that of the block's others. The same in each block, which torch.compile need not see anew."""
+    inside = BLOCK.sub("", path, count=1).encode()
+    digest = hashlib.blake2b(inside, digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class LoRAPart(NamedTuple):
@@ -46,6 +58,7 @@ class LowRank(LayerAdapter):
     A of all parts are one parameter [R, C]; B of each is one of its own [K_p, r]. With `dora`
     (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
     of each part; as in its section 4.3, the lengths that they had are constants in backward.
+    `dropout`: the share of x that A does not read in training; `place`: the layer's `place_of`.
     """
 
     def __init__(
@@ -54,11 +67,14 @@ class LowRank(LayerAdapter):
         parts: Sequence[LoRAPart],
         *,
         dora: bool = False,
+        dropout: float = 0.0,
+        place: int = 0,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         super().__init__()
         self.parts, self.dora = tuple(parts), dora
+        self.dropout, self.place = dropout, place
         how: dict[str, Any] = {"dtype": dtype, "device": device}
         total = sum(part.rank for part in parts)
         self.lora_A = nn.Parameter(torch.empty(total, in_features, **how))
@@ -106,7 +122,8 @@ class LowRank(LayerAdapter):
         return torch.cat(gains)
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
+        parts = [f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts]
+        return ", ".join([*parts, *([f"dropout {self.dropout}"] if self.dropout else [])])
 
 
 class Adapters(nn.Module):

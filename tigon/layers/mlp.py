@@ -10,22 +10,22 @@ from tigon.layers.linear import GatedLinear, Linear, calls_only
 
 
 class GatedMLP(nn.Module):
-    """[..., C] -> [..., C]."""
+    """[..., C] -> [..., C]; `drawn`: keys [...] of an adapter's dropout, if there is one."""
 
     def __init__(self, dim: int, intermediate: int, act: Activation, *, bias: bool = False):
         super().__init__()
         self.gate_up_proj = GatedLinear(dim, intermediate, act, bias=bias)
         self.down_proj = Linear(intermediate, dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *drawn: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
         if fp8 and not down.adapted and down.quantised is None and self._alone():
-            return fp8_gated_linear(up.product(x), up.act, down.weight, down.bias)
-        y = up(x)
+            return fp8_gated_linear(up.product(x, *drawn), up.act, down.weight, down.bias)
+        y = up(x, *drawn)
         if (recipe := recipe_of(y)) is not None:
             recipe.alone = not fp8 and self._alone()
-        return down(y)
+        return down(y, *drawn)
 
     def _alone(self) -> bool:
         """Whether nobody sees what goes from one projection to the other."""

@@ -50,7 +50,8 @@ class SparseMoE(nn.Module):
 
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and
     rounded to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert
-    takes every token, and a gate of its own decides how much of it counts.
+    takes every token, and a gate of its own decides how much of it counts. `drawn`: keys [B, T] of
+    an adapter's dropout, if there is one.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class SparseMoE(nn.Module):
         self.shared_expert = GatedMLP(dim, shared, act) if shared else None
         self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
 
-    def forward(self, x: Tensor) -> Routed:
+    def forward(self, x: Tensor, *drawn: Tensor) -> Routed:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
@@ -83,7 +84,9 @@ class SparseMoE(nn.Module):
             weights = weights.to(logits.dtype)
         y = self.experts(rows, chosen, weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            y = y + F.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+            keys = [t.flatten() for t in drawn]
+            share = F.sigmoid(self.shared_expert_gate(rows, *keys))
+            y = y + share * self.shared_expert(rows, *keys)
         return Routed(y.view_as(x), probs, chosen)
 
 

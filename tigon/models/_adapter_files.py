@@ -1,7 +1,6 @@
 """Adapters from PEFT's files, and to them."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -24,7 +23,7 @@ from tigon.models._adapters import (
 )
 from tigon.models._arguments import check_keywords
 from tigon.models._layout import layout
-from tigon.models._lora import places, plan
+from tigon.models._lora import check_dropout, places, plan
 from tigon.models._model import LanguageModel
 from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, read_adapter
 from tigon.models._peft_config import peft_config, peft_name
@@ -61,11 +60,8 @@ def load_adapter(
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
     stored = read_adapter(Repository(path_or_repo, **source), model)
-    if trainable and stored.config.dropout:
-        warnings.warn(
-            f"lora_dropout={stored.config.dropout} is not applied: Tigon trains without dropout",
-            stacklevel=2,
-        )
+    if trainable:
+        check_dropout(model, stored.config)
     _check_base(model, stored)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)

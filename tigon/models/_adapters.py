@@ -24,9 +24,9 @@ from tigon.layers import (
     LowRankEmbedding,
     LowRankExperts,
 )
-from tigon.layers.lora import MAGNITUDE
+from tigon.layers.lora import MAGNITUDE, place_of
 from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas
-from tigon.models._lora import LoraConfig, Plan, check_apart, plan
+from tigon.models._lora import LoraConfig, Plan, check_apart, check_dropout, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows
 
@@ -50,8 +50,7 @@ def add_adapter(
     if not isinstance(config, LoraConfig):
         raise TypeError(f"an adapter is described by a tigon.LoraConfig, not {config!r}")
     check_new(model, name)
-    if config.dropout:
-        raise ValueError(f"dropout={config.dropout}: adapters train without dropout here; give 0")
+    check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
     install(model, name, config, plan(model, config), dtype, model.device)
@@ -93,7 +92,7 @@ def install(
         if layer.lora is None:
             layer.lora = Adapters()
         how = {"dtype": dtype, "device": device}
-        layer.lora.add_module(name, _of_layer(layer, own, config, **how))
+        layer.lora.add_module(name, _of_layer(layer, path, own, config, **how))
     for end in config.modules_to_save:
         owner = _end(model, end)
         if owner.copies is None:
@@ -103,7 +102,7 @@ def install(
 
 
 def _of_layer(
-    layer: nn.Module, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
+    layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
 ) -> LayerAdapter:
     if isinstance(layer, Embedding):
         return LowRankEmbedding(layer.embedding_dim, *parts, **how)
@@ -112,7 +111,8 @@ def _of_layer(
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
     assert isinstance(layer, Linear | LMHead)
     width = layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
-    return LowRank(width, parts, dora=config.dora, **how)
+    how |= {"dora": config.dora, "dropout": config.dropout, "place": place_of(path)}
+    return LowRank(width, parts, **how)
 
 
 def _end(model: LanguageModel, name: str) -> Embedding | LMHead:

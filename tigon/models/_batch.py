@@ -21,7 +21,10 @@ from tigon.models._arguments import BATCH, BatchArguments, Defaults, check_keywo
 from tigon.models._config import Config
 from tigon.models._decoder import Decoder
 
-TENSORS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", *_sequences.BOUNDS)
+TENSORS = (
+    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "dropout_keys"),
+    *_sequences.BOUNDS,
+)
 
 
 class Model(Protocol):
@@ -57,10 +60,12 @@ class Batch:
         cache: Cache | None,
         defaults: Defaults,  # of the model, for what is asked of this batch
         drop_padding: bool | None,  # as on the model, or False where it would change numbers
+        dropout_keys: Tensor | None = None,  # int64 [B, T]
     ):
         self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
         self.position_ids, self.segment_ids = position_ids, segment_ids
         self.mask, self.cache = mask, cache
+        self.dropout_keys = dropout_keys
         self.defaults = defaults
         self._drop = drop_padding
         self._append = None if cache is None else cache.append  # what the cache was asked for
@@ -109,13 +114,13 @@ class Batch:
             cache = KVCache()
         if cache is not None:
             _check_cache(cache, model)
+        keys = _check_keys(given.get("dropout_keys"), tokens)
         positions, segment_ids, mask = _resolve(model, tokens, cache, given)
         drop = model.drop_padding
         if cache is not None or mask.key_mask is None or model.turning_rope is not None:
             drop = False  # a RoPE that turns does so with the longest row, padding included
-        return cls(
-            input_ids, inputs_embeds, positions, segment_ids, mask, cache, model.defaults, drop
-        )
+        own = input_ids, inputs_embeds, positions, segment_ids, mask, cache
+        return cls(*own, model.defaults, drop, keys)
 
     def without_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
         """x [B, T, C], positions and mask for the blocks, with padding dropped or as they are.
@@ -183,6 +188,16 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
     if least < 0 or most >= vocab:
         wrong = least if least < 0 else most
         raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
+
+
+def _check_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
+    shape = tokens.shape[:2]
+    if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
+        raise ValueError(
+            f"dropout_keys {keys.dtype} {tuple(keys.shape)} are not int64 [batch, tokens] = "
+            f"{list(shape)}"
+        )
+    return None if keys is None else keys.to(tokens.device)
 
 
 def _check_cache(cache: Cache, model: Model) -> None:

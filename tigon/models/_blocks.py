@@ -35,7 +35,7 @@ class Block(nn.Module):
     tally of a layer with experts where `ctx.routing` asks for it, else None.
 
     A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`, an MLP one
-    x -> [B, T, C], or Routed.
+    x -> [B, T, C], or Routed. In passes with dropout the MLP also takes `ctx.dropout_keys`.
     """
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The MLP's branch, and its tally."""
-        y = self.mlp(x)
+        y = self.mlp(x, *ctx.drawn)
         if not isinstance(y, Routed):
             return y, None
         return y.x, tally(y, ctx.real) if ctx.routing else None

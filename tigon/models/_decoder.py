@@ -6,6 +6,7 @@
 import math
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, Rotary
 from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
 from tigon.models._config import Config
+from tigon.splitmix import mixed, signed
 
 
 class Decoder(nn.Module):
@@ -87,11 +89,13 @@ class Decoder(nn.Module):
         recompute: int | Collection[int],
         routing: bool = False,
         offload: bool = False,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
 
         `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
-        none. `offload`: what backward needs waits in host memory.
+        none. `offload`: what backward needs waits in host memory. `dropout_keys`: int64 [B, T], of
+        which an adapter's dropout is drawn; None: there is none.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
@@ -110,9 +114,13 @@ class Decoder(nn.Module):
         offloading = None
         if offload and learns:
             offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])
+        contexts = [ctx] * len(layers)
+        if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
+            keys = [dropout_keys + signed(mixed(i)) for i in range(len(layers))]
+            contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
         residual, tallies = None, []
-        for i, (block, rope, state) in enumerate(
-            zip(layers, self.rope_of_layer, states, strict=True)
+        for i, (block, rope, state, ctx) in enumerate(
+            zip(layers, self.rope_of_layer, states, contexts, strict=True)
         ):
             # Backward begins with the last block: it would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():

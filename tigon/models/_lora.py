@@ -28,7 +28,8 @@ class LoraConfig:
     ("model.layers.1?.*.q_proj"); "all-linear": all but embedding, head and routers.
     `rank_pattern` and `alpha_pattern` give some of these, named alike, numbers of their own; the
     first that fits counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the
-    lengths of the weights' rows are learned, too (arXiv 2402.09353). `modules_to_save`: of
+    lengths of the weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its
+    input that A does not read, drawn anew for each token in training. `modules_to_save`: of
     "embed_tokens" and "lm_head", or "score" of a model that scores sequences, those that the
     adapter has whole weights of. `base`: the name of the model that it is for, which files say.
     Raises ValueError for numbers that no adapter has.
@@ -182,6 +183,16 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
             raise ValueError(
                 f"dora with targets={shown(place.own)}: lengths are learned of the projections of "
                 "attention and MLPs alone; leave one out"
+            )
+
+
+def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
+    """Raises ValueError where an adapter cannot be trained with its dropout."""
+    for path, parts in plan(model, config).items() if config.dropout else ():
+        if isinstance(model.get_submodule(path), Experts | LMHead):
+            raise ValueError(
+                f"dropout={config.dropout} with targets={shown(parts[0].name)}: experts and head "
+                "are adapted without dropout; give 0, or leave them out"
             )
 
 

@@ -227,6 +227,7 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
+            **self._dropout(batch, places),
         )
         hidden = batch.with_padding(hidden, places)
         logits = given.get("return_logits")
@@ -244,6 +245,19 @@ class LanguageModel(nn.Module):
         result.logits_at = head.logits_at
         result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, tallies, asked.targets.share, of_routing)
+
+    def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Tensor]:
+        """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
+
+        `places`: of the real tokens, where padding is.
+        """
+        config = None if self.active_adapter is None else self.adapters[self.active_adapter]
+        if config is None or not config.dropout or not self.training or batch.cache is not None:
+            return {}
+        keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
+        if keys is None:
+            keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+        return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
 
     def _resolve(
         self,

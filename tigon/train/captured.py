@@ -35,10 +35,17 @@ class Kind(NamedTuple):
     backend: str
     recompute: Any
     routing: bool
+    drops: bool  # whether there are keys of dropout
 
     @classmethod
     def of(
-        cls, x: Tensor, positions: Tensor, mask: AttentionMask, recompute: Recompute, routing: bool
+        cls,
+        x: Tensor,
+        positions: Tensor,
+        mask: AttentionMask,
+        recompute: Recompute,
+        routing: bool,
+        dropout_keys: Tensor | None = None,
     ) -> Self:
         cu = mask.cu_seq_lens
         return cls(
@@ -54,6 +61,7 @@ class Kind(NamedTuple):
             mask.backend,
             recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
             routing,
+            dropout_keys is not None,
         )
 
 
@@ -161,14 +169,21 @@ class Captured:
         self.dx: Tensor | None = None
 
     def capture(
-        self, x: Tensor, positions: Tensor, mask: AttentionMask, pool: Any, *, adds: bool
+        self,
+        x: Tensor,
+        positions: Tensor,
+        mask: AttentionMask,
+        dropout_keys: Tensor | None,
+        pool: Any,
+        *,
+        adds: bool,
     ) -> Self:
         """`adds`: to gradients that are there. All captures of one pool share its memory."""
         self.adds = adds
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
         self.positions = positions.clone()
-        self.bounds, self.segments, self.real = (
-            None if t is None else t.clone() for t in inputs_of(mask)
+        self.bounds, self.segments, self.real, self.keys = (
+            None if t is None else t.clone() for t in (*inputs_of(mask), dropout_keys)
         )
         device = x.device
         self._forward = capture(self._run_forward, device, pool)
@@ -193,7 +208,8 @@ class Captured:
         )
         with torch.enable_grad():
             hidden, tallies = self.decoder(
-                self.x, self.positions, mask, None, kind.recompute, kind.routing
+                *(self.x, self.positions, mask, None, kind.recompute, kind.routing),
+                dropout_keys=self.keys,
             )
         self.outputs = [hidden, *tallies]
 
@@ -204,12 +220,14 @@ class Captured:
         self.dx, self.x.grad = self.x.grad, None
         self.outputs = [out.detach() for out in self.outputs]
 
-    def forward(self, x: Tensor, positions: Tensor, mask: AttentionMask) -> list[Tensor]:
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
+    ) -> list[Tensor]:
         with torch.no_grad():
             self.x.copy_(x)
         self.positions.copy_(positions)
-        mine = self.bounds, self.segments, self.real
-        for kept, given in zip(mine, inputs_of(mask), strict=True):
+        mine = self.bounds, self.segments, self.real, self.keys
+        for kept, given in zip(mine, (*inputs_of(mask), dropout_keys), strict=True):
             if kept is not None and given is not None:
                 kept.copy_(given)
         self._forward()

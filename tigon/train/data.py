@@ -60,6 +60,7 @@ def build_loader(
         parts = iter(tokenised(flat, encoder, workers=config.workers))
         grouped = [list(islice(parts, len(some))) for some in sources]
         windows = Mixture(grouped, size=config.shuffle_window, weights=weights)
+    drops = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
         windows,
         objective.rows,
@@ -68,6 +69,7 @@ def build_loader(
         seed=None if held_out else config.seed,
         rank=world.rank,
         world=world.size,
+        dropout_seed=config.seed if drops and not held_out else None,
         cursor=cursor if streaming and cursor else None,
     )
     if isinstance(windows, Mixture):

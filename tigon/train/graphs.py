@@ -70,15 +70,16 @@ class Graphs:
         recompute: Recompute,
         routing: bool = False,
         offload: bool = False,
+        dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """As Decoder.forward."""
-        rest = cache, recompute, routing, offload
+        rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         if not learns or offload or self._must_not() or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_places()
         roomy = with_room(mask, x.shape[0] * x.shape[1], self.windows)
-        kind = Kind.of(x, position_ids, roomy, recompute, routing)
+        kind = Kind.of(x, position_ids, roomy, recompute, routing, dropout_keys)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
         learned, adds = self.learned[kind], self.gradients.there()
@@ -88,8 +89,9 @@ class Graphs:
         key = kind, adds
         if key not in self.captured:
             made = Captured(self.decoder, self.gradients, kind, frozenset(learned))
-            self.captured[key] = made.capture(x, position_ids, roomy, self.pool, adds=adds)
-        given = self._anchor, x, position_ids, roomy
+            own = x, position_ids, roomy, dropout_keys
+            self.captured[key] = made.capture(*own, self.pool, adds=adds)
+        given = self._anchor, x, position_ids, roomy, dropout_keys
         hidden, *tallies = _Replayed.apply(self, self.captured[key], *given)
         return hidden, tallies
 
@@ -143,7 +145,7 @@ class Graphs:
     ) -> tuple[Tensor, list[Tensor]]:
         """Without a graph, noting what of the result gets gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
-        tensors = x, positions, *inputs_of(mask)
+        tensors = x, positions, *inputs_of(mask), rest[-1]
         aside = nullcontext() if self.gradients.zero else beside(self.device, *tensors)
         with aside:
             hidden, tallies = self.decoder(x, positions, mask, *rest)
@@ -177,7 +179,7 @@ class _Replayed(torch.autograd.Function):
                 "back through the sum of losses, or train without"
             )
         ctx.done = True
-        return None, None, None, ctx.captured.backward(gradients), None, None
+        return None, None, None, ctx.captured.backward(gradients), None, None, None
 
 
 def check_run(config: Config, world: World) -> None:

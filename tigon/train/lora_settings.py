@@ -15,7 +15,9 @@ class Lora:
     targets: tuple[str, ...] = setting(
         ("all-linear",), "projections, such as q_proj, or shell patterns of their whole names"
     )
-    dropout: float = setting(0.0, "of its input; only 0 is there", least=0)
+    dropout: float = setting(
+        0.0, "share of the projections' inputs that it does not read in training", least=0
+    )
     rslora: bool = setting(False, "multiplied by alpha / sqrt(rank) instead")
     dora: bool = setting(False, "learn the lengths of weights' rows, too (DoRA)")
     rank_pattern: dict[str, int] | None = setting(  # noqa: RUF009

@@ -14,13 +14,14 @@ from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
 from tigon.models import CausalLM
+from tigon.splitmix import sixteen
 from tigon.train.config import Config
 from tigon.train.optim import eight_bit, formats
 from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, States, as_matrix
 from tigon.train.optim.fused import Fused, runs_fused
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
-from tigon.train.optim.rounding import draws, round_stochastically, sixteen
+from tigon.train.optim.rounding import draws, round_stochastically
 from tigon.train.parallel import local
 from tigon.weights import own_rows
 

@@ -1,0 +1,49 @@
+"""SplitMix64 in plain torch: random bits that are a function of a stream and a place in it.
+
+Source: Steele, Lea and Flood (2014). The n-th output can be had without those before. In kernels it
+is `draw` of tigon/kernels/_rounding.py; the bits are the same.
+"""
+
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15  # odd, near 2**64 divided by the golden ratio
+FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+SHIFTS = (30, 27, 31)
+WORD = (1 << 64) - 1
+
+
+def outputs(streams: Tensor | int, at: Tensor) -> Tensor:
+    """64 random bits, int64, of the streams at the places `at` (int64, from 0 on), broadcast."""
+    return mix_((at + 1) * signed(GOLDEN) + streams)
+
+
+def mix_(bits: Tensor) -> Tensor:
+    """The states of streams, int64, to outputs, in place."""
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        bits ^= _shifted(bits, shift)
+        bits *= signed(factor)
+    bits ^= _shifted(bits, SHIFTS[-1])
+    return bits
+
+
+def mixed(value: int) -> int:
+    """The first output of the stream `value`, from 0 to 2**64 - 1."""
+    value = (value + GOLDEN) & WORD
+    for shift, factor in zip(SHIFTS, FACTORS, strict=False):
+        value = ((value ^ (value >> shift)) * factor) & WORD
+    return value ^ (value >> SHIFTS[-1])
+
+
+def signed(value: int) -> int:
+    """The int64 of the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def sixteen(bits: Tensor, index: int) -> Tensor:
+    """The index-th 16 of 64 bits, as int32 from 0 to 65535; index from 0 to 3."""
+    return (bits >> (16 * index)).bitwise_and_(0xFFFF).int()
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

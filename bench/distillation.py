@@ -115,7 +115,7 @@ def table(record: Record, kind: str, title: str, memory: str, sides: tuple[str, 
             else:
                 cells += [figure(row.get("ms"), 4), figure(row.get(memory))]
         rows.append([side, *cells])
-    return markdown([name.replace("ms, GiB", "GiB") for name in head], rows)
+    return markdown([n.replace("ms, GiB", "GiB").replace("|", "\\|") for n in head], rows)
 
 
 def show(record: Record) -> str:

@@ -89,8 +89,9 @@ def ratio(record: Record, key: str) -> float | None:
 def disagreement(record: Record) -> str:
     """How the first step of both sides differs beyond bf16, or nothing.
 
-    What bf16 does is seen in the peer, whose settings differ in the order of sums alone: ours may be
-    NOISE standard deviations of theirs away from their mean. Beside a single setting, the constants.
+    What bf16 does is seen in the peer, whose settings differ in the order of sums alone: ours may
+    be NOISE standard deviations of theirs away from their mean. Beside one or two settings the
+    constants judge.
     """
     sides = record["sides"]
     if any("first" not in sides.get(side, {}) for side in (PEER, OURS)):

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "flash": HALF | {"attention": "flash"},
     "flex": HALF | {"attention": "flex"},
     "sdpa": HALF | {"attention": "sdpa"},
+    "adapter with dropout": {"dtype": "bfloat16", "lora.rank": 4, "lora.dropout": 0.1},
     "deterministic": HALF | {"deterministic": "true"},
     "8 bits of states": HALF | {"optimizer": "adamw_8bit", "ema_decay": 0.9},
     "muon": WIDE | {"optimizer": "muon"},

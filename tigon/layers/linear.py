@@ -77,8 +77,12 @@ class Linear(nn.Linear):
             return y
         return base.linear(x, weight, self.bias)
 
+    def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
+        """As methods that others put in place of `product` expect it, which know of no keys."""
+        return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
+
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        return self.product(x, dropout_keys)
+        return self._product(x, dropout_keys)
 
 
 class FusedLinear(Linear):
@@ -108,7 +112,7 @@ class GatedLinear(FusedLinear):
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         if not self.adapted and self.quantised is None and takes_row(x, self.weight):
             return row_linear(x, self.weight, self.bias, self.act)
-        return gated_act(self.product(x, dropout_keys), self.act, overwrite=True)
+        return gated_act(self._product(x, dropout_keys), self.act, overwrite=True)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.act}"

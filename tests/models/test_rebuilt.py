@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
+from tigon.parallel import Sizes
 from tigon.kernels import _triton, qk_norm_rope, rms_norm, use
 from tigon.kernels._rebuilt import LEAST, rebuilding
 from tigon.layers import Attention, GatedMLP, offload
@@ -165,7 +166,7 @@ def peak(model: CausalLM, least: float) -> int:
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
     with rebuilding(least):
-        return memory._weigh(model, objective, config, 1, None).peak
+        return memory._weigh(model, objective, config, Sizes(), None).peak
 
 
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
+from tigon.parallel import Sizes
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
@@ -109,7 +110,7 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, 1, None)
+    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, Sizes(), None)
     gc.collect()
     gradients = sum(
         -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None

@@ -12,11 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
-from tigon.parallel import Sizes
 from tigon.kernels import _triton, qk_norm_rope, rms_norm, use
 from tigon.kernels._rebuilt import LEAST, rebuilding
 from tigon.layers import Attention, GatedMLP, offload
 from tigon.models import MODELS, CausalLM
+from tigon.parallel import Sizes
 from tigon.train.config import Config
 from tigon.train.estimate import memory
 from tigon.train.estimate.meter import Ledger, Meter

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
-from tigon.parallel import Sizes
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import IN_FLIGHT
+from tigon.parallel import IN_FLIGHT, Sizes
 from tigon.train import main
 from tigon.train.config import Config
 from tigon.train.estimate import memory, report

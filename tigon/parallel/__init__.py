@@ -1,5 +1,6 @@
-"""Models divided over ranks in ways that torch.distributed.fsdp does not have."""
+"""Models divided over ranks, in dimensions of a mesh."""
 
+from tigon.parallel.mesh import Meshes, Place, Sizes
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
 
-__all__ = ["IN_FLIGHT", "find_zero", "in_order", "shard_gradients"]
+__all__ = ["IN_FLIGHT", "Meshes", "Place", "Sizes", "find_zero", "in_order", "shard_gradients"]

@@ -9,10 +9,17 @@ from tigon.kernels.attention import Backend
 from tigon.train.lora_settings import Lora
 
 
-def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    stream: bool = False,
+) -> Any:
     """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
     another value."""
-    return strict.setting(default, help, least=least, stream=stream)
+    return strict.setting(default, help, least=least, most=most, stream=stream)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`optimizer_in_backward`: backward updates weights block by block, and frees their gradients.
 
-Learning rate, step and random bits of an update are those that it has after backward, so weights and
-states have the same bits. Sources: torchtune's optimizer_in_bwd, and torch's tutorial on
+Learning rate, step and random bits of an update are those that it has after backward, so weights
+and states have the same bits. Sources: torchtune's optimizer_in_bwd, and torch's tutorial on
 register_post_accumulate_grad_hook.
 """
 

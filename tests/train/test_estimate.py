@@ -14,7 +14,7 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import IN_FLIGHT
+from tigon.parallel import IN_FLIGHT, Sizes
 from tigon.train import main
 from tigon.train.config import Config
 from tigon.train.estimate import memory, report
@@ -109,7 +109,7 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, 1, None)
+    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, Sizes(), None)
     gc.collect()
     gradients = sum(
         -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None

@@ -28,7 +28,7 @@ from tigon.layers.lora import MAGNITUDE, place_of
 from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas
 from tigon.models._lora import LoraConfig, Plan, check_apart, check_dropout, plan
 from tigon.models._model import LanguageModel
-from tigon.weights import local_part, own_rows
+from tigon.weights import local_part, own_rows, row_group
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
@@ -152,7 +152,7 @@ def _lengths(weight: Tensor) -> Tensor:
     found = torch.zeros(weight.shape[0], device=own.device)
     found[first : first + len(own)] = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
     if isinstance(weight, DTensor):
-        dist.all_reduce(found, group=weight.device_mesh.get_group())
+        dist.all_reduce(found, group=row_group(weight))
     return found
 
 

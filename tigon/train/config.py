@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from tigon import strict
 from tigon.hub import check_repository
+from tigon.parallel import Sizes
 from tigon.train.objective_settings import ObjectiveSettings
+from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (
     DataSettings,
     LossSettings,
@@ -87,6 +89,7 @@ class Config(
         check_budget(self)
         check_graphs(self)
         check_lora(self)
+        check_parallel(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 
@@ -139,6 +142,25 @@ def check_lora(config: Config) -> None:
         raise ValueError(f"push_to_hub={config.push_to_hub} needs lora.merge=true: it pushes hf")
     if config.lora.merge and not config.export:
         raise ValueError("lora.merge=true needs export=true")
+
+
+def sizes_of(config: Config, ranks: int) -> Sizes:
+    """What each dimension of the mesh has of so many ranks; ValueError if they do not fit."""
+    return (config.parallel or Parallel()).sizes(ranks)
+
+
+def check_parallel(config: Config) -> None:
+    """Raises ValueError for what ranks cannot share as `parallel` says."""
+    if config.parallel is None:
+        return
+    for name in ("context", "tensor"):
+        if (size := getattr(config.parallel, name)) > 1:
+            raise ValueError(f"parallel.{name}={size} is not there yet: give 1")
+    if config.sharding == "gradients" and config.parallel.replicate > 1:
+        raise ValueError(
+            f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "
+            "which has all weights on each rank: give sharding=full"
+        )
 
 
 def check_precision(config: Config) -> None:

@@ -67,8 +67,8 @@ def build_loader(
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size,
         seed=None if held_out else config.seed,
-        rank=world.rank,
-        world=world.size,
+        rank=world.data.rank,
+        world=world.data.size,
         dropout_seed=config.seed if drops and not held_out else None,
         cursor=cursor if streaming and cursor else None,
     )

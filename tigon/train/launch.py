@@ -11,7 +11,7 @@ import torch
 
 from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
-from tigon.train.config import Config
+from tigon.train.config import Config, sizes_of
 from tigon.train.config_file import USAGE, dump, help_text, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.loop import train
@@ -77,15 +77,17 @@ def launch(config: Config, plan: int | None = None) -> str | int:
 
     `plan`: only say what a run on so many ranks, or on all that there are, would be.
     """
-    device = config.device
+    device, ranks = config.device, int(os.environ.get("WORLD_SIZE", 1))
     if plan and device == "cuda" and not torch.cuda.is_available():
         device = "cpu"  # where a run for GPUs can be planned
     try:
         pick_device(device)
+        sizes_of(config, ranks if plan is None else max(plan, ranks))
     except ValueError as error:
         return f"tigon.train: {error}"
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
-    with signals, start(device, signals) as world:
+    parallel = None if plan is not None and plan > ranks else config.parallel
+    with signals, start(device, signals, parallel) as world:
         if world.size > 1:
             return _run_rank(config, world, plan)
         try:

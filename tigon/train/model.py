@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from tigon.data.blocks import hash_files
 from tigon.hub import check_folder
@@ -30,7 +29,7 @@ from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, begin_lora, settings_of
-from tigon.train.parallel import World, shard
+from tigon.train.parallel import World, meshes_of, shard
 from tigon.weights import Checkpoint, Repository
 
 
@@ -123,8 +122,7 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     if config.sharding == "full":
         shard(model, world, compute)
     else:
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        shard_gradients(model, mesh, compute, sum_dtype(config))
+        shard_gradients(model, meshes_of(world).weights, compute, sum_dtype(config))
 
 
 def sum_dtype(config: Config) -> torch.dtype:

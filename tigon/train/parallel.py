@@ -11,13 +11,13 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
-from tigon.parallel import find_zero
+from tigon.parallel import Meshes, Place, Sizes, find_zero
 from tigon.train.board import LATE, Board, told
+from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
 
 
@@ -33,10 +33,20 @@ class World:
     board: Board = field(default_factory=Board)
     signals: Signals = field(default_factory=Signals)
     closing: ExitStack = field(default_factory=ExitStack)  # closed when the process group is
+    meshes: Meshes | None = None  # None: each rank has other rows, and a share of the weights
 
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data(self) -> Place:
+        """This rank's among those with different rows of the data."""
+        return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
     def say(self, text: str) -> None:
         if self.main:
@@ -44,8 +54,8 @@ class World:
                 print(text, flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        dist.all_reduce(tensor)
+        """The sum over the ranks with different tokens, in place."""
+        dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 
     def top(self, tensor: Tensor) -> Tensor:
@@ -102,9 +112,12 @@ def pick_device(name: str) -> torch.device:
 
 
 @contextmanager
-def start(name: str = "auto", signals: Signals | None = None) -> Iterator[World]:
+def start(
+    name: str = "auto", signals: Signals | None = None, parallel: Parallel | None = None
+) -> Iterator[World]:
     """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
-    may outlive it."""
+    may outlive it. ValueError for a number of ranks that `parallel` does not divide."""
+    sizes = (parallel or Parallel()).sizes(int(os.environ.get("WORLD_SIZE", 1)))
     device = pick_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -115,9 +128,10 @@ def start(name: str = "auto", signals: Signals | None = None) -> Iterator[World]
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, size = dist.get_rank(), dist.get_world_size()
     board = Board(rank, size)
+    meshes = Meshes.of(device.type, sizes)
     try:
         with ExitStack() as closing:
-            yield World(rank, size, device, board, signals or Signals(), closing)
+            yield World(rank, size, device, board, signals or Signals(), closing, meshes)
     finally:
         board.close()
         gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
@@ -125,12 +139,13 @@ def start(name: str = "auto", signals: Signals | None = None) -> Iterator[World]
 
 
 def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over all ranks: a group for each block, and one for embedding, last norm and head.
+    """FSDP2 over the ranks that divide the weights: a group for each block, and one for embedding,
+    last norm and head.
 
     Those three share a group because embedding and head may share a weight. Gradients are summed,
     not averaged: the loss is already divided by the denominator of the whole step.
     """
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = meshes_of(world).weights
     # Inputs are not cast: RoPE's tables and loss weights keep their precision
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
@@ -143,6 +158,13 @@ def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
             module.set_gradient_divide_factor(1.0)
             # gloo has no PREMUL_SUM
             module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
+
+
+def meshes_of(world: World) -> Meshes:
+    """Those of a world in which models are divided."""
+    if world.meshes is None:
+        raise ValueError("a World without meshes divides no model: `start` makes one with them")
+    return world.meshes
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -110,9 +110,9 @@ def computed(loader: Loader, micro_batch_size: int, world: World, run: Pass) -> 
     values = torch.zeros(_tokens(corpus))
     for window in _windows(corpus):
         rows = loader.pack(window)
-        count = -(-len(rows) // (micro_batch_size * world.size))
+        count = -(-len(rows) // (micro_batch_size * world.data.size))
         for i in range(count):
-            first = (i * world.size + world.rank) * micro_batch_size
+            first = (i * world.data.size + world.data.rank) * micro_batch_size
             chosen = range(first, min(first + micro_batch_size, len(rows)))
             batch = collate_rows(corpus, rows, chosen)
             found = run(batch.to(world.device)).flatten().cpu()

@@ -7,6 +7,7 @@ from tigon import strict
 from tigon.data import Entry
 from tigon.kernels.attention import Backend
 from tigon.train.lora_settings import Lora
+from tigon.train.parallel_settings import Parallel
 
 
 def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
@@ -57,6 +58,9 @@ class ModelSettings:
         "full",
         "what ranks divide; full: weights, gradients and optimizer states (FSDP2); gradients: all "
         "but the weights (ZeRO-2), which moves fewer bytes where they fit",
+    )
+    parallel: Parallel | None = option(  # noqa: RUF009
+        None, "{replicate: 1, fsdp: null, tensor: 1}: how ranks share the run; docs/parallel.md"
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"

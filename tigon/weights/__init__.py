@@ -18,7 +18,7 @@ from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut
-from tigon.weights.plan import local_part, own_rows, own_slices
+from tigon.weights.plan import local_part, own_rows, own_slices, row_group
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.reading import Reader
 from tigon.weights.staging import as_bytes
@@ -69,6 +69,7 @@ __all__ = [
     "pinned_ahead",
     "read_header",
     "require_space",
+    "row_group",
     "write_checkpoint",
     "write_header",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -95,6 +96,12 @@ def own_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
                 raise ValueError(f"{name} is placed {placement}, which is not Shard(0)")
     memory, _, first = local_part(name, parameter)
     return memory, first[0] if first else 0
+
+
+def row_group(parameter: DTensor) -> dist.ProcessGroup:
+    """The ranks that divide its rows: those of the mesh's last dimension, as fully_shard has it."""
+    mesh = parameter.device_mesh
+    return mesh.get_group(mesh.ndim - 1)
 
 
 def own_slices(

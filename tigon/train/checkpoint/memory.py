@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import torch
-
 from tigon.train.parallel import World
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
@@ -34,5 +32,4 @@ def fits(needed: int, world: World) -> bool:
     Every rank calls this, each with its own number.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    enough = torch.tensor(float(1.1 * needed * local < available()), device=world.device)
-    return world.sum(enough).item() == world.size
+    return not world.most(1.1 * needed * local >= available())

@@ -16,7 +16,8 @@ from torch import nn
 from tigon.data import MicroBatch
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
-from tigon.train.config import Config
+from tigon.parallel import Sizes
+from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
@@ -63,7 +64,8 @@ def estimate(
     """
     freeze(model, config)
     param_dtype = getattr(torch, config.param_dtype)
-    sharded = is_sharded(config, world, compute)
+    sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
+    world = sizes.shards
     hidden = hidden_matrices(model)
     states = average = 0.0
     for name, parameter in model.named_parameters():
@@ -78,7 +80,7 @@ def estimate(
     copied = saved + states + average  # by async_save
     kept = states + average if config.optimizer_offload else 0.0
     cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
-    ledger = _weigh(cast, objective, config, world, param_dtype if sharded else None)
+    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None)
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
         whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
         parameters = whole + (parameters if compute != param_dtype else 0)
@@ -100,10 +102,10 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
 
 
 def _weigh(
-    model: CausalLM, objective: Objective, config: Config, world: int, sharded: torch.dtype | None
+    model: CausalLM, objective: Objective, config: Config, sizes: Sizes, sharded: torch.dtype | None
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
-    ledger = Ledger()
+    ledger, world = Ledger(), sizes.shards
     meter = Meter(ledger, tensors_of(model))
     watch_head(meter, model.lm_head)
     gathering: Gathering | Reducing | None = None
@@ -117,14 +119,14 @@ def _weigh(
                 parameter.register_post_accumulate_grad_hook(
                     lambda p: meter.relabel(p.grad, GRADIENTS)
                 )
-    count = max(1, -(-config.batch_size // (world * config.micro_batch_size)))
+    count = max(1, -(-config.batch_size // (sizes.data * config.micro_batch_size)))
     # The gradients that graphs write stay, as if there had been another one
     last = 1 if config.cuda_graphs else min(count, 2) - 1
     objective.begin(model)
     model.train()
     with use("triton"), meter:
         for index in range(last + 1):
-            rows = min(config.micro_batch_size, -(-config.batch_size // world))
+            rows = min(config.micro_batch_size, -(-config.batch_size // sizes.data))
             inputs = objective.resolve(model, stand_in(rows, config.seq_len, objective))
             sums = objective.sums(model, inputs)
             if gathering is not None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from tigon.train.optim.fused import runs_fused
 from tigon.train.optim.low_precision import Stored
 from tigon.train.parallel import local
+from tigon.weights import row_group
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 def _over_ranks(squares: Tensor, parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
-        dist.all_reduce(squares, group=parameter.device_mesh.get_group())
+        dist.all_reduce(squares, group=row_group(parameter))
     return squares
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tigon.train.optim.exchange import Copy, Matrix, Round, plan, rows_of_ranks
 from tigon.train.parallel import local
-from tigon.weights import own_rows
+from tigon.weights import own_rows, row_group
 
 T = TypeVar("T")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, and so is EPS
@@ -118,7 +118,10 @@ class Muon(Optimizer):
     def _plan(self, parameters: list[Tensor]) -> list[Round]:
         matrices, bounds = [], []
         mesh = parameters[0].device_mesh if isinstance(parameters[0], DTensor) else None
-        ranks, rank = (1, 0) if mesh is None else (mesh.size(), mesh.get_local_rank())
+        # Of the last dimension, along which rows are divided
+        ranks, rank = (
+            (1, 0) if mesh is None else (mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
+        )
         for i, p in enumerate(parameters):
             first = 0
             for rows in self.matrices[p]:
@@ -164,8 +167,9 @@ class _Exchange:
     """Sends rows of matrices to the ranks that own these, and back."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype):
-        mesh = like.device_mesh if isinstance(like, DTensor) else None
-        self.group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
+        self.group = None
+        if isinstance(like, DTensor) and like.device_mesh.size(-1) > 1:
+            self.group = row_group(like)
         self.device, self.dtype = like.device, dtype
 
     def gather(self, turn: Round, updates: list[Tensor]) -> _Message:

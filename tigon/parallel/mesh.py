@@ -1,0 +1,73 @@
+"""Which ranks do what together: the dimensions of the device mesh."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+class Place(NamedTuple):
+    """One of several."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Ranks of each dimension. Ranks that differ in the last one alone are neighbours, as those of
+    tensor parallelism talk the most."""
+
+    replicate: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks with different rows of the data."""
+        return self.replicate * self.fsdp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide the weights, besides those of tensor parallelism."""
+        return self.fsdp * self.context
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shards * self.tensor
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks of a process group, as `sizes` divide them."""
+
+    sizes: Sizes
+    data: Place  # among the ranks with different rows of the data
+    weights: DeviceMesh  # for fully_shard: the ranks that divide the weights, or (replicate, those)
+    tensor: DeviceMesh | None  # of one dimension; None where it has one rank
+    context: DeviceMesh | None
+    loss: dist.ProcessGroup  # the ranks with different tokens, whose sums are added up
+
+    @classmethod
+    def of(cls, device: str, sizes: Sizes) -> "Meshes":
+        """`device`: the type. Every rank of the process group calls this, at the same time."""
+        dims = {"replicate": sizes.replicate, "shard": sizes.shards, "tensor": sizes.tensor}
+        whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        context = None
+        if sizes.context > 1:
+            parts = (sizes.fsdp, sizes.context)
+            context = whole["shard"]._unflatten(0, parts, ("fsdp", "context"))["context"]
+        tokens = dist.group.WORLD
+        if sizes.tensor > 1:
+            tokens = whole["replicate", "shard"]._flatten("loss").get_group()
+        assert tokens is not None
+        return cls(
+            sizes,
+            Place(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
+            whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"],
+            whole["tensor"] if sizes.tensor > 1 else None,
+            context,
+            tokens,
+        )

@@ -1,0 +1,36 @@
+"""The settings that say how ranks share a run."""
+
+import math
+from dataclasses import dataclass
+
+from tigon.parallel import Sizes
+from tigon.strict import setting
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How many ranks each dimension has; their product is the number of all ranks."""
+
+    replicate: int = setting(1, "groups of ranks that have all weights, each", least=1)
+    fsdp: int | None = setting(
+        None, "ranks that divide weights, gradients and states; null: all that are left", least=1
+    )
+    context: int = setting(1, "ranks that divide the tokens of a row", least=1)
+    tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", least=1)
+
+    def sizes(self, ranks: int) -> Sizes:
+        """ValueError for a number of ranks that is not the product."""
+        others = self.replicate * self.context * self.tensor
+        fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
+        sizes = Sizes(self.replicate, fsdp, self.context, self.tensor)
+        if sizes.ranks == ranks:
+            return sizes
+        numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
+        numbers["tensor"] = self.tensor
+        named = [f"{name} {size}" for name, size in numbers.items() if size not in (None, 1)]
+        product = math.prod(size for size in numbers.values() if size is not None)
+        is_not = "is not" if self.fsdp is not None else "does not divide"
+        raise ValueError(
+            f"parallel: {' x '.join(named) or 'fsdp 1'} is {product}, which {is_not} the number of "
+            f"ranks, {ranks}"
+        )

@@ -69,7 +69,7 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "packed and padded": packed_and_padded,
     "padded": padded,
     "restarting": restarting,
-    "one token each": lambda: {"input_ids": draw(2, 4)},
+    "two tokens each": lambda: {"input_ids": draw(2, 4)},
 }
 
 
@@ -127,7 +127,7 @@ def kept(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
 
 def kept_by_index(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
     b, t = batch["input_ids"].shape
-    index = (torch.arange(3)[None] * 2 + torch.arange(b)[:, None]) % t
+    index = (torch.arange(3)[None] + torch.arange(b)[:, None]) % t
     return model(**batch, labels=labels_of(batch), logits_to_keep=index, loss_reduction="sum")
 
 

@@ -140,6 +140,12 @@ class Shard:
         return self.to.exchange(x).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
+def exchanged_heads(heads: int, kv_heads: int, ranks: int) -> int:
+    """Of all ranks, whose tokens are exchanged in one layer: those of queries, keys and values, and
+    of the output."""
+    return 2 * heads + 2 * math.lcm(kv_heads, ranks)
+
+
 def too_few_heads(heads: int, ranks: int) -> str:
     return (
         f"{heads} query heads cannot be divided over {ranks} ranks, and context parallelism gives "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels._check import check
 from tigon.kernels._run_criteria import HeadValue
 from tigon.kernels.criteria import Criterion
 from tigon.kernels.cross_entropy import IGNORE_INDEX
@@ -86,11 +87,23 @@ class Split(Whole):
     def targets(self, counted: Targets) -> Targets:
         """At all positions of the shard, ignored where they are not kept."""
         labels, weights = counted.labels, counted.weights
+        self._check_once(counted.kept)
         if labels is not None:
             labels = self.shard.part(counted.place(labels, IGNORE_INDEX), IGNORE_INDEX)
         if weights is not None:
             weights = self.shard.part(counted.place(weights, 0))
         return counted.of_part(self.batch, labels, weights)
+
+    def _check_once(self, kept: slice | Tensor) -> None:
+        if isinstance(kept, slice):
+            return
+        kept = kept.expand(self.whole.shape[0], -1)
+        count = kept.new_zeros(self.whole.shape).scatter_add(1, kept, torch.ones_like(kept))
+        check(
+            (count <= 1).all(),
+            "logits_to_keep names a position twice, which cannot be where ranks share the tokens "
+            "of a row: name each once",
+        )
 
     def take(self, x: Tensor, counted: Targets) -> Tensor:
         return x if x.shape[:2] == self.batch.shape else self.shard.part(x)

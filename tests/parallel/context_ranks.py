@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.criteria import KL, CrossEntropy, LogProbs
-from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig
+from tigon.models import MODELS, CausalLM, CausalLMOutput
 from tigon.parallel import share_context
 from tigon.train import start
 
@@ -204,13 +204,6 @@ def compared(case: dict[str, Any], ranks: Any) -> dict[str, float]:
     """How far what the ranks compute together is from what each computes alone, of its largest."""
     model = model_of(case["config"])
     model.activation_checkpointing = case.get("recomputed", False)
-    if case.get("dropout"):
-        model.requires_grad_(False)
-        model.add_adapter(LoraConfig(rank=3, dropout=0.3))
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.requires_grad:
-                    p.copy_(0.2 * torch.randn_like(p))
     alone = found(model, case["call"], case["batch"])
     share_context(model, ranks)
     together = found(model, case["call"], case["batch"])
@@ -236,7 +229,6 @@ def rank_main(root: Path, cases: dict[str, dict[str, Any]]) -> None:
         for name, case in cases.items():
             some = tuple(case["ranks"])
             if world.rank in some:
-                print(world.rank, name, flush=True)
                 try:
                     results[name] = compared(case, meshes[some])
                 except ValueError as error:

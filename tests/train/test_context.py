@@ -18,6 +18,7 @@ from tigon.train.record import read_metrics
 
 TOLERANCE = 1e-5
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd
+KINDS = "sft seen lines experts lora dpo orpo kto grpo reward distill zero".split()
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 
@@ -82,9 +83,9 @@ def runs(workspace, kinds) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REPORT", str(workspace.root / "report-one"))
-        run_all(None, [settings("one", kind) for kind in kinds])
+        run_all(None, [settings("one", kind) for kind in KINDS])
     parallel = {"parallel.context": 2}
-    two = [settings("two", kind, **parallel) for kind in kinds]
+    two = [settings("two", kind, **parallel) for kind in KINDS]
     cache = {"TIGON_CACHE": str(workspace.root / "cache")}  # references are computed anew
     report = {"REPORT": str(workspace.root / "report-two")}
     Ranks(2, run_all, {"context": 2}, two, environment=cache | report).finish(400)
@@ -112,11 +113,7 @@ def assert_same(workspace, kind: str, way: str, first: int = 0) -> None:
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "kind",
-    ["sft", "seen", "lines", "experts", "lora", "dpo", "orpo", "kto", "grpo", "reward", "distill"]
-    + ["zero"],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_that_share_rows(workspace, runs, kind):
     assert_same(workspace, kind, "two")
 
@@ -142,7 +139,7 @@ def test_what_is_written_of_an_evaluation(workspace, runs):
 
 def test_hooks_of_each_rank_see_everything(workspace, runs):
     expected = (workspace.root / "report-one-0").read_text()
-    assert expected.count("\n") == 6
+    assert any(json.loads(line)["right"] for line in expected.splitlines())
     for rank in range(2):
         assert (workspace.root / f"report-two-{rank}").read_text() == expected
 

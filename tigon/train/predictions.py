@@ -23,8 +23,7 @@ class Predictions:
 
     Each rank with other rows writes a file of its own; the first one merges them, so that the
     result is the same on any number of ranks, and there is no file by that name until it is
-    complete. All ranks see
-    one run_dir.
+    complete. All ranks see one run_dir.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):

@@ -190,9 +190,8 @@ def check_parallel(config: Config) -> None:
     """Raises ValueError for what ranks cannot share as `parallel` says."""
     if config.parallel is None:
         return
-    for name in ("context", "tensor"):
-        if (size := getattr(config.parallel, name)) > 1:
-            raise ValueError(f"parallel.{name}={size} is not there yet: give 1")
+    if (size := config.parallel.tensor) > 1:
+        raise ValueError(f"parallel.tensor={size} is not there yet: give 1")
     if config.sharding == "gradients" and config.parallel.replicate > 1:
         raise ValueError(
             f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "

@@ -1,10 +1,11 @@
 """Models that a run reads and does not train: references and teachers."""
 
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.parallel import share_context
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype
-from tigon.train.parallel import World, shard
+from tigon.train.parallel import World, meshes_of, shard
 from tigon.weights import Repository
 
 
@@ -19,6 +20,8 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
     compute = compute_dtype(config, world.device)
     model, weights = build(Repository(path), MODELS, dtype=compute)
     if world.size > 1:
+        if (context := meshes_of(world).context) is not None:
+            share_context(model, context)
         shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)

@@ -21,9 +21,9 @@ from tigon.weights import named_if_full
 class Predictions:
     """run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Each rank writes a file of its own; the first one merges them, so that the result is the same
-    on any number of ranks, and there is no file by that name until it is complete. All ranks see
-    one run_dir.
+    Each rank with other rows writes a file of its own; the first one merges them, so that the
+    result is the same on any number of ranks, and there is no file by that name until it is
+    complete. All ranks see one run_dir.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
@@ -31,15 +31,15 @@ class Predictions:
         self.tokenizer, self.world = tokenizer, world
         self.parts = [
             self.target.with_name(f".{self.target.name}.rank-{rank}.partial")
-            for rank in range(world.size)
+            for rank in range(world.data.size)
         ]
 
     def __enter__(self) -> Self:
-        self.file = open(self.parts[self.world.rank], "w", encoding="utf-8")
+        self.file = open(self._part, "w", encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        part = self.parts[self.world.rank]
+        part = self._part
         if kind is not None:
             with suppress(OSError):  # what could not be written still cannot
                 self.file.close()
@@ -56,6 +56,11 @@ class Predictions:
         except OSError:  # a full disk needs the room
             self._remove()
             raise
+
+    @property
+    def _part(self) -> Path:
+        """Ranks with the same rows predict the same: one writes it, the others nowhere."""
+        return self.parts[self.world.data.rank] if self.world.tells else Path(os.devnull)
 
     def _remove(self) -> None:
         """The files of all ranks, which end with this one if it fails, and of more ranks before."""

@@ -52,11 +52,12 @@ def settings(**changes: Any) -> Any:
     return load(None, [f"{key}={value}" for key, value in values.items()])
 
 
-def learner(changes: dict[str, Any], **its: Any) -> tuple[Any, Any]:
+def learner(changes: dict[str, Any], device: str = "cpu", **its: Any) -> tuple[Any, Any]:
+    """A model and its optimizer."""
     config, shape = settings(**its), LLAMA | changes
     torch.manual_seed(0)
     dtype = getattr(torch, config.param_dtype)
-    model = MODELS[shape["model_type"]].from_config(shape, dtype=dtype).train()
+    model = MODELS[shape["model_type"]].from_config(shape, dtype=dtype).to(device).train()
     return model, build_optimizer(model, config)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tigon.layers import SparseMoE
+from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
 from tigon.report.figures import duration
@@ -113,7 +113,7 @@ def exchanged(config: Config, model: CausalLM, ranks: int) -> str:
     """What ranks that share the tokens of rows send each other."""
     tokens = -(-config.seq_len // ranks)
     item = compute_dtype(config, torch.device("cuda")).itemsize
-    layers = [layer.mixer for layer in model.model.layers]
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
     heads = [exchanged_heads(m.heads, m.kv_heads, ranks) * m.head_dim for m in layers]
     sent = config.micro_batch_size * tokens * item * max(heads) * (ranks - 1) / ranks
     return (

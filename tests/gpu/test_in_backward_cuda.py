@@ -131,10 +131,11 @@ def test_backward_does_not_wait_for_the_device_and_leaves_out_a_loss_of_nan():
         updates.backward(model(ids, labels=ids).loss)
     before = [t.clone() for t in (*model.parameters(), *states(model, optimizer).values())]
     poison = torch.tensor(math.nan, device="cuda")
+    loss = model(ids, labels=ids).loss * poison  # which waits, to count the rows that have labels
     torch.cuda.synchronize()
     event = torch.cuda.Event()
     torch.cuda._sleep(1 << 31)
-    norm = updates.backward(model(ids, labels=ids).loss * poison)
+    norm = updates.backward(loss)
     event.record()
     assert not event.query()
     assert held(model) == 0 and norm.isnan()

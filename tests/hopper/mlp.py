@@ -104,6 +104,7 @@ ADDITIONS: dict[str, dict[str, Any]] = {
     "fp16, bias, odd": {"sizes": (1000, 200), "ranks": (5, 20), "dtype": FP16, "bias": True},
     "fp32": {"dtype": FP32},
     "parameters in fp32": {"own": FP32},
+    "one strip": {"sizes": (64,), "ranks": (4,)},  # integers of 1 are constants to Triton
 }
 
 

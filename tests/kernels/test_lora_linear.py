@@ -111,7 +111,9 @@ def test_dropout(dtype: torch.dtype, plain: bool) -> None:
 @pytest.mark.parametrize("p", [0.5, 0.99, 0.9999999])
 def test_dropout_keeps_the_mean(p: float) -> None:
     """Of what is added by ones, also where p is nearer to 1 than what can be drawn."""
-    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator("cpu").manual_seed(3)
+    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=generator, device="cpu")
+    keys = keys.to(torch.get_default_device())
     x, a = torch.ones(4096, 64), torch.full((1, 64), 1 / 64)
     additions = [Addition(0, torch.ones(1, 1), 1.0)]
     dropout = Dropout(keys, 7, p)

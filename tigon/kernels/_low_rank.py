@@ -169,7 +169,7 @@ def _of_strip(
     return b, column, left, rank, r
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "strips"])  # 1 would be a number without methods
 def _low_rank_shares_kernel(
     dy, u, bs, of_u, of_bs, firsts, sizes, ranks, N, strips, length, dy_row, u_row,
     PARTS: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -214,7 +214,7 @@ def _sum(shares, first, last, stride, at, inside, SHARES: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "strips"])
 def _low_rank_sums_kernel(
     of_u, of_bs, du, dbs, sizes, ranks, scales, N, strips, runs,
     PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,

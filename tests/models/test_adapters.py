@@ -207,6 +207,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
     "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
+    "text for true": ({"rslora": "no"}, "rslora='no' is neither True nor False"),
     "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
 

@@ -207,6 +207,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
     "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
+    "text for true": ({"rslora": "no"}, "rslora='no' is neither True nor False"),
     "much dropout": ({"dropout": 1}, r"dropout=1 is not in \[0, 1\)"),
 }
 
@@ -328,6 +329,14 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
     other = {n.replace("v_proj", "value"): t for n, t in tensors.items()}
     refused("is for 'model.layers.0.self_attn.value'", other)
+    fewer = {n: t for n, t in tensors.items() if "layers.2" not in n}
+    pattern = r".*\.(q|k|v|o|gate|up|down)_proj"
+    target = edit(adapter, tmp_path / "pattern", target_modules=pattern)
+    model.load_adapter(target)
+    model.delete_adapter("default")
+    save_file(fewer, target / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has none for 'model.layers.2"):
+        model.load_adapter(target)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)
     refused("no tensor of it is named lora_A", {"x": b})

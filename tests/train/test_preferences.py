@@ -55,10 +55,13 @@ def settings(workspace):
 
 def assert_same(workspace: Any, run: str, other: str, *, last: int = 4, rel: float = 0.0) -> None:
     for key in (*KEYS, *(f"eval_{key}" for key in KEYS if key != "grad_norm")):
-        curve, expected = workspace.metrics(run, key), workspace.metrics(other, key)
+        curve, expected = (
+            [np.nan if value is None else value for value in workspace.metrics(name, key)]
+            for name in (run, other)
+        )
         assert len(expected) == (3 if key.startswith("eval") else 4)
         expected = expected[-last:]
-        assert curve == pytest.approx(expected, rel=rel, abs=rel / 10), key
+        assert curve == pytest.approx(expected, rel=rel, abs=rel / 10, nan_ok=True), key
 
 
 @pytest.mark.timeout(300)
@@ -78,6 +81,16 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
     ):
         main(settings(f"{task}-{name}", task, **whole, **more))
         assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
+
+
+def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path):
+    """A mean of no answers is not 0."""
+    rows = [row | {"label": False} for row in preferences.labelled(6)]
+    main(settings("bad-alone", "kto", data=preferences.write(tmp_path / "bad.jsonl", rows), steps=2))
+    for key in ("rewards/chosen", "rewards/margins", "logps/chosen"):
+        assert workspace.metrics("bad-alone", key) == [None, None], key
+        assert None not in workspace.metrics("bad-alone", f"eval_{key}")
+    assert workspace.metrics("bad-alone", "logps/rejected")[0] < 0
 
 
 def test_the_first_loss_is_that_of_no_change(workspace, settings):

@@ -261,16 +261,20 @@ def _number(name: str, value: Any, kind: Any) -> Any:
 
 
 def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, Place]) -> None:
-    """ValueError if projections that a list of targets names have no tensors: the adapter is of a
-    model of fewer layers, or its file lacks some."""
+    """ValueError if projections that the targets name have no tensors: the adapter is of a model of
+    fewer layers, or its file lacks some."""
     targets = values.get("target_modules")
     chosen = values.get("layers_to_transform"), values.get("exclude_modules")
-    if not isinstance(targets, list) or any(some not in (None, []) for some in chosen):
+    if any(some not in (None, [], "") for some in chosen):
         return
+    pattern = _quick(targets) if isinstance(targets, str) else None
+    names = targets if isinstance(targets, list) else []
     parameters = values.get("target_parameters") or []
     for name, place in known.items():
-        meant = parameters if place.experts else targets
-        if name not in own and any(listed(place.name, t) for t in meant):
+        meant = any(listed(place.name, t) for t in (parameters if place.experts else names))
+        if pattern is not None and not place.experts:
+            meant = pattern.fullmatch(place.name) is not None
+        if name not in own and meant:
             raise ValueError(
                 f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(place.name)}: "
                 "it is of another model, or lacks tensors"
@@ -299,6 +303,15 @@ def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
 def _first(patterns: Patterns, name: str, default: Any) -> Any:
     """The number of the first of PEFT's patterns that fits a projection."""
     return next((value for pattern, value in patterns if pattern.fullmatch(name)), default)
+
+
+def _quick(pattern: str) -> re.Pattern[str] | None:
+    """PEFT's regular expression of targets; None for one that may take long."""
+    try:
+        _compiled("target_modules", pattern)
+    except ValueError:
+        return None
+    return re.compile(pattern)
 
 
 def _compiled(key: str, pattern: str) -> re.Pattern[str]:

@@ -106,7 +106,8 @@ class KTO(Answers):
         ):
             for kind, values in (("rewards", self.beta * ratios), ("logps", logprobs)):
                 chosen = torch.where(which, values.detach().double(), 0)
-                metrics[f"{kind}/{name}"] = chosen.sum() / count.clamp(min=1)
+                # NaN where the step has no such answer: 0 would be a mean
+                metrics[f"{kind}/{name}"] = chosen.sum() / count
         share = len(desired) / sums["answers"].clamp(min=1)
         return Part(loss, metrics | {"kl": kl.double() * share})
 

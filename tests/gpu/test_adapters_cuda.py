@@ -27,6 +27,7 @@ CASES: dict[str, tuple[LoraConfig, bool]] = {
     "nf4": (LoraConfig(rank=16, targets=ALL), True),
     "nf4, dropout": (LoraConfig(rank=16, targets=ALL, dropout=0.25), True),
     "ends": (LoraConfig(rank=8, targets=("v_proj", "embed_tokens", "lm_head")), False),
+    "ends, dora": (LoraConfig(rank=8, targets=("embed_tokens", "lm_head"), dora=True), False),
     "experts": (
         LoraConfig(rank=5, targets=("experts.gate_up_proj", "experts.down_proj", "q_proj")),
         False,

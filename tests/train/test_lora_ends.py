@@ -26,6 +26,15 @@ def same(workspace: Any, run: str, other: str, *, first: int = 0) -> None:
         assert workspace.metrics(run, key) == pytest.approx(expected, rel=1e-5), key
 
 
+def same_files(workspace: Any, run: str, other: str) -> None:
+    same(workspace, run, other)
+    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        one, two = (load_file(workspace.root / r / name) for r in (run, other))
+        assert one.keys() == two.keys()
+        for tensor in two:
+            torch.testing.assert_close(one[tensor], two[tensor], rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def settings(workspace):
     untied = write_model(workspace.root / "untied", tie_word_embeddings=False)
@@ -67,12 +76,20 @@ def test_resumed_and_on_two_ranks(workspace, settings):
     for name, values in tensors(step(workspace, "ends-again", 4)).items():
         assert torch.equal(values, last[name])
     train_on(2, settings("ends-two", activation_checkpointing="true"))
-    same(workspace, "ends-two", "ends")
-    for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        one, two = (load_file(workspace.root / run / name) for run in ("ends", "ends-two"))
-        assert one.keys() == two.keys()
-        for tensor in one:
-            torch.testing.assert_close(two[tensor], one[tensor], rtol=1e-4, atol=1e-5)
+    same_files(workspace, "ends-two", "ends")
+
+
+def test_lengths_on_two_ranks(workspace, settings):
+    """Of an embedding's columns, which no rank has whole."""
+    dora = {"lora.dora": "true", "steps": 2}
+    main(settings("lengths", **dora))
+    train_on(2, settings("lengths-two", **dora))
+    same_files(workspace, "lengths-two", "lengths")
+    one, plain = (
+        load_file(workspace.root / run / "hf/model.safetensors") for run in ("lengths", "ends")
+    )
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert (one[name] - plain[name]).abs().max() > 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -15,15 +15,20 @@ from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
 class LowRankEmbedding(LayerAdapter):
     """One adapter of an embedding: `scale * B A` [C, V], of which a token has a column.
 
-    As PEFT's: A [r, V] begins at 0, B [C, r] is drawn.
+    As PEFT's: A [r, V] begins at 0, B [C, r] is drawn. With `dora` each of the C columns of the
+    table then gets a length over all tokens that is learned.
     """
 
-    def __init__(self, dim: int, part: LoRAPart, *, dtype: torch.dtype, device: Any):
+    def __init__(
+        self, dim: int, part: LoRAPart, *, dora: bool = False, dtype: torch.dtype, device: Any
+    ):
         super().__init__()
-        self.parts = (part,)
+        self.parts, self.dora = (part,), dora
         how: dict[str, Any] = {"dtype": dtype, "device": device}
         self.lora_embedding_A = nn.Parameter(torch.empty(part.rank, part.size, **how))
         self.lora_embedding_B = nn.Parameter(torch.empty(dim, part.rank, **how))
+        if dora:
+            self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
 
     def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         shape = self.lora_embedding_B.shape
@@ -37,6 +42,16 @@ class LowRankEmbedding(LayerAdapter):
         (part,) = self.parts
         low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx)
         return F.linear(low, self.lora_embedding_B) * part.scale
+
+    def gains(self, weight: Tensor) -> Tensor:
+        """[C]: the learned length of each column of W + (scale B A)^T over what it is, in fp32."""
+        (part,) = self.parts
+        with torch.no_grad():
+            a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
+            square = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square()
+            square += 2 * ((a.to(weight.dtype) @ weight).float().t() * b).sum(1)
+            square += (b @ (a.float() @ a.float().t()) * b).sum(1)
+        return self.lora_magnitude_vector.float() / square.sqrt()
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
@@ -62,7 +77,8 @@ class Embedding(nn.Embedding):
         else:
             x = F.embedding(input, weight, self.padding_idx).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            x = (x + low(input, self.padding_idx)).to(x.dtype)
+            own = x + low(input, self.padding_idx)
+            x = (own * low.gains(self.weight) if low.dora else own).to(x.dtype)
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait

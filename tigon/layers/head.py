@@ -69,8 +69,10 @@ class LMHead(nn.Module):
         # Once: a parametrised weight is computed at each access
         weight = self.weight if copy is None else copy.to(self.weight.dtype)
         low: LowRank | None = None if self.lora is None else self.lora.active()
+        if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
+            weight, low = _merged(weight, low), None
         if lend is not None:
-            return lend(weight if low is None else _merged(weight, low), self.bias)
+            return lend(weight.detach() if low is None else _merged(weight, low), self.bias)
         if hidden is None:
             raise ValueError("the head has no hidden states")
         logits_bytes = self.logits_bytes if logits_bytes is None else logits_bytes
@@ -104,7 +106,11 @@ def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def _merged(weight: Tensor, low: LowRank) -> Tensor:
-    """The weight [V, C] of a teacher, whose pass knows no adapters."""
+    """The weight [V, C] with the adapter, for a pass that knows of none."""
     (addition,) = low.additions()
-    b, a = (t.detach().to(weight.dtype) for t in (addition.b, low.lora_A))
-    return torch.addmm(weight.detach(), b, a, alpha=addition.scale)
+    b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
+    whole = torch.addmm(weight, b, a, alpha=addition.scale)
+    if not low.dora:
+        return whole
+    more = (low.gains(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it
+    return torch.addcmul(whole, whole, more)

@@ -25,7 +25,7 @@ from tigon.layers import (
     LowRankExperts,
 )
 from tigon.layers.lora import MAGNITUDE, place_of
-from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas
+from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas, column_lengths
 from tigon.models._lora import LoraConfig, Plan, check_apart, check_dropout, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows, row_group
@@ -105,7 +105,7 @@ def _of_layer(
     layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **how: Any
 ) -> LayerAdapter:
     if isinstance(layer, Embedding):
-        return LowRankEmbedding(layer.embedding_dim, *parts, **how)
+        return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **how)
     if isinstance(layer, Experts):
         columns = [layer.get_parameter(part.name).shape[2] for part in parts]
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
@@ -131,11 +131,7 @@ def begin_adapter(
     for path, low in low_ranks(model, name).items():
         first_values = low.drawn(generator)
         if low.dora:  # what is added is 0: the rows have their own lengths
-            layer: Any = model.get_submodule(path)
-            lengths = _lengths(layer.values())
-            for part in low.parts:
-                rows = lengths[part.first : part.first + part.size]
-                first_values[MAGNITUDE + part.name] = rows
+            first_values |= _lengths(model.get_submodule(path), low)
         for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
             own.copy_(values[first : first + len(own)])
@@ -146,14 +142,17 @@ def begin_adapter(
         local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
 
 
-def _lengths(weight: Tensor) -> Tensor:
-    """fp32, of all rows; every rank of a sharded weight calls this."""
+def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
+    """DoRA's, of all rows in fp32, or of an embedding's columns; every rank calls this."""
+    weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
+    if isinstance(low, LowRankEmbedding):
+        return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight)}
     found = torch.zeros(weight.shape[0], device=own.device)
     found[first : first + len(own)] = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
     if isinstance(weight, DTensor):
         dist.all_reduce(found, group=row_group(weight))
-    return found
+    return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
 
 
 def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:

@@ -2,6 +2,7 @@
 own rows."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,12 +33,23 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
 
 
 def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
-    """(scale B A)^T to this rank's rows of the weight, one for each token."""
+    """(scale B A)^T and DoRA's lengths, to this rank's rows of the weight, one for each token."""
     own, start = own_rows("weight", weight)
     a, b = (_whole(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
     (part,) = low.parts
     delta = a[:, start : start + len(own)].t() @ b.t()
-    own.copy_(own.float().add_(delta, alpha=part.scale))
+    total = own.float().add_(delta, alpha=part.scale)
+    if low.dora:
+        total *= _whole(low.lora_magnitude_vector).float() / column_lengths(total, weight)
+    own.copy_(total)
+
+
+def column_lengths(rows: Tensor, weight: Tensor) -> Tensor:
+    """[C], of the rows [V_r, C] that each rank has of the weight; every rank calls this."""
+    squares = rows.square().sum(0)
+    if isinstance(weight, DTensor):
+        dist.all_reduce(squares, group=weight.device_mesh.get_group())
+    return squares.sqrt()
 
 
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:

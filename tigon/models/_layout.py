@@ -93,6 +93,7 @@ def _of_adapter(
         return (Part.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)
     layer, _, adapter = path.rpartition(".lora.")
     if isinstance(module, LowRankEmbedding):
+        adapter += ".weight" if kind == MAGNITUDE.removesuffix("_") else ""
         return (Part.whole(f"{layer}.{kind}.{adapter}", shape),)
     if isinstance(module, LowRankExperts):
         factor, part = kind[: len("lora_A")], kind[len("lora_A_") :]

@@ -182,10 +182,10 @@ def _check_ends(model: LanguageModel, config: LoraConfig, chosen: Iterable[Place
                 f"{place.own} is in targets and in modules_to_save: its weight is trained whole or "
                 "by an adapter; leave one out"
             )
-        if config.dora and not place.linear:  # PEFT has none of experts
+        if config.dora and place.experts:  # as in PEFT
             raise ValueError(
-                f"dora with targets={shown(place.own)}: lengths are learned of the projections of "
-                "attention and MLPs alone; leave one out"
+                f"dora with targets={shown(place.own)}: no lengths are learned of experts; leave "
+                "one out"
             )
 
 

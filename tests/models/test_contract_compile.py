@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+import torch._inductor.config
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
@@ -75,7 +76,9 @@ def test_loss_and_gradients_in_one_graph(block: CausalLM, case: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+@torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 1, "cpp.vec_isa_ok": True})
 def test_inductor(block: CausalLM) -> None:
+    """Of scalars: torch would compile programs first to find out which vectors there are."""
     assert_equal_when_compiled(block, "inductor", {"metrics": ("accuracy", "nll")})
 
 

@@ -135,6 +135,21 @@ def test_distillation_computes_the_same_as_the_formula(
     assert list(distillation.disagreements(record)) == []
 
 
+@on_cpu
+@pytest.mark.parametrize("side", [FORMULA, CHUNKED])
+@pytest.mark.parametrize("beta", [*DIVERGENCES.values(), 0.3])
+def test_heads_compute_the_same_divergence(side: str, beta: float) -> None:
+    if side == CHUNKED:
+        pytest.importorskip("liger_kernel")
+    x, w = torch.randn(21, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+    given = x, w, torch.randn(21, 6), torch.randn(50, 6), beta
+    ours, theirs = (distillation_side.HEADS[name](*given) for name in (OURS, side))
+    torch.testing.assert_close(ours, theirs)
+    gradients = (torch.autograd.grad(loss, (x, w)) for loss in (ours, theirs))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_distillation_is_judged_by_the_fastest_peer() -> None:
     def rows(ms: float, **more: Any) -> Record:
         return {name: {"ms": ms, "loss": 1.0, "gradient_norm": 2.0} | more for name in DIVERGENCES}
@@ -154,4 +169,5 @@ def test_distillation_is_judged_by_the_fastest_peer() -> None:
     again = list(distillation.verdicts(record))
     assert again[8].startswith("MISSED: head alone, JSD: memory")
     assert again[9] == f"WRONG: step, JSD, {FUSED}: loss 1.1 and 1"
-    assert "peers: status 1" in distillation.show(record)
+    shown = distillation.show(record)
+    assert "peers: status 1" in shown and f"| {distillation.LOGITS} |  | 1.00 |" in shown

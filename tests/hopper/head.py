@@ -83,7 +83,8 @@ def _loss_rows(
 ) -> None:
     logits, targets = zeros(8, V, dtype=dtype), zeros(8, dtype=torch.int64)
     one = zeros(8, dtype=FP32)
-    gradient = Gradient(one, torch.zeros_like(logits), add) if grad else None
+    out = torch.zeros_like(logits)
+    gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
     mass = (one, one) if known else None
     loss_rows(logits, targets, options, metrics, gradient, mass, holes=holes)
 
@@ -98,5 +99,6 @@ def _divergence_rows(
     normalized: bool = False,
 ) -> None:
     student, teacher = zeros(8, V, dtype=dtype), zeros(8, V, dtype=dtype)
-    gradient = Gradient(zeros(8, dtype=FP32), torch.zeros_like(student), add) if grad else None
+    one, out = zeros(8, dtype=FP32), torch.zeros_like(student)
+    gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
     divergence_rows(student, teacher, options, options, beta, gradient, normalized=normalized)

@@ -23,6 +23,7 @@ from tigon.kernels import (
     run_criteria,
 )
 from tigon.kernels import _head_pass as head_pass
+from tigon.kernels._head_sizes import Sizes
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 
 N, C, D, V, K = 21, 19, 13, 211, 5
@@ -134,6 +135,20 @@ def test_several_criteria(options: Options, logits_bytes: int, reduction: str) -
     assert_same(sum(found), sum(expected), b.learned)
     # Sums that count differently, and one that does not count at all
     assert_same(found[0] - 3 * found[2], expected[0] - 3 * expected[2], b.learned)
+
+
+@pytest.mark.parametrize("logits_bytes", [2**30, 2**15])
+@pytest.mark.parametrize("last", range(3))
+def test_rows_that_the_last_criterion_ignores(last: int, logits_bytes: int) -> None:
+    """It writes the whole gradient, of what the others say too."""
+    b = Batch()
+    all_count = [
+        KL(teacher_hidden=b.teacher_hidden, teacher=b.teacher),
+        KL(teacher_tokens=b.tokens, teacher_logprobs=b.logprobs),
+    ]
+    criteria = [*all_count, criteria_of(b)[last]]
+    found = b.run(criteria, logits_bytes=logits_bytes)
+    assert_same(sum(found), sum(b.expected(criteria)), b.learned)
 
 
 class Cut(torch.autograd.Function):
@@ -343,7 +358,7 @@ def test_one_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return logits
 
     monkeypatch.setattr(head_pass, "_product", counted)
-    monkeypatch.setattr(head_pass, "_chunk", lambda *_: 4)
+    monkeypatch.setattr(head_pass, "sizes", lambda *_: Sizes(4, 4, 0))
     b = Batch()
     b.run([CrossEntropy(targets=b.targets)])
     assert len(alive) > 3

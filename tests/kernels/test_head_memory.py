@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
-from tigon.kernels import linear_cross_entropy, use
+from tigon.kernels import linear_cross_entropy, linear_kl, use
 from tigon.kernels._logits import rescale, rescale_and_join, rescale_and_join_
 from tigon.train.estimate.meter import Ledger, Meter
 
-PASS, LOGITS = (sys.modules[f"tigon.kernels.{name}"] for name in ("_head_pass", "_logits"))
+MODULES = ("_head_pass", "_head_sizes", "_logits")
+PASS, SIZES, LOGITS = (sys.modules[f"tigon.kernels.{name}"] for name in MODULES)
 N, C, V = 8, 2, 300
 
 
@@ -52,7 +54,7 @@ def loss_of(hidden: Tensor, weight: Tensor, targets: Tensor, reduction: str = "s
 def test_whoever_needs_the_sum_again_gets_the_same(
     monkeypatch: pytest.MonkeyPatch, reduction: str
 ) -> None:
-    monkeypatch.setattr(PASS, "chunk_rows", lambda *_: 4)  # two chunks
+    monkeypatch.setattr(SIZES, "chunk_rows", lambda *_: 4)  # two chunks
     hidden, weight, targets = learned()
     loss = loss_of(hidden, weight, targets, reduction)
     copies = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -91,7 +93,7 @@ def test_no_row_counts(rows: int) -> None:
 
 def test_autograd_keeps_it_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """And adds up what several micro-batches give; nothing of the sum remains."""
-    monkeypatch.setattr(PASS, "chunk_rows", lambda *_: 4)
+    monkeypatch.setattr(SIZES, "chunk_rows", lambda *_: 4)
     sums: list[Tensor] = []
     product: Callable[..., Tensor] = PASS.add_product
 
@@ -125,18 +127,20 @@ def test_memory_at_the_sizes_of_a_large_model() -> None:
         forward = ledger.peak
         loss.backward()
         assert ledger.total == pytest.approx(2 * v * c + 2 * n * c, rel=1e-3)
-    chunk = 2 * PASS.CHUNK_ROWS * (v + c)  # and its hidden states, 0 where no row counts
+    chunk = 2 * SIZES.CHUNK_ROWS * (v + c)  # and its hidden states, 0 where no row counts
     assert ledger.peak == forward == pytest.approx(chunk + 4 * v * c + 2 * n * c, rel=1e-3)
 
 
-def test_rows_of_a_chunk() -> None:
-    plans = [PASS.Plan("cross_entropy", PASS.PLAIN)]
+def sizes(
+    n: int, c: int, v: int, beside: int, needs: tuple[bool, ...] = (True,) * 3, most: int = 0
+) -> Any:
+    hidden, weight = (torch.empty(rows, c, device="meta", dtype=torch.bfloat16) for rows in (n, v))
+    return SIZES.sizes(hidden, weight, beside, most, needs, n)
 
+
+def test_rows_of_a_chunk() -> None:
     def rows(n: int, c: int, v: int, needs: tuple[bool, ...] = (True,) * 3, most: int = 0) -> int:
-        hidden, weight = (
-            torch.empty(rows, c, device="meta", dtype=torch.bfloat16) for rows in (n, v)
-        )
-        return PASS._chunk(hidden, weight, plans, most, needs, n)
+        return sizes(n, c, v, 0, needs, most).rows
 
     assert rows(16384, 2048, 128256) == 4096
     assert rows(16384, 2560, 151936) == 3072 and rows(16384, 1152, 262144) == 2048  # 1 GiB
@@ -146,3 +150,35 @@ def test_rows_of_a_chunk() -> None:
     assert rows(8192, 4096, 128256, (True, False, False)) == 4096  # without a sum they do
     assert rows(16384, 4096, 128256, (False,) * 3) == 4096  # 1 GiB, where nothing else is held
     assert rows(16384, 4096, 128256, most=2**28) == 1024
+
+
+def test_rows_of_a_chunk_beside_a_teacher() -> None:
+    """At most half of all logits, and few rows of what is beside a chunk."""
+    assert sizes(4096, 2048, 128256, 1) == (1024, 512, 1)
+    assert sizes(4096, 2048, 128256, 2) == (1024, 256, 2)  # and a sum of gradients
+    assert sizes(16384, 2048, 128256, 1) == (3072, 512, 1)  # 1 GiB
+    assert sizes(4096, 1152, 262144, 1) == (1024, 512, 1) and sizes(0, 8, 300, 1).rows >= 1
+    assert sizes(4096, 4096, 128256, 1) == (4096, 512, 1)  # all: chunks and the sum take no less
+    assert sizes(4096, 2048, 128256, 1, most=2**28) == (512, 512, 1)
+    assert sizes(4096, 2048, 128256, 1, (False,) * 3) == (1024, 512, 1)
+    for n, beside in ((4096, 1), (4096, 2), (5000, 1), (16384, 2), (40000, 1)):
+        rows, piece, _ = sizes(n, 512, 128256, beside)
+        held = rows + beside * piece
+        assert rows >= 1024 and held <= n / 2 and 2 * 128256 * held <= 2**30
+
+
+def test_memory_beside_a_teacher() -> None:
+    """Less than one [N, V] in bf16, with what the weight's sum takes beyond its gradient."""
+    n, c, v = 4096, 2048, 128256
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    hidden, states = (torch.empty(n, c, **options) for _ in range(2))
+    weight, teacher = (torch.empty(v, c, **options) for _ in range(2))
+    learned = hidden.requires_grad_(), weight.requires_grad_()
+    ledger = Ledger()
+    with use("triton"), Meter(ledger, [*learned, states, teacher]):
+        linear_kl(hidden, weight, states, teacher).backward()
+    left = 2 * v * c + 2 * n * c
+    assert ledger.total == pytest.approx(left, rel=1e-3)
+    held = ledger.peak - left - 2 * v * c
+    assert held == pytest.approx(2 * v * (1024 + 512), rel=2e-2) and held < n * v
+    assert ledger.peak - left < 2 * n * v

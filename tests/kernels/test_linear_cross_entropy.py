@@ -13,13 +13,13 @@ from tigon.kernels import linear_cross_entropy, linear_cross_entropy_ref
 from tigon.kernels._head_pass import Plan
 from tigon.kernels.cross_entropy import METRICS, Options
 
-MODULE = sys.modules["tigon.kernels._head_pass"]
+MODULE, SIZES = (sys.modules[f"tigon.kernels.{name}"] for name in ("_head_pass", "_head_sizes"))
 N, C, V = 37, 19, 211
 rows = pytest.mark.parametrize("rows", [4, 10_000])
 
 
 def chunk(monkeypatch: pytest.MonkeyPatch, rows: int, vocab: int = V) -> None:
-    monkeypatch.setattr(MODULE, "chunk_rows", lambda *_: rows)
+    monkeypatch.setattr(SIZES, "chunk_rows", lambda *_: rows)
 
 
 def inputs(n: int = N, c: int = C, vocab: int = V) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -354,10 +354,10 @@ def test_a_second_backward_gives_the_same(reduction: str) -> None:
 def test_the_budget_bounds_the_chunk() -> None:
     h = torch.empty(1, 4096, dtype=torch.bfloat16)
     for vocab, budget in ((128256, 2**30), (262144, 2**30), (151936, 2**28), (50, 2**20)):
-        rows = MODULE.chunk_rows(vocab, h, budget)
+        rows = SIZES.chunk_rows(vocab, h, budget)
         assert rows >= 1
         assert rows * vocab * 2 <= budget < 32 * rows * vocab + 32 * vocab
-    assert MODULE.chunk_rows(300_000, h, 1) == 1
+    assert SIZES.chunk_rows(300_000, h, 1) == 1
 
 
 @pytest.mark.traced

@@ -92,7 +92,8 @@ def test_dropout(dtype: torch.dtype, plain: bool) -> None:
 
     def peft(x: Tensor, weight: Tensor, bias: Tensor, a: Tensor, additions: Any) -> Tensor:
         y = F.linear(x, weight, bias)
-        u = F.linear(x * mask / (1 - dropout.p), a).split([add.b.shape[1] for add in additions], -1)
+        ranks = [add.b.shape[1] for add in additions]
+        u = F.linear(x * mask / (1 - dropout.share), a).split(ranks, -1)
         for own, (first, b, scale) in zip(u, additions, strict=True):
             before, after = first, K - first - b.shape[0]
             y = y + F.pad(F.linear(own, b) * scale, (before, after))
@@ -105,6 +106,18 @@ def test_dropout(dtype: torch.dtype, plain: bool) -> None:
     with torch.no_grad():
         given = case.weight, case.bias, case.a, case.additions
         assert torch.equal(lora_linear(case.x, *given, base=base, dropout=dropout), ours["y"])
+
+
+@pytest.mark.parametrize("p", [0.5, 0.99, 0.9999999])
+def test_dropout_keeps_the_mean(p: float) -> None:
+    """Of what is added by ones, also where p is nearer to 1 than what can be drawn."""
+    keys = torch.randint(-(2**63), 2**63 - 1, (4096,), generator=torch.Generator().manual_seed(3))
+    x, a = torch.ones(4096, 64), torch.full((1, 64), 1 / 64)
+    additions = [Addition(0, torch.ones(1, 1), 1.0)]
+    dropout = Dropout(keys, 7, p)
+    y = lora_linear(x, torch.zeros(1, 64), None, a, additions, dropout=dropout)
+    kept = 1 - dropout.share
+    assert abs(y.mean() - 1) < 5 * math.sqrt(dropout.share / kept / x.numel())
 
 
 def exact(case: Case, x: Tensor) -> Tensor:

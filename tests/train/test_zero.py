@@ -99,7 +99,8 @@ def test_one_process(workspace, settings):
             found, of_two = (workspace.metrics(name, key) for name in (run, "tied-gradients"))
             assert found == pytest.approx(of_two[-len(found) :], rel=1e-6), key
         for name, weight in weights(workspace, run).items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+            # Of steps of 3e-3: Adam divides a gradient that nearly cancels by its own size
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5)
 
 
 def lose_rank_1(settings: list[str]) -> None:

@@ -97,7 +97,7 @@ def _reference_rows(
             z.sub_((slope * smoothing / logits.shape[1])[:, None])
         z.scatter_add_(1, index, (slope * (smoothing - 1))[:, None])
         d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
-        grad.out.copy_(d.add_(grad.out) if grad.add else d)
+        grad.out.copy_(d if grad.before is None else d.add_(grad.before))
     return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
 
 
@@ -131,13 +131,14 @@ def _rows_kernel(
     predicted,
     row_scale,  # these two are None without a gradient
     out,
+    before,  # may be None, or out
     V,
     stride,
     out_stride,
+    before_stride,
     head,  # scale and softcap; None for none
     smoothing,  # None for 0, as z_loss
     z_loss,
-    ADD: tl.constexpr,
     MASS_KNOWN: tl.constexpr,
     HOLES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,6 +154,8 @@ def _rows_kernel(
     slope = 0.0
     if row_scale is not None:
         out += row * out_stride
+        if before is not None:
+            before += row * before_stride
         slope = tl.load(row_scale + row).to(tl.float32)
         slope = tl.where(target == -100, 0.0, slope)
         if head[0] is not None:
@@ -231,10 +234,12 @@ def _rows_kernel(
 
     if row_scale is not None:
         if slope == 0.0:  # not 0 * NaN
-            if not ADD:
-                for start in range(0, V, BLOCK):
-                    at = start + columns
-                    tl.store(out + at, tl.zeros_like(at).to(out.dtype.element_ty), mask=at < V)
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                d = tl.zeros_like(at).to(out.dtype.element_ty)
+                if before is not None:
+                    d = tl.load(before + at, mask=at < V, other=0.0)
+                tl.store(out + at, d, mask=at < V)
         else:
             steep, flat = slope, 0.0
             if z_loss is not None:
@@ -246,8 +251,8 @@ def _rows_kernel(
             else:
                 d_target -= slope
             d_target = uncap(d_target, z_target, head)
-            if ADD:
-                d_target += tl.load(out + target).to(tl.float32)
+            if before is not None:
+                d_target += tl.load(before + target).to(tl.float32)
             # Everybody has read what belongs to the target before anybody writes there
             tl.debug_barrier()
             # Backwards: what was read last is still in L2, even if the rows in flight are not
@@ -260,8 +265,8 @@ def _rows_kernel(
                 if smoothing is not None:
                     d -= flat
                 d = uncap(d, z, head)
-                if ADD:
-                    d += tl.load(out + at, mask=at < V, other=0.0).to(tl.float32)
+                if before is not None:
+                    d += tl.load(before + at, mask=at < V, other=0.0).to(tl.float32)
                 tl.store(
                     out + at, d.to(out.dtype.element_ty), mask=at < V, eviction_policy="evict_first"
                 )
@@ -293,6 +298,7 @@ def loss_rows(
     loss = rows()
     peak, log_mass = known or (rows(), rows())
     found = {name: rows() for name in ("entropy", "nll") if name in metrics}
+    before = None if grad is None else grad.before
     if "predicted_tokens" in metrics:
         found["predicted_tokens"] = rows(torch.int64)
     if n:
@@ -308,13 +314,14 @@ def loss_rows(
             # An upstream gradient may be one number, expanded
             None if grad is None else grad.row_scale.contiguous(),
             None if grad is None else grad.out,
+            before,
             vocab,
             logits.stride(0),
             0 if grad is None else grad.out.stride(0),
+            0 if before is None else before.stride(0),
             scale_and_cap_of(options),
             float(options.label_smoothing) or None,
             float(options.z_loss) or None,
-            ADD=grad is not None and grad.add,
             MASS_KNOWN=known is not None,
             HOLES=holes,
             BLOCK=block,

@@ -73,7 +73,7 @@ def _reference(
         if options.softcap is not None:
             d *= 1 - (z / options.softcap).square()
         d.masked_fill_((grad.row_scale == 0)[:, None], 0)
-        grad.out.copy_(d.add_(grad.out) if grad.add else d)
+        grad.out.copy_(d if grad.before is None else d.add_(grad.before))
     return losses
 
 
@@ -123,17 +123,18 @@ def _divergence_kernel(
     loss,
     row_scale,  # these two are None without a gradient
     out,
+    before,  # may be None, or out
     V,
     s_stride,
     t_stride,
     out_stride,
+    before_stride,
     beta,
     head,  # scale and softcap; None for none
     t_head,
     MIX: tl.constexpr,
     REVERSE: tl.constexpr,
     NORMALIZED: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One row per program: two passes for the normalisers, one or two for loss and gradient."""
@@ -149,6 +150,8 @@ def _divergence_kernel(
     slope = 0.0
     if row_scale is not None:
         out += row * out_stride
+        if before is not None:
+            before += row * before_stride
         slope = tl.load(row_scale + row).to(tl.float32)
         if head[0] is not None:
             slope = slope * head[0]
@@ -168,7 +171,7 @@ def _divergence_kernel(
             d = (p - q) * slope
             if NORMALIZED:
                 d = -q * slope
-            _store(out + at, d, z, slope, head, at < V, ADD)
+            _store(out, before, at, V, d, z, slope, head)
     tl.store(loss + row, tl.sum(total, axis=0) / LOG2E)
 
     if row_scale is not None and not FORWARD:
@@ -182,15 +185,15 @@ def _divergence_kernel(
             a, b = (z - s_peak) * LOG2E - s_mass, (y - t_peak) * LOG2E - t_mass
             p, q, each, g = _divergence(a, b, beta, MIX, REVERSE)
             d = p * (g - mean) * (slope / LOG2E)
-            _store(out + at, d, z, slope, head, at < V, ADD)
+            _store(out, before, at, V, d, z, slope, head)
 
 
 @triton.jit
-def _store(at, d, z, slope, head, mask, ADD):
+def _store(out, before, at, V, d, z, slope, head):
     d = tl.where(slope == 0.0, 0.0, uncap(d, z, head))  # not 0 * NaN
-    if ADD:
-        d += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(at, d.to(at.dtype.element_ty), mask=mask)
+    if before is not None:
+        d += tl.load(before + at, mask=at < V, other=0.0).to(tl.float32)
+    tl.store(out + at, d.to(out.dtype.element_ty), mask=at < V)
 
 
 def divergence_rows(
@@ -209,6 +212,7 @@ def divergence_rows(
     n, vocab = student.shape
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
     losses = torch.empty(n, dtype=torch.float32, device=student.device)
+    before = None if grad is None else grad.before
     if n:
         block = min(8192, max(128, triton.next_power_of_2(vocab)))
         _divergence_kernel[(n,)](
@@ -217,17 +221,18 @@ def divergence_rows(
             losses,
             None if grad is None else grad.row_scale.contiguous(),  # perhaps one, expanded
             None if grad is None else grad.out,
+            before,
             vocab,
             student.stride(0),
             teacher.stride(0),
             0 if grad is None else grad.out.stride(0),
+            0 if before is None else before.stride(0),
             float(beta),
             scale_and_cap_of(options),
             scale_and_cap_of(teacher_options),
             MIX=0 < beta < 1,
             REVERSE=beta == 1,
             NORMALIZED=normalized,
-            ADD=grad is not None and grad.add,
             BLOCK=block,
             # Of one warp, a mixture with its gradient crashes the compiler of Triton 3.9
             num_warps=min(16, max(2, block // 512)),
@@ -263,7 +268,7 @@ def topk_rows(
     left = left.log().masked_fill(lse[:, None] == -torch.inf, -torch.inf)
     teacher = torch.cat((teacher, left), 1)
     if grad is not None:
-        row_scale, out, add = grad
+        row_scale, out, before = grad
         d = _slope(student, teacher, beta)
         d -= student.exp() * d.sum(-1, keepdim=True)
         d = (d * row_scale[:, None]).masked_fill_((row_scale == 0)[:, None], 0)
@@ -271,9 +276,9 @@ def topk_rows(
         if options.softcap is not None:
             exact = exact * (1 - (z / options.softcap).square())
         exact = exact.where(~absent, exact[:, :1])
-        if add:
-            exact = exact + out.gather(1, index)
-        of_rest, known = Gradient(d[:, -1], out, add), (rest.peak, rest.log_mass)
+        if before is not None:
+            exact = exact + before.gather(1, index)
+        of_rest, known = Gradient(d[:, -1], out, before), (rest.peak, rest.log_mass)
         loss_rows(others, target, options.of_logits(), (), of_rest, known, holes=True)
         out.scatter_(1, index, exact.to(out.dtype))
     return kl_ref(student, teacher, beta)

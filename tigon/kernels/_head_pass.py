@@ -13,16 +13,10 @@ from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
+from tigon.kernels._head_sizes import padded, sizes
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
 
-# Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
-LOGITS_BYTES = 2**30
-# A chunk that nobody bounds has this many rows, or as many as these bytes hold if they are more,
-# and at most LOGITS_BYTES. For each chunk the weight's gradient in fp32 is read and written: on an
-# H200 with 1B's head, 16384 rows take 50 ms in chunks of 1024, 44.5 of 2048, 42.7 of 4096, and 41.8
-# at once.
-CHUNK_ROWS, CHUNK_BYTES = 4096, 2**29
 GRADIENTS = 6  # that a pass returns
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
 Slots = list[Tensor | None]
@@ -142,7 +136,10 @@ def _outputs(
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = m <= _chunk(hidden, weight, plans, logits_bytes, needs, m) and not late
+    only = (
+        m <= sizes(hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, m).rows
+        and not late
+    )
     full = torch.float32
     found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
@@ -191,7 +188,9 @@ def _head_pass(
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
-    rows = _chunk(hidden, weight, plans, logits_bytes, needs, count)
+    rows, piece, _ = sizes(
+        hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, count
+    )
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
         slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
@@ -216,16 +215,12 @@ def _head_pass(
         if weight is None and needs[0]:
             out = logits if overwrite else d_hidden[part]
         elif any(needs):
-            out = logits if len(plans) == 1 else _room(logits, logits.shape[1])
-        values: list[Tensor] = []
-        grad = None
-        for i, plan in enumerate(plans):
-            mine = slots[SLOTS * i : SLOTS * (i + 1)]
-            mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
-            grad = None if out is None else Gradient(row_scales[i][part], out, add=i > 0)
-            values += _rows(plan, logits, mine, grad)
-        for parts, value in zip(found, values, strict=True):
-            parts.append(value)
+            out = logits
+        mine = [x if x is None or _of_head(i) else x[part] for i, x in enumerate(slots)]
+        for at in range(0, max(1, len(logits)), piece):
+            values = _piece(plans, logits, out, mine, [r[part] for r in row_scales], at, piece)
+            for parts, value in zip(found, values, strict=True):
+                parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
                 _multiply(out, weight, d_hidden[part])
@@ -238,7 +233,7 @@ def _head_pass(
                 _multiply(out, up, d_low[part])
             if needs[4] and own is not None:
                 d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
-        del logits, out, grad  # or the next chunk would be computed beside this one
+        del logits, out  # or the next chunk would be computed beside this one
     fills = (IGNORE_INDEX if n == "predicted_tokens" else 0 for plan in plans for n in plan.names)
     rows_of = (
         None if d is None else _spread(d.float() if late else d, index, n)
@@ -278,10 +273,11 @@ def workspace(
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, needs, count))
-    buffers = 1 + (len(plans) > 1 and any(needs)) + any(p.kind == "divergence" for p in plans)
-    widths = buffers * _padded(weight.shape[0]) + (0 if live is None else hidden.shape[1])
-    return rows * widths * hidden.element_size()
+    of_chunk = sizes(hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, count)
+    rows = min(count, of_chunk.rows)
+    held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * padded(weight.shape[0])
+    held += 0 if live is None else rows * hidden.shape[1]
+    return held * hidden.element_size()
 
 
 def _of_head(slot: int) -> bool:
@@ -293,6 +289,33 @@ def _spread(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor
     if index is None:
         return rows
     return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
+
+
+def _piece(
+    plans: Sequence[Plan],
+    logits: Tensor,  # [n, V] of a chunk
+    out: Tensor | None,  # [n, V] for their gradient; may be the logits
+    slots: Slots,
+    row_scales: Sequence[Tensor],
+    start: int,
+    rows: int,
+) -> list[Tensor]:
+    """What all criteria say about some rows of a chunk; the last one writes the whole gradient."""
+    part = slice(start, start + rows)
+    z, own = logits[part], None if out is None else out[part]
+    own = z if out is logits else own
+    several = own is z and len(plans) > 1
+    room = _room(z, z.shape[1]) if several else own  # others may not overwrite what the last reads
+    values: list[Tensor] = []
+    before = None
+    for i, plan in enumerate(plans):
+        mine = slots[SLOTS * i : SLOTS * (i + 1)]
+        mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
+        to = own if i == len(plans) - 1 else room
+        grad = None if to is None else Gradient(row_scales[i][part], to, before)
+        values += _rows(plan, z, mine, grad)
+        before = to
+    return values
 
 
 def _rows(
@@ -328,53 +351,21 @@ def _rows_of_first(weight: Tensor, *, only: bool) -> int:
     vocab = weight.shape[0]
     if only or weight.dtype == torch.float32 or not runs_triton(weight):
         return vocab
-    return min(vocab, _padded(-(-vocab // 2)))
+    return min(vocab, padded(-(-vocab // 2)))
 
 
-def _chunk(
-    hidden: Tensor,
-    weight: Tensor | None,
-    plans: list[Plan],
-    logits_bytes: int,
-    needs: Sequence[bool],
-    count: int,  # of rows that are computed
-) -> int:
-    """Rows of a chunk: the logits, a teacher's, and a sum of gradients share the budget."""
+def _beside(plans: Sequence[Plan], weight: Tensor | None, needs: Sequence[bool]) -> int:
+    """Tensors that there are beside a chunk's logits: a sum of gradients, a teacher's, a copy."""
     several = len(plans) > 1 and any(needs)
-    buffers = int(weight is not None) + int(weight is not None and several)
-    buffers += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
-    buffers += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
-    if not buffers:
-        return max(1, hidden.shape[0])
-    vocab = hidden.shape[1] if weight is None else weight.shape[0]
-    most = chunk_rows(vocab, hidden, (logits_bytes or LOGITS_BYTES) // buffers)
-    if logits_bytes or weight is None or not any(needs) or not runs_triton(hidden):
-        return most
-    rows = min(most, max(CHUNK_ROWS, chunk_rows(vocab, hidden, CHUNK_BYTES // buffers)))
-    # All rows at once need 2 V (buffers m + C) bytes, chunks of n 2 V (buffers n + 2 C)
-    sums = needs[1] and hidden.dtype == torch.bfloat16
-    return max(1, count) if sums and buffers * (count - rows) <= hidden.shape[1] else rows
-
-
-def chunk_rows(vocab: int, hidden: Tensor, logits_bytes: int) -> int:
-    """Rows whose logits fit the budget; in place on a GPU, with fp32 copies elsewhere.
-
-    A multiple of 1024, or else of 128: matrix products of other sizes are slower, as are smaller.
-    """
-    if not runs_triton(hidden):
-        return max(1, logits_bytes // (16 * vocab))
-    rows = max(1, logits_bytes // (hidden.element_size() * _padded(vocab)))
-    step = next(step for step in (1024, 128, 1) if rows >= step)
-    return rows // step * step
-
-
-def _padded(vocab: int) -> int:
-    return -(-vocab // 64) * 64
+    found = int(weight is not None and several)
+    found += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    found += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
+    return found
 
 
 def _room(x: Tensor, vocab: int) -> Tensor:
     """For logits of the rows of x; rows start at multiples of 128 bytes for the GPU."""
-    return x.new_empty(x.shape[0], _padded(vocab))[:, :vocab]
+    return x.new_empty(x.shape[0], padded(vocab))[:, :vocab]
 
 
 def _product(

@@ -65,7 +65,7 @@ class Gradient(NamedTuple):
 
     row_scale: Tensor  # [N], the gradient of each row's loss
     out: Tensor  # [N, V], may be the logits
-    add: bool = False  # to what `out` holds
+    before: Tensor | None = None  # [N, V], what it is added to; may be `out`
 
 
 def scale_and_cap(logits: Tensor, options: Options) -> Tensor:

@@ -42,6 +42,11 @@ class Dropout(NamedTuple):
         """p in units of 2**-16."""
         return min(round(self.p * 65536), 65535)
 
+    @property
+    def share(self) -> float:
+        """p as it is drawn."""
+        return self.threshold / 65536
+
     def check(self, x: Tensor) -> None:
         """ValueError unless there is a key for each row of x."""
         if self.keys.dtype != torch.int64 or self.keys.numel() != math.prod(x.shape[:-1]):

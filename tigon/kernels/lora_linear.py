@@ -80,7 +80,7 @@ def lora_linear_ref(
 
 def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
     """By 1 / (1 - p), so that their mean is that without dropout."""
-    return [add._replace(scale=add.scale / (1 - dropout.p)) for add in additions]
+    return [add._replace(scale=add.scale / (1 - dropout.share)) for add in additions]
 
 
 def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:

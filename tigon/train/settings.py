@@ -10,10 +10,17 @@ from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 
 
-def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    stream: bool = False,
+) -> Any:
     """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
     another value."""
-    return strict.setting(default, help, least=least, stream=stream)
+    return strict.setting(default, help, least=least, most=most, stream=stream)
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,11 @@ class OptimizerSettings:
     )
     optimizer_offload: bool = option(
         False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
+    )
+    optimizer_in_backward: bool = option(
+        False,
+        "update each block's weights in backward and free its gradients at once, which saves their "
+        "memory; needs max_grad_norm=0 and one micro-batch a step: docs/training.md",
     )
     ema_decay: float = option(
         0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",

@@ -1,4 +1,6 @@
-"""Clipping of gradients."""
+"""The norm of all gradients, and clipping by it."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -6,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tigon.kernels.squared_norm import SquaredNorm
 from tigon.train.optim.fused import runs_fused
 from tigon.train.optim.low_precision import Stored
 from tigon.train.parallel import local
@@ -22,8 +25,7 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     given = [p for p in model.parameters() if p.grad is not None]
     if not all(map(runs_fused, given)):
         return clip_gradients(model, max_norm)
-    gradients = [local(p.grad).contiguous() for p in given if p.grad is not None]
-    gradients = [g for g in gradients if g.numel()]
+    gradients = [g.contiguous() for g in _of_rank(given).values()]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
@@ -41,16 +43,62 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every rank calls this.
     """
     parameters = list(model.parameters())
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    gradients = [g for g in gradients if g.numel()]  # a rank may have no rows of some
-    norm = torch.zeros((), device=parameters[0].device)
-    if gradients:
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(parameters[0], DTensor):
-        norm = _over_ranks(norm.double().square(), parameters[0]).sqrt().float()
+    gradients = [*_of_rank(parameters).values()]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else ()
+    norm = _of_norms(norms, parameters[0])
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
+    return norm
+
+
+class NormInParts:
+    """The same norm, of gradients of which a part is there at a time."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[Hashable, SquaredNorm] = {}  # which keep tables of each part
+        self._squares: list[Tensor] = []  # float64, of parts by kernel
+        self._norms: dict[Tensor, Tensor] = {}  # float32, of each of the other parameters
+
+    def begin(self) -> None:
+        self._squares, self._norms = [], {}
+
+    @torch.no_grad()
+    def add(self, name: Hashable, parameters: Sequence[Tensor], *, by_kernel: bool) -> None:
+        """The gradients of a part, which `name` tells from the others."""
+        found = _of_rank(parameters)
+        if not found:
+            return
+        if by_kernel:
+            kernel = self._kernels.setdefault(name, SquaredNorm())
+            self._squares.append(kernel([g.contiguous() for g in found.values()]))
+        else:
+            norms = torch._foreach_norm([*found.values()], 2, dtype=torch.float32)
+            self._norms |= zip(found, norms, strict=True)
+
+    @torch.no_grad()
+    def total(self, model: nn.Module) -> Tensor:
+        """Of all parts, which are gradients of the model's. Every rank calls this."""
+        parameters = list(model.parameters())
+        norms = [self._norms[p] for p in parameters if p in self._norms]
+        if not self._squares:
+            return _of_norms(norms, parameters[0])
+        squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
+        return _over_ranks(squares.sum(), parameters[0]).sqrt().float()
+
+
+def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+    """The gradients that are there, without the empty ones: a rank may have no rows of some."""
+    found = {p: local(p.grad) for p in parameters if p.grad is not None}
+    return {p: g for p, g in found.items() if g.numel()}
+
+
+def _of_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
+    """The norm of all ranks' gradients, from the norm of each of this rank's."""
+    norm = torch.zeros((), device=parameter.device)
+    if norms:
+        norm = torch.linalg.vector_norm(torch.stack([*norms]))
+    if isinstance(parameter, DTensor):
+        norm = _over_ranks(norm.double().square(), parameter).sqrt().float()
     return norm
 
 

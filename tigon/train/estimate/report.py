@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
+from tigon.parallel import check_context
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, sizes_of
@@ -48,6 +50,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             device = torch.device("cuda") if on_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
+            check_context(model, sizes_of(config, gpus).context)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
         idle = without_effect(config, inputs.steps(config), device)
@@ -97,8 +100,10 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     together = sizes.ranks // sizes.data
-    who = "ranks" if together == 1 else f"groups of {together} ranks"
-    ranks = f" on each of {sizes.data} {who}" if gpus > 1 else ""
+    ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
+    if together > 1:
+        each_of = "each of " if sizes.data > 1 else ""
+        ranks = f" on {each_of}{counted(sizes.data, 'group')} of {together} ranks"
     lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",

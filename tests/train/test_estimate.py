@@ -18,7 +18,7 @@ from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, Sizes
 from tigon.train import main
-from tigon.train.config import Config
+from tigon.train.config import Config, sizes_of
 from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
@@ -27,6 +27,7 @@ from tigon.train.estimate.steps import measure
 from tigon.train.flops import model_flops
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
+from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import ParameterGroup
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -362,6 +363,24 @@ def test_advice_names_only_what_saves_memory() -> None:
         )
         lines = report.advice(config, None, 1)  # type: ignore[arg-type]
     assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
+
+
+def test_advice_to_share_rows() -> None:
+    """With twice the ranks for each, where they and the heads can be divided so."""
+    config = settings(batch_size=8, parallel=Parallel(context=2))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def total(c: Config, _: Any, gpus: int) -> Estimate:
+            sizes = sizes_of(c, gpus)
+            if sizes.context > 4:
+                raise ValueError("heads")
+            return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
+
+        patch.setattr(report, "plan", total)
+        assert "      2.50 GiB with parallel.context=4" in report.advice(config, None, 8)
+        for ranks, gpus in ((2, 2), (4, 8)):  # no ranks, or no heads
+            config = settings(batch_size=8, parallel=Parallel(context=ranks))
+            assert not any("context" in line for line in report.advice(config, None, gpus))
 
 
 def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:

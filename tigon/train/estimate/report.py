@@ -1,5 +1,6 @@
 """`tigon train CONFIG --dry-run`: what a run is, what it takes, and how long a step is."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ from tigon.models import CausalLM, count_parameters
 from tigon.parallel import check_context
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
@@ -205,7 +206,14 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
                 continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    fixed = config.parallel is not None and config.parallel.fsdp is not None
+    parallel = parallel_of(config)
+    shared = replace(parallel, context=2 * parallel.context)
+    with suppress(ValueError):  # of ranks or heads that cannot be divided so
+        shared.sizes(gpus)
+        total = plan(replace(config, parallel=shared), inputs, gpus).total
+        if total < present:
+            lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
+    fixed = parallel.fsdp is not None
     rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
     if not fixed and config.batch_size % rows == 0:
         total = plan(config, inputs, 2 * gpus).total

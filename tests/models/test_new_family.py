@@ -20,6 +20,7 @@ from tigon.layers import Context, KVCache, Linear, State
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models._blocks import PreNormBlock
 from tigon.models._config import Config
+from tigon.parallel import check_context
 
 # The family's file
 
@@ -278,6 +279,13 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         r"head dim 20, 1 layers of Hidden of \(56,\), but this Llama 2 layers of 2 kv heads",
     ):
         llama(IDS[:, :1], past_key_values=cache)
+
+
+def test_ranks_cannot_share_the_tokens_of_a_recurrence(model: CausalLM) -> None:
+    check_context(model, 1)
+    refused = "parallel.context=2: layer 0 of Hybrid is a GatedRecurrence, which needs the tokens"
+    with pytest.raises(ValueError, match=refused):
+        check_context(model, 2)
 
 
 class UnevenBlock(PreNormBlock):

@@ -69,6 +69,7 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "packed and padded": packed_and_padded,
     "padded": padded,
     "restarting": restarting,
+    "long": lambda: {"input_ids": draw(1, 31)},
     "two tokens each": lambda: {"input_ids": draw(2, 4)},
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
-from tests.parallel.context_ranks import BATCHES, CALLS, rank_main
+from tests.parallel.context_ranks import CALLS, rank_main
 from tests.train.ranks import Ranks
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
@@ -38,32 +38,18 @@ def cases() -> dict[str, dict[str, Any]]:
     def pair() -> tuple[int, int]:  # in turns, so that two pairs work at a time
         return ((0, 1), (2, 3))[len(made) % 2]
 
+    balanced = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
     for model_type, case in dict.fromkeys(FIRST + MORE):
-        config = (
-            SIZES
-            | CASES[model_type][case]
-            | {"model_type": model_type, "router_aux_loss_coef": 0.5}
-        )
-        config["output_router_logits"] = True
-        recomputed = len(made) % 3 == 0
-        add(
-            f"{model_type}, {case}",
-            config,
-            "trained",
-            "packed and padded",
-            pair(),
-            recomputed=recomputed,
-        )
+        config = SIZES | CASES[model_type][case] | balanced | {"model_type": model_type}
+        batch = "long" if case.startswith("rope") else "packed and padded"
+        recomputed = {"recomputed": len(made) % 3 == 0}
+        add(f"{model_type}, {case}", config, "trained", batch, pair(), **recomputed)
     for call in CALLS:
-        for batch in BATCHES:
+        for batch in ("packed and padded", "padded", "restarting", "two tokens each"):
             if call != "generated" or batch == "padded":
                 add(f"{call}, {batch}", LLAMA, call, batch, pair())
-    experts = {
-        **LLAMA,
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "output_router_logits": True,
-    }
+    experts = LLAMA | balanced | {"model_type": "mixtral", "num_local_experts": 4}
+    add("experts, an odd row", experts, "trained", "restarting", pair())
     add("experts by sequence", experts, "by sequence", "padded", pair())
     for batch in ("restarting", "padded"):
         add(f"four ranks, two kv heads, {batch}", LLAMA, "trained", batch, (0, 1, 2, 3))

@@ -136,6 +136,13 @@ def test_two_groups_of_two(workspace, runs, kind):
     assert_same(workspace, kind, "four")
 
 
+def test_replicas_of_groups(workspace, runs):
+    parallel = {"replicate": 2, "context": 2}
+    settings = runs("replicas", "lines", parallel=json.dumps(parallel))
+    Ranks(4, run_all, parallel, [settings]).finish(400)
+    assert_same(workspace, "lines", "replicas")
+
+
 def test_what_is_written_of_an_evaluation(workspace, runs):
     for name in ("predictions-step-00000002.jsonl", "samples.jsonl"):
         expected, found = (

@@ -1,6 +1,7 @@
 """The memory estimate against what autograd saves and what is held, and `--dry-run`."""
 
 import gc
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
+from tests.small import LLAMA
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, Sizes
 from tigon.train import main
-from tigon.train.config import Config
+from tigon.train.config import Config, sizes_of
 from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
@@ -25,6 +27,7 @@ from tigon.train.estimate.steps import measure
 from tigon.train.flops import model_flops
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
+from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import ParameterGroup
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -247,6 +250,43 @@ def test_a_dry_run_says_what_the_run_would_be(workspace, capsys) -> None:
     assert sorted(p for p in workspace.root.rglob("*")) == before
 
 
+LLAMA_8B = LLAMA | {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2**20,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:
+    """Of Llama-3.1-8B's shape, with every block computed again."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_8B))
+    more = {"init": config, "model": "", "tokenizer": workspace.model, "device": "auto"}
+    more |= {"seq_len": 2**20, "batch_size": 1, "activation_checkpointing": "true"}
+    given = workspace.settings("million", **more)
+    main(["--dry-run", "--nproc", "8", *given, "parallel.context=8"])
+    said = capsys.readouterr().out
+    assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
+    assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
+    assert "sends 2.19 GiB of heads to the others" in said  # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8
+    found = {
+        name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
+    }
+    weights = 8_030_261_248 * 4 / 8 / 2**30
+    assert found["parameters"] == pytest.approx(weights, abs=0.01)
+    assert found["optimizer"] == pytest.approx(2 * weights, abs=0.01)
+    inputs = 32 * 2**17 * 4096 * 2 / 2**30  # of blocks, in bfloat16
+    assert inputs <= found["activations"] < 1.02 * inputs
+    assert found["sum"] < 70
+    with pytest.raises(SystemExit, match="32 query heads cannot be divided over 3 ranks"):
+        main(["--dry-run", "--nproc", "3", *given, "parallel.context=3"])
+
+
 def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:
     """Of the GPUs that it is planned for, not of the CPU that it is planned on."""
     monkeypatch.setattr("tigon.train.model.fits", lambda _: False)
@@ -323,6 +363,24 @@ def test_advice_names_only_what_saves_memory() -> None:
         )
         lines = report.advice(config, None, 1)  # type: ignore[arg-type]
     assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
+
+
+def test_advice_to_share_rows() -> None:
+    """With twice the ranks for each, where they and the heads can be divided so."""
+    config = settings(batch_size=8, parallel=Parallel(context=2))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def total(c: Config, _: Any, gpus: int) -> Estimate:
+            sizes = sizes_of(c, gpus)
+            if sizes.context > 4:
+                raise ValueError("heads")
+            return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
+
+        patch.setattr(report, "plan", total)
+        assert "      2.50 GiB with parallel.context=4" in report.advice(config, None, 8)
+        for ranks, gpus in ((2, 2), (4, 8)):  # no ranks, or no heads
+            config = settings(batch_size=8, parallel=Parallel(context=ranks))
+            assert not any("context" in line for line in report.advice(config, None, gpus))
 
 
 def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:

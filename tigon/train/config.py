@@ -183,7 +183,11 @@ def check_lora(config: Config) -> None:
 
 def sizes_of(config: Config, ranks: int) -> Sizes:
     """What each dimension of the mesh has of so many ranks; ValueError if they do not fit."""
-    return (config.parallel or Parallel()).sizes(ranks)
+    return parallel_of(config).sizes(ranks)
+
+
+def parallel_of(config: Config) -> Parallel:
+    return config.parallel or Parallel()
 
 
 def check_parallel(config: Config) -> None:

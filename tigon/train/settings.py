@@ -67,7 +67,9 @@ class ModelSettings:
         "but the weights (ZeRO-2), which moves fewer bytes where they fit",
     )
     parallel: Parallel | None = option(  # noqa: RUF009
-        None, "{replicate: 1, fsdp: null, tensor: 1}: how ranks share the run; docs/parallel.md"
+        None,
+        "{replicate: 1, fsdp: null, context: 1, tensor: 1}: how ranks share the run; "
+        "docs/parallel.md",
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"

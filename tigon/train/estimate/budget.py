@@ -92,7 +92,7 @@ def choose(weigh: Callable[[int, bool], int], blocks: int, budget: int, *, offlo
             f"{gib(every)} with every block computed again and {gib(away)} with "
             f"activation_offload too, and {gib(budget)} GiB are there: give a smaller "
             "micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
-            "optimizer_offload=true, or more GPUs"
+            "optimizer_offload=true, parallel.context, or more GPUs"
         )
     too_few, enough, total = 0, most, every
     while enough - too_few > 1:

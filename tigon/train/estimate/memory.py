@@ -17,7 +17,7 @@ from tigon.data import MicroBatch
 from tigon.kernels import use
 from tigon.layers import ContextGroup
 from tigon.models import CausalLM, quantised_bytes
-from tigon.parallel import Sizes, check_context
+from tigon.parallel import Sizes
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
@@ -68,7 +68,6 @@ def estimate(
     sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
     world = sizes.shards
     if sizes.context > 1:
-        check_context(model, sizes.context)
         model.context = ContextGroup(0, sizes.context)
     hidden = hidden_matrices(model)
     states = average = 0.0

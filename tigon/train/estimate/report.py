@@ -1,15 +1,18 @@
 """`tigon train CONFIG --dry-run`: what a run is, what it takes, and how long a step is."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
+from tigon.parallel import check_context
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
@@ -48,6 +51,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             device = torch.device("cuda") if on_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
+            check_context(model, sizes_of(config, gpus).context)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
         idle = without_effect(config, inputs.steps(config), device)
@@ -97,8 +101,10 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
     together = sizes.ranks // sizes.data
-    who = "ranks" if together == 1 else f"groups of {together} ranks"
-    ranks = f" on each of {sizes.data} {who}" if gpus > 1 else ""
+    ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
+    if together > 1:
+        each_of = "each of " if sizes.data > 1 else ""
+        ranks = f" on {each_of}{counted(sizes.data, 'group')} of {together} ranks"
     lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
@@ -200,7 +206,14 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
                 continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    fixed = config.parallel is not None and config.parallel.fsdp is not None
+    parallel = parallel_of(config)
+    shared = replace(parallel, context=2 * parallel.context)
+    with suppress(ValueError):  # of ranks or heads that cannot be divided so
+        shared.sizes(gpus)
+        total = plan(replace(config, parallel=shared), inputs, gpus).total
+        if total < present:
+            lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
+    fixed = parallel.fsdp is not None
     rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
     if not fixed and config.batch_size % rows == 0:
         total = plan(config, inputs, 2 * gpus).total

@@ -12,11 +12,11 @@ here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -29,13 +29,18 @@ from bench.train_cases import CASES, MODELS
 from tigon.models import MODELS as FAMILIES
 from tigon.plan import Constants, Job, Layout, Plan, Shapes, find_gpu, make_plan, read_job, weigh
 from tigon.plan.gpu import CONSTANTS
-from tigon.plan.report import HEAD, cells
-from tigon.plan.search import LACKS
+from tigon.plan.report import HEAD, cells, why_not
 from tigon.plan.step import BF16, step_of
 from tigon.train import load
 
 GPU = "h200"
-SETTINGS = ["param_dtype=bfloat16", "optimizer=adamw_bf16", "model=none", "run_dir=none", "data=none"]
+SETTINGS = [
+    "param_dtype=bfloat16",
+    "optimizer=adamw_bf16",
+    "model=none",
+    "run_dir=none",
+    "data=none",
+]
 SETTINGS += ["task=pretrain", "tokenizer=none"]
 # Other rates than those of plain steps: of fp8, of adapters, of rows too short for a GPU, of chats
 LEFT_OUT = ("LoRA", "QLoRA", "fp8", "ragged", "1 x 512")
@@ -108,7 +113,10 @@ def fit() -> Constants:
     for case, job in works.values():
         layout, profile = case.layout, case.profile
         work = job.shapes.work(layout.rows, case.tokens, 1, 1, layout.again)
-        shape = [(n * 2 * a * b * c, n * BF16 * (a * b + b * c + a * c)) for (a, b, c), n in work.products.items()]
+        shape = [
+            (n * 2 * a * b * c, n * BF16 * (a * b + b * c + a * c))
+            for (a, b, c), n in work.products.items()
+        ]
         ms = profile["matrix products"]
         if work.grouped:
             grouped = case, shape, work.grouped
@@ -120,7 +128,13 @@ def fit() -> Constants:
         heads.setdefault(str(dim), []).append(each)
         moved += sum(work.moved.values())
         moved_ms += profile["fused kernels"]
-        adam.append(7 * BF16 * sum(p.numel() for p in job.shapes.part(1).parameters()) / profile["optimizer"] * 1e3)
+        adam.append(
+            7
+            * BF16
+            * sum(p.numel() for p in job.shapes.part(1).parameters())
+            / profile["optimizer"]
+            * 1e3
+        )
     # Relative errors of all steps' products, in the mean
     inverse, _, _, _ = np.linalg.lstsq(np.array(rows), np.array(times), rcond=None)
     products, product_bytes = (float(1 / x) for x in inverse)
@@ -131,7 +145,9 @@ def fit() -> Constants:
         products=products,
         product_bytes=product_bytes,
         grouped=operations / (case.profile["matrix products"] / 1e3 - dense),
-        attention={d: sum(o for o, _ in v) / sum(s for _, s in v) for d, v in sorted(heads.items())},
+        attention={
+            d: sum(o for o, _ in v) / sum(s for _, s in v) for d, v in sorted(heads.items())
+        },
         attention_forward=forward,
         passes=moved / moved_ms * 1e3,
         optimizer=median(adam),
@@ -199,7 +215,12 @@ def comparison(found: Iterable[Compared]) -> str:
     head = ("step", "measured ms", "predicted", "error", "measured GiB", "predicted", "error")
     rows = [
         [
-            *(c.case.name, figure(c.case.ms, 4), figure(1e3 * c.seconds, 4), f"{c.time_error:+.1%}"),
+            *(
+                c.case.name,
+                figure(c.case.ms, 4),
+                figure(1e3 * c.seconds, 4),
+                f"{c.time_error:+.1%}",
+            ),
             *(figure(c.case.gib), figure(c.gib), f"{c.memory_error:+.1%}"),
         ]
         for c in found
@@ -227,7 +248,6 @@ SCENARIOS = {
     "405b-4096": ("405B", 4096, 8192, 16 * MI),
     "8b-8-long": ("8B", 8, MI, MI),
 }
-COLUMNS = [name for name in HEAD if name not in ("NVLink GB",)]
 
 
 def planned(name: str, folder: Path) -> Plan:
@@ -236,3 +256,82 @@ def planned(name: str, folder: Path) -> Plan:
     path = folder / f"{model}.json"
     path.write_text(json.dumps(LLAMAS[model] | {"max_position_embeddings": 2 * MI}))
     return make_plan(read_job(str(path), gpus, GPU, tokens, batch), most=5)
+
+
+def scenario(plan: Plan) -> str:
+    """As Markdown, in a document between other text."""
+    best = plan.choices[0]
+    whole = sum(p.numel() for p in plan.job.shapes.part(1).parameters())
+    days = 1e12 / (best.step.rate * plan.job.gpus) / 86400
+    held = best.memory.kinds.items()
+    kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held if size > 2**30 / 20)
+    times = best.step.kinds.most_common()
+    took = ", ".join(f"{k} {s:.3g}" for k, s in times if s > 0.002 * best.step.seconds)
+    tokens = plan.job.batch_rows * plan.job.seq_len
+    return "\n\n".join(
+        [
+            f"{whole / 1e9:,.1f} billion parameters on {plan.job.gpus:,} GPUs; "
+            f"{plan.job.batch_rows:,} rows of {plan.job.seq_len:,} tokens, {tokens:,} a step.",
+            markdown(HEAD, [cells(choice) for choice in plan.choices]),
+            f"The first: memory in GiB: {kinds}. Seconds: {took}. "
+            f"10<sup>12</sup> tokens take {days:,.1f} days.",
+            "\n".join(f"- {line.strip()}" for line in why_not(plan)[1:]),
+        ]
+    ).rstrip()
+
+
+def rates(k: Constants) -> str:
+    """What constants.json says, beside the data sheet."""
+    gpu, _ = find_gpu(GPU)
+
+    def row(what: str, value: float, sheet: float, source: str) -> list[str]:
+        return [what, figure(value / 1e12), figure(sheet / 1e12), source]
+
+    attention = [
+        row(f"attention, heads of {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
+        for d, rate in k.attention.items()
+    ]
+    rows = [
+        row("products, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
+        row("experts' products, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),
+        *attention,
+        row("passes between products, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
+        row("optimizer, TB/s", k.optimizer, gpu.bandwidth, "fitted, 1 GPU"),
+        row("NVLink, from one GPU, TB/s", k.nvlink, gpu.nvlink, "collectives on 2 GPUs"),
+        row("NVLink, from several, TB/s", k.nvlink_many, gpu.nvlink, "all-reduce on 4 GPUs"),
+        row("network, TB/s", k.network_share * gpu.network, gpu.network, "assumed"),
+    ]
+    more = [
+        ["latency of a collective in a host, µs", figure(k.latency * 1e6), "", "2 GPUs"],
+        ["and for each further host, µs", figure(k.hop * 1e6), "", "assumed"],
+        ["share of FSDP's NVLink time that is lost", figure(k.exposed), "", "fitted, 2 GPUs"],
+        ["share of a step that is none of these", figure(k.rest), "", "fitted, 1 GPU"],
+    ]
+    return markdown(("constant", "taken", "data sheet", "from"), [*rows, *more])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--fit", action="store_true", help="write tigon/plan/constants.json")
+    parser.add_argument("--write-docs", action="store_true", help="of docs/scale.md")
+    parser.add_argument("--only", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    constants = fit()
+    if options.fit:
+        save(CONSTANTS, {"gpu": GPU, "fitted_by": "bench/plan.py", "constants": asdict(constants)})
+    blocks = {"errors": comparison(compare(case, constants) for case in measured())}
+    blocks["rates"] = rates(constants)
+    print("\n\n".join(blocks.values()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            blocks[name] = scenario(planned(name, Path(folder)))
+            print(f"\n{name}\n{blocks[name]}", flush=True)
+    if options.write_docs:
+        for name, block in blocks.items():
+            write_docs({"docs/scale.md": block}, f"plan-{name}")
+
+
+if __name__ == "__main__":
+    main()

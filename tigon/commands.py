@@ -94,9 +94,7 @@ def _sampling(args: Namespace) -> dict[str, Any]:
 
 
 def plan(args: Namespace) -> int:
-    job = read_job(
-        args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings
-    )
+    job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
     print(show(make_plan(job, args.most)))
     return 0
 

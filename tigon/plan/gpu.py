@@ -68,9 +68,7 @@ class Constants:
         memory = gpu.bandwidth / measured.bandwidth
         link = gpu.nvlink / measured.nvlink
         changes: dict[str, Any] = {n: getattr(self, n) * compute for n in ("products", "grouped")}
-        changes |= {
-            n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")
-        }
+        changes |= {n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")}
         changes |= {n: getattr(self, n) * link for n in ("nvlink", "nvlink_many")}
         changes["attention"] = {d: rate * compute for d, rate in self.attention.items()}
         return replace(self, **changes)

@@ -97,7 +97,7 @@ def misfit(job: Job, layout: Layout) -> str | None:
     """Why the job cannot have this mesh, whatever its micro-batch; None if it can."""
     t, context = layout.tensor, layout.context
     if t > job.gpu.host:
-        return f"tensor={t}: NVLink connects {job.gpu.host} GPUs"
+        return f"tensor above {job.gpu.host}: NVLink connects so many GPUs"
     if (reason := indivisible(job.shapes.part(1), t, context)) is not None:
         return reason
     if job.seq_len % (t * context):

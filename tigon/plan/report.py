@@ -10,16 +10,17 @@ from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import Job
 from tigon.plan.search import LACKS, Choice, Plan
 from tigon.plan.work import Shapes
-from tigon.report.figures import duration
 from tigon.train import load
 from tigon.train.config import Config
 from tigon.train.estimate.budget import GIB
-from tigon.train.model import outline
+from tigon.train.model import has_experts, outline
 
 HEAD = (
     *("replicate", "fsdp", "context", "tensor", "rows", "x", "again", "GiB"),
-    *("NVLink GB", "network GB", "step s", "tok/s/GPU", "MFU"),
+    *("NVLink GB", "network GB", "network s", "step s", "tok/s/GPU", "MFU"),
 )
+
+REASONS = 6  # that are told one by one
 
 
 def read_job(
@@ -52,7 +53,8 @@ def read_job(
             f"note: rows of {seq_len:,} tokens, and the model's context is "
             f"{read.config.max_position_embeddings:,}"
         )
-    return Job(Shapes(read.config, dtype), config, gpus, found, constants, seq_len, tokens // seq_len)
+    shapes, rows = Shapes(read.config, dtype), tokens // seq_len
+    return Job(shapes, config, gpus, found, constants, seq_len, rows)
 
 
 def check(config: Config) -> None:
@@ -74,25 +76,24 @@ def show(plan: Plan) -> str:
         f"{tokens:,} in all",
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
+        *["experts: each GPU of a tensor group has a part of all; none are apart"]
+        * has_experts(model),
         "",
         *table([cells(choice) for choice in plan.choices]),
     ]
     if not plan.choices:
         lines.append("no layout fits")
-    elif plan.choices:
+    else:
         best = plan.choices[0]
-        kinds = ", ".join(f"{k} {s / GIB:.1f}" for k, s in best.memory.kinds.items() if s > GIB / 20)
+        held = best.memory.kinds.items()
+        kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in held if size > GIB / 20)
         took = best.step.kinds.most_common()
         times = ", ".join(f"{k} {s:.3g}" for k, s in took if s > 0.002 * best.step.seconds)
+        days = 1e12 / (best.step.rate * job.gpus) / 86400
         lines += ["", f"the first: {best.layout.settings}", f"  memory, GiB: {kinds}"]
-        lines += [f"  seconds: {times}", f"  10^12 tokens: {duration(1e12 / speed(plan, best))}"]
+        lines += [f"  seconds: {times}", f"  10^12 tokens: {days:,.1f} days"]
     lines += ["", *why_not(plan)]
     return "\n".join(lines)
-
-
-def speed(plan: Plan, choice: Choice) -> float:
-    """Tokens a second of all GPUs."""
-    return choice.step.rate * plan.job.gpus
 
 
 def cells(choice: Choice) -> list[str]:
@@ -111,6 +112,7 @@ def cells(choice: Choice) -> list[str]:
         f"{choice.memory.total / GIB:.1f}",
         f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
         f"{step.traffic.network_bytes / 1e9:,.1f}",
+        f"{step.traffic.network:.3g}",
         f"{step.seconds:.3g}",
         f"{step.rate:,.0f}",
         f"{step.mfu(gpu):.1%}",
@@ -129,12 +131,12 @@ def why_not(plan: Plan) -> list[str]:
     if not plan.reasons:
         return []
     lines = ["not possible (meshes):"]
-    for reason, count in plan.reasons.most_common(12):
+    for reason, count in plan.reasons.most_common(REASONS):
         text = reason
         if reason == LACKS:
-            least = f"{(plan.lacking or 0) / GIB:,.0f}"
-            text = f"too little memory: {least} GiB a GPU at least, and {plan.budget / GIB:.0f} are there"
+            least, there = ((size or 0) / GIB for size in (plan.lacking, plan.budget))
+            text = f"too little memory: {least:,.0f} GiB a GPU at least, and {there:.0f} are there"
         lines.append(f"  {count:4}  {text}")
-    if len(plan.reasons) > 12:
-        lines.append(f"  {sum(c for _, c in plan.reasons.most_common()[12:]):4}  for the like")
+    if len(plan.reasons) > REASONS:
+        lines.append(f"  {sum(c for _, c in plan.reasons.most_common()[REASONS:]):4}  for the like")
     return lines

@@ -58,7 +58,7 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
                 timed.append((step.seconds, layout, step))
     choices, done = list[Choice](), set[Mesh]()
     weighed: dict[tuple[object, ...], Estimate] = {}
-    failed: dict[tuple[object, ...], int] = {}
+    failed: dict[tuple[object, ...], tuple[int, int]] = {}  # tokens, and the bytes that they need
     for _, layout, step in sorted(timed, key=lambda entry: entry[0]):
         if len(choices) == most:
             break
@@ -68,8 +68,8 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
         kind = layout.shards, layout.tensor, layout.sharding, layout.checkpointing
         kind += (layout.micro_batches > 1,)
         tokens = layout.rows * job.seq_len // layout.context
-        if tokens >= failed.get(kind, tokens + 1):
-            least.setdefault(layout.mesh, budget)
+        if kind in failed and tokens >= failed[kind][0]:
+            least.setdefault(layout.mesh, failed[kind][1])
             continue
         if (*kind, tokens) not in weighed:
             weighed[*kind, tokens] = weigh(job, layout)
@@ -78,12 +78,11 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
             choices.append(Choice(layout, step, memory, job.gpu))
             done.add(layout.mesh)
         else:
-            failed[kind] = tokens
+            failed[kind] = tokens, memory.total
             least[layout.mesh] = min(memory.total, least.get(layout.mesh, memory.total))
-    for mesh in least.keys() - done:
-        reasons[LACKS] += 1
-    sizes = [size for mesh, size in least.items() if mesh not in done and size > budget]
-    lacking = min(sizes, default=None)
+    if without := least.keys() - done:
+        reasons[LACKS] = len(without)
+    lacking = min((size for mesh, size in least.items() if mesh not in done), default=None)
     return Plan(job, choices, reasons, budget, lacking)
 
 

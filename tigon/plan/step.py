@@ -176,7 +176,9 @@ def outer(job: Job, layout: Layout, numbers: int, compute: float) -> tuple[Time,
     each = numbers / groups
     gather = shards.gather(BF16 * each, gpu, k) * groups
     if layout.sharding == "gradients":  # one reduction in their dtype, and one gather of weights
-        item = FP32 if job.config.accumulate_fp32 else getattr(torch, job.config.param_dtype).itemsize
+        item = (
+            FP32 if job.config.accumulate_fp32 else getattr(torch, job.config.param_dtype).itemsize
+        )
         reduced = shards.gather(item * each, gpu, k) * groups
         outlasts = max(0.0, reduced.network + gather.network - 2 / 3 * compute)
         return reduced + gather, outlasts

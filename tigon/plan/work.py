@@ -41,9 +41,13 @@ Product = tuple[int, int, int]  # x [m, k] @ w [n, k].T
 class Work:
     """Of a micro-batch on one GPU, forward and backward."""
 
-    products: dict[Product, float] = field(default_factory=lambda: defaultdict(float))  # how often; three are one layer's
+    products: dict[Product, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # how often; three are one layer's
     grouped: float = 0.0  # operations of experts
-    attention: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # operations, by dimension of a head
+    attention: dict[int, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # operations, by dimension of a head
     again: float = 0.0  # the share of attention's forwards that are computed again
     moved: dict[str, float] = field(default_factory=dict)  # bytes of passes, by kind
 

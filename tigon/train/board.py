@@ -41,7 +41,11 @@ class Board:
         self.rank, self.size = rank, size
         self.poll = max(POLL, size / 1000)  # the server answers some thousand requests a second
         self._step = self._signs = self._round = 0
-        self._closed, self._wake, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        self._closed, self._wake, self._lock = (
+            threading.Event(),
+            threading.Event(),
+            threading.Lock(),
+        )
         if size > 1:
             self.store = connect()
             thread = threading.Thread(target=self._watch, args=(connect(),), daemon=True)
@@ -105,7 +109,9 @@ class Board:
         """Of the ranks that have left any."""
         keys = {rank: sign_of(rank) for rank in range(self.size)}
         return {
-            rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])
+            rank: self.store.get(key).decode()
+            for rank, key in keys.items()
+            if self.store.check([key])
         }
 
     def _watch(self, store: dist.Store) -> None:

@@ -265,8 +265,7 @@ def scenario(plan: Plan) -> str:
     days = 1e12 / (best.step.rate * plan.job.gpus) / 86400
     held = best.memory.kinds.items()
     kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held if size > 2**30 / 20)
-    times = best.step.kinds.most_common()
-    took = ", ".join(f"{k} {s:.3g}" for k, s in times if s > 0.002 * best.step.seconds)
+    took = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
     tokens = plan.job.batch_rows * plan.job.seq_len
     return "\n\n".join(
         [
@@ -298,7 +297,12 @@ def rates(k: Constants) -> str:
         row("passes between products, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
         row("optimizer, TB/s", k.optimizer, gpu.bandwidth, "fitted, 1 GPU"),
         row("NVLink, from one GPU, TB/s", k.nvlink, gpu.nvlink, "collectives on 2 GPUs"),
-        row("NVLink, from several, TB/s", k.nvlink_many, gpu.nvlink, "all-reduce on 4 GPUs"),
+        row(
+            "NVLink, from several, TB/s",
+            k.nvlink_many,
+            gpu.nvlink,
+            "all-reduce on 4 GPUs, noted by hand",
+        ),
         row("network, TB/s", k.network_share * gpu.network, gpu.network, "assumed"),
     ]
     more = [

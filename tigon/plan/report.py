@@ -87,8 +87,7 @@ def show(plan: Plan) -> str:
         best = plan.choices[0]
         held = best.memory.kinds.items()
         kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in held if size > GIB / 20)
-        took = best.step.kinds.most_common()
-        times = ", ".join(f"{k} {s:.3g}" for k, s in took if s > 0.002 * best.step.seconds)
+        times = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
         days = 1e12 / (best.step.rate * job.gpus) / 86400
         lines += ["", f"the first: {best.layout.settings}", f"  memory, GiB: {kinds}"]
         lines += [f"  seconds: {times}", f"  10^12 tokens: {days:,.1f} days"]

@@ -65,8 +65,8 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
         if layout.mesh in done:
             continue
         # Memory does not depend on how ranks with all weights or with one row share the tokens
-        kind = layout.shards, layout.tensor, layout.sharding, layout.checkpointing
-        kind += (layout.micro_batches > 1,)
+        several = layout.micro_batches > 1
+        kind = layout.shards, layout.tensor, layout.sharding, layout.checkpointing, several
         tokens = layout.rows * job.seq_len // layout.context
         if kind in failed and tokens >= failed[kind][0]:
             least.setdefault(layout.mesh, failed[kind][1])

@@ -9,7 +9,6 @@ computation that they run beside.
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host
 """
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +81,7 @@ class Group:
 class Step:
     """Of one GPU; seconds by kind add up to `seconds`."""
 
-    kinds: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, float] = field(default_factory=dict)
     traffic: Time = field(default_factory=Time)
     tokens: float = 0.0  # of the step, per GPU
     flops: float = 0.0  # of the model's mathematics, likewise
@@ -90,6 +89,12 @@ class Step:
     @property
     def seconds(self) -> float:
         return sum(self.kinds.values())
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """Kinds and their seconds, the largest first, without what hardly counts."""
+        found = [(kind, s) for kind, s in self.kinds.items() if s > 0.002 * self.seconds]
+        return sorted(found, key=lambda entry: -entry[1])
 
     @property
     def rate(self) -> float:
@@ -106,7 +111,7 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     model, parts = shapes.part(layout.tensor), (layout.context, layout.tensor)
     work = shapes.work(layout.rows, job.seq_len, *parts, layout.again, learned)
     compute = computed(work, k)
-    step = Step(Counter({kind: count * seconds for kind, seconds in compute.items()}))
+    step = Step({kind: count * seconds for kind, seconds in compute.items()})
     numbers = sum(p.numel() for p in model.parameters())
     step.kinds["optimizer"] = updated(model, job.config) / layout.shards / k.optimizer
     step.kinds["other"] = k.rest * step.seconds

@@ -90,9 +90,8 @@ class Shapes:
         """See work_of."""
         key = rows, tokens, context, tensor, again, learned
         if key not in self._work:
-            sizes = {"context": context, "tensor": tensor}
-            model, how = self.part(tensor), {"again": again, "learned": learned}
-            self._work[key] = work_of(model, rows, tokens, **sizes, **how)
+            how: dict[str, Any] = {"context": context, "again": again, "learned": learned}
+            self._work[key] = work_of(self.part(tensor), rows, tokens, tensor=tensor, **how)
         return self._work[key]
 
     @cached_property

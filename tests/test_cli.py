@@ -14,7 +14,9 @@ import tigon
 from tests.small import LLAMA, write_model
 from tigon.cli import main
 
-COMMANDS = ("generate", "chat", "train", "report", "data", "eval", "export", "push", "info")
+COMMANDS = (
+    "generate", "chat", "train", "plan", "report", "data", "eval", "export", "push", "info"
+)  # fmt: skip
 SCRIPT = Path(sys.executable).with_name("tigon")
 
 

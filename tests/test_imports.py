@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "eval": {"data", "models"},
     "chat": {"models", "tokenizer"},
     "info": {"train"},
-    "commands": {"chat", "eval", "info"},
+    "plan": {"train"},
+    "commands": {"chat", "eval", "info", "plan"},
     "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the

@@ -33,6 +33,7 @@ PACKAGES = (
     "layers",
     "models",
     "parallel",
+    "plan",
     "report",
     "tokenizer",
     "train",

@@ -1,4 +1,4 @@
-"""Language models from a shell: generate, chat, train, report, data, eval, export, push, info."""
+"""Language models from a shell: generate, chat, train, plan, report, data, eval, export, ..."""
 
 import argparse
 import os
@@ -129,6 +129,20 @@ def _add_text(commands: Any) -> None:
 def _add_runs(commands: Any) -> None:
     """Training, its data and its results."""
     commands.add_parser("train", help="train: tigon train config.yaml key=value ...")
+
+    p = commands.add_parser("plan", help="which layout a run on many GPUs should have, on paper")
+    p.add_argument(
+        "model", help="a directory, a hub repository or a config.json; nothing is loaded"
+    )
+    p.add_argument("--gpus", type=int, required=True, metavar="N")
+    p.add_argument("--gpu", default="h200", metavar="NAME", help="h100 or h200 (default)")
+    p.add_argument("--seq-len", type=int, required=True, metavar="T", help="tokens of a row")
+    p.add_argument(
+        "--batch-tokens", type=int, metavar="N", help="of a step (default: a row for each GPU)"
+    )
+    p.add_argument("--settings", nargs="+", default=[], metavar="key=value", help="as for train")
+    p.add_argument("--most", type=int, default=8, metavar="N", help="layouts to show (default: 8)")
+    p.set_defaults(run="plan")
 
     p = commands.add_parser("report", help="a page of a run, or of several side by side")
     p.add_argument("runs", nargs="+", metavar="RUN", help="a run's directory")

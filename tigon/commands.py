@@ -17,6 +17,7 @@ from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.plan import make_plan, read_job, show
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
@@ -90,6 +91,12 @@ def _sampling(args: Namespace) -> dict[str, Any]:
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
     return given
+
+
+def plan(args: Namespace) -> int:
+    job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
+    print(show(make_plan(job, args.most)))
+    return 0
 
 
 def data_pack(args: Namespace) -> int:

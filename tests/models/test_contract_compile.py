@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 import torch._inductor.config
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens

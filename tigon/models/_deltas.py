@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from tigon.layers import LowRank, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
 from tigon.layers.lora_experts import A
-from tigon.weights import own_rows
+from tigon.weights import own_rows, row_group
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
@@ -48,7 +48,7 @@ def column_lengths(rows: Tensor, weight: Tensor) -> Tensor:
     """[C], of the rows [V_r, C] that each rank has of the weight; every rank calls this."""
     squares = rows.square().sum(0)
     if isinstance(weight, DTensor):
-        dist.all_reduce(squares, group=weight.device_mesh.get_group())
+        dist.all_reduce(squares, group=row_group(weight))
     return squares.sqrt()
 
 

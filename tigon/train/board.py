@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose parent says what ended them
-POLL = 1.0  # seconds between two looks for a failure of another rank
+POLL = 1.0  # seconds between two signs of life, and two looks for a failure of another rank
+SILENT = 45.0  # seconds without a sign of life after which a rank counts as dead
+ENDED = "ended"  # the last sign of a rank that does not need the others any more
 GRACE = 3.0  # seconds that a rank has to end by itself after another one failed
 LATE = timedelta(seconds=10)  # for other ranks to arrive where one has failed already
 FOREVER = timedelta(days=365)
@@ -27,15 +31,30 @@ class Failure:
 
 
 class Board:
-    """A store that all ranks reach: the server that they found each other with."""
+    """A store that all ranks reach: the server that they found each other with.
+
+    Each rank leaves signs of life there, and looks for those of the next one: one that was killed
+    with its host tells nobody, and over NCCL the others would wait for it for ten minutes.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
-        self._round, self._closed = 0, threading.Event()
+        self.poll = max(POLL, size / 1000)  # the server answers some thousand requests a second
+        self._step = self._signs = self._round = 0
+        self._closed, self._wake, self._lock = (
+            threading.Event(),
+            threading.Event(),
+            threading.Lock(),
+        )
         if size > 1:
             self.store = connect()
             thread = threading.Thread(target=self._watch, args=(connect(),), daemon=True)
             thread.start()
+
+    def begin_step(self, step: int) -> None:
+        """So that the others know, if this rank is killed."""
+        self._step = step
+        self._wake.set()
 
     def gather(self, text: str, *, late: timedelta = FOREVER) -> list[str | None]:
         """The text of every rank, in their order; None for those that are `late`."""
@@ -59,30 +78,106 @@ class Board:
             return self.store.compare_set("failure", "", value).decode() == value
         return True
 
-    def failure(self, wait: float = 0.0) -> Failure | None:
-        """Of another rank."""
-        until = time.monotonic() + wait
-        while self.size > 1:
-            with suppress(RuntimeError):
+    def failure(self) -> Failure | None:
+        """Of another rank, after what looks like it from here: one that ends tells the others
+        within a second, and one that leaves no more signs of life has been killed."""
+        if self.size == 1:
+            return None
+        with suppress(RuntimeError):
+            before = self._all_signs()
+            until = time.monotonic() + 3 * self.poll
+            while time.monotonic() < until:
                 if found := read_failure(self.store):
                     return found if found.rank != self.rank else None
-            if time.monotonic() >= until:
-                break
-            time.sleep(0.1)
+                time.sleep(0.1)
+            now = self._all_signs()
+            for rank, sign in before.items():
+                if sign == now[rank] != ENDED and rank != self.rank:
+                    return tell_silence(self.store, rank, "ended without a word")
         return None
 
     def close(self) -> None:
         """This rank is ending: nobody else needs to end it."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
+            self._wake.set()
+            if self.size > 1:
+                with suppress(RuntimeError):
+                    self.store.set(sign_of(self.rank), ENDED)
+
+    def _all_signs(self) -> dict[int, str]:
+        """Of the ranks that have left any."""
+        keys = {rank: sign_of(rank) for rank in range(self.size)}
+        return {
+            rank: self.store.get(key).decode()
+            for rank, key in keys.items()
+            if self.store.check([key])
+        }
 
     def _watch(self, store: dist.Store) -> None:
-        while not self._closed.wait(POLL):
+        silence = Silence(store, (self.rank + 1) % self.size, 2 * self.poll)
+        while not self._closed.is_set():
+            self._wake.wait(self.poll)
+            self._wake.clear()
             try:
-                failure = read_failure(store)
+                with self._lock:
+                    if self._closed.is_set():
+                        return
+                    self._signs += 1
+                    sign = json.dumps([self._signs, self._step, socket.gethostname()])
+                    store.set(sign_of(self.rank), sign)
+                failure = read_failure(store) or silence.look()
             except RuntimeError:
-                failure = Failure("the process that ranks meet in is gone")
+                where = os.environ["MASTER_ADDR"]
+                text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
+                failure = Failure(f"{text}; the last step of rank {self.rank} was {self._step}")
             if failure and not self._closed.wait(GRACE):
+                say(failure)
                 end_process(failure.code)
+
+
+class Silence:
+    """How long a rank has left no sign of life."""
+
+    def __init__(self, store: dist.Store, rank: int, most: float) -> None:
+        self.store, self.rank, self.most = store, rank, most
+        self.sign, self.seconds, self.looked = "", 0.0, time.monotonic()
+
+    def look(self) -> Failure | None:
+        """What all ranks are told if it was too long. A look counts `most` seconds at most, so that
+        after a pause of this process, too, the other one has the time to leave one."""
+        before, self.looked = self.looked, time.monotonic()
+        key = sign_of(self.rank)
+        sign = self.store.get(key).decode() if self.store.check([key]) else ""
+        if sign != self.sign or sign in ("", ENDED):
+            self.sign, self.seconds = sign, 0.0
+            return None
+        self.seconds += min(self.looked - before, self.most)
+        if self.seconds < SILENT:
+            return None
+        return tell_silence(self.store, self.rank, f"has not answered for {SILENT:.0f} s")
+
+
+def sign_of(rank: int) -> str:
+    return f"alive/{rank}"
+
+
+def place_of(store: dist.Store, rank: int) -> tuple[str, str]:
+    """Of a rank's last sign, its host and its step, as parts of a sentence."""
+    key = sign_of(rank)
+    sign = store.get(key).decode() if store.check([key]) else ENDED
+    if sign == ENDED:
+        return "", ""
+    _, step, host = json.loads(sign)
+    return f" on {host}", f"; its last step was {step}" if step else "; it had not begun a step"
+
+
+def tell_silence(store: dist.Store, rank: int, what: str) -> Failure:
+    """Tell all ranks that one is gone, unless they were told something else before: that."""
+    where, step = place_of(store, rank)
+    failure = Failure(f"rank {rank}{where} {what}{step}", rank=rank)
+    value = store.compare_set("failure", "", json.dumps(asdict(failure)))
+    return Failure(**json.loads(value))
 
 
 def connect() -> dist.Store:
@@ -108,6 +203,13 @@ def report(failure: Failure) -> None:
         message = {"message": failure.text, "timestamp": int(time.time())}
         with suppress(OSError), open(path, "w") as file:
             json.dump(message, file)
+
+
+def say(failure: Failure) -> None:
+    """By a rank that another one ends: once on each host, unless a parent has the last word."""
+    report(failure)
+    if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"tigon.train: {failure.text}", file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> None:

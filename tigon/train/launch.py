@@ -9,11 +9,12 @@ from io import TextIOWrapper
 
 import torch
 
-from tigon.train.board import LAUNCHED, Failure, end_process, report
+from tigon.train.board import LAUNCHED, Failure, end_process, report, say
 from tigon.train.build import prepare
 from tigon.train.config import Config, sizes_of
 from tigon.train.config_file import USAGE, dump, help_text, load
 from tigon.train.estimate.report import dry_run
+from tigon.train.flight import flight_recorder, prepare_flight_recorder
 from tigon.train.loop import train
 from tigon.train.parallel import InputError, World, pick_device, start
 from tigon.train.processes import check_count, run_ranks
@@ -87,6 +88,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         return f"tigon.train: {error}"
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
     parallel = None if plan is not None and plan > ranks else config.parallel
+    prepare_flight_recorder(config)
     with signals, start(device, signals, parallel) as world:
         if world.size > 1:
             return _run_rank(config, world, plan)
@@ -107,7 +109,8 @@ def _run(config: Config, world: World, plan: int | None) -> int:
     except (ValueError, OSError, ImportError) as error:
         where = f"rank {world.rank}: " if world.size > 1 else ""
         raise InputError(f"{where}{error}") from None
-    return train(run)
+    with flight_recorder(config, world):
+        return train(run)
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:
@@ -124,8 +127,8 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
         raise
     except Exception as error:
         # It may be what the end of another rank looks like from here
-        if other := world.board.failure(wait=3.0):
-            report(other)
+        if other := world.board.failure():
+            say(other)
             return other.code
         details = traceback.format_exc()
         text = f"rank {world.rank}: {type(error).__name__}: {error}"

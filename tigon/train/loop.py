@@ -80,6 +80,7 @@ def steps(run: Run, record: Record) -> int:
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
+        world.board.begin_step(done)
         profiler.begin(done)
         values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps

@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from tigon.train.board import LAUNCHED, Failure, prefixed, read_failure
+from tigon.train.board import LAUNCHED, Failure, place_of, prefixed, read_failure
 from tigon.train.signals import NUMBERS, heeded
 
 POLL = 0.1  # seconds
@@ -110,6 +110,7 @@ def _tell(store: dist.Store, rank: int, code: int) -> None:
         memory = ", perhaps because memory ran out" if name == "SIGKILL" else ""
         text = f"rank {rank} was killed by {name} on {socket.gethostname()}{memory}"
         code = 128 - code
+    text += place_of(store, rank)[1]
     store.compare_set("failure", "", dumps(asdict(Failure(text, code, rank))))
 
 

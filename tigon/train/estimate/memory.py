@@ -7,6 +7,7 @@ around it, which `gathering` adds, or what sharding=gradients does, which `reduc
 # B rows of a micro-batch, T tokens of a row
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import Sizes
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
-from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
+from tigon.train.estimate.meter import Divided, Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
 from tigon.train.model import is_sharded, sum_dtype
 from tigon.train.objectives import Objective
@@ -57,11 +58,18 @@ class Estimate:
 
 
 def estimate(
-    model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
+    model: CausalLM,
+    objective: Objective,
+    config: Config,
+    world: int,
+    compute: torch.dtype,
+    tensor: int = 1,
 ) -> Estimate:
     """For a model on the meta device, which is used up: hooks stay on it.
 
-    `world` is the number of GPUs, `compute` the dtype of the computation there.
+    `world` is the number of GPUs, `compute` the dtype of the computation there. With `tensor`, the
+    model is one rank's part of one whose matrices so many more GPUs divide, and so do these the
+    tokens of the residual stream.
     """
     freeze(model, config)
     param_dtype = getattr(torch, config.param_dtype)
@@ -83,7 +91,7 @@ def estimate(
     copied = saved + states + average  # by async_save
     kept = states + average if config.optimizer_offload else 0.0
     cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
-    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None)
+    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None, tensor)
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
         whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
         parameters = whole + (parameters if compute != param_dtype else 0)
@@ -105,11 +113,19 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
 
 
 def _weigh(
-    model: CausalLM, objective: Objective, config: Config, sizes: Sizes, sharded: torch.dtype | None
+    model: CausalLM,
+    objective: Objective,
+    config: Config,
+    sizes: Sizes,
+    sharded: torch.dtype | None,
+    tensor: int = 1,
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
     ledger, world = Ledger(), sizes.shards
-    meter = Meter(ledger, tensors_of(model))
+    stream = config.micro_batch_size * config.seq_len, model.config.hidden_size
+    meter = Meter(ledger, tensors_of(model), Divided(*stream, tensor) if tensor > 1 else None)
+    if tensor > 1:  # what is gathered for a product, and what one has made before it is reduced
+        ledger.add("communication", 2 * math.prod(stream) * model.dtype.itemsize)
     watch_head(meter, model.lm_head)
     gathering: Gathering | Reducing | None = None
     if sharded is not None and config.sharding == "gradients":

@@ -1,0 +1,341 @@
+"""The model of time and memory of `tigon plan` beside what was measured, and what it is fitted to.
+
+The rates of products, attention, passes and optimizer are fitted to the kinds of work in the
+profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
+collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
+of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is written
+here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU is needed.
+
+    python bench/plan.py [--fit] [--write-docs]
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+if not __package__:
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+import torch
+
+from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
+from bench.train_cases import CASES, MODELS
+from tigon.models import MODELS as FAMILIES
+from tigon.plan import Constants, Job, Layout, Plan, Shapes, find_gpu, make_plan, read_job, weigh
+from tigon.plan.gpu import CONSTANTS
+from tigon.plan.report import HEAD, cells, why_not
+from tigon.plan.step import BF16, step_of
+from tigon.train import load
+
+GPU = "h200"
+SETTINGS = [
+    "param_dtype=bfloat16",
+    "optimizer=adamw_bf16",
+    "model=none",
+    "run_dir=none",
+    "data=none",
+]
+SETTINGS += ["task=pretrain", "tokenizer=none"]
+# Other rates than those of plain steps: of fp8, of adapters, of rows too short for a GPU, of chats
+LEFT_OUT = ("LoRA", "QLoRA", "fp8", "ragged", "1 x 512")
+# Assumed, until several hosts are measured; four H200s, 1 GiB, all-reduce: 335 to 345 GB/s
+ASSUMED = {"nvlink_many": 340e9, "network_share": 0.8, "hop": 5e-6}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step, or several ranks' steps."""
+
+    name: str
+    model: str  # of MODELS
+    rows: int
+    tokens: int
+    layout: Layout
+    ms: float
+    gib: float
+    profile: Mapping[str, float]
+    settings: tuple[str, ...] = ()  # of tigon.train
+
+    def job(self, constants: Constants) -> Job:
+        family, _, values = MODELS[self.model]
+        gpu, _ = find_gpu(GPU)
+        read = next(f for f in FAMILIES.values() if f.__name__ == family).config_class
+        shapes = Shapes(read.from_dict(values), torch.bfloat16)
+        ranks, config = self.layout.data, load(None, [*SETTINGS, *self.settings])
+        rows = self.rows * ranks
+        return Job(shapes, config, ranks, gpu, constants, self.tokens, rows)
+
+
+def results(name: str) -> Record:
+    return json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text())
+
+
+def measured() -> list[Measured]:
+    """Of one GPU and of two."""
+    found = []
+    for row in results("train_step")["cases"]:
+        if any(word in row["name"] for word in LEFT_OUT):
+            continue
+        case, rounds = CASES[row["name"]], row["rounds"]["tigon"]
+        layout = Layout(1, 1, 1, 1, case.rows, 1, case.checkpointing)
+        ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
+        given = case.model, case.rows, case.tokens, layout, ms, gib, row["profile"]["tigon"]
+        found.append(Measured(row["name"], *given, case.settings))
+    record = results("train_multi")
+    for name, ways in {
+        "tigon, one GPU": Layout(1, 1, 1, 1),
+        "tigon, FSDP2": Layout(1, 2, 1, 1),
+        "tigon, sharding=gradients": Layout(1, 2, 1, 1, sharding="gradients"),
+    }.items():
+        ms = median(row["ms"] for row in record["sides"][name])
+        gib = max(row["allocated_gib"] for row in record["sides"][name])
+        what = name.removeprefix("tigon, ").removeprefix("one GPU")
+        label = f"Llama-3.1-8B 1 x {record['tokens']}, {what or 'the trainer'}"
+        gpus = f" on {ways.data} GPUs" if ways.data > 1 else ""
+        given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
+        found.append(Measured(label + gpus, *given))
+    return found
+
+
+def fit() -> Constants:
+    """From the results."""
+    cases, start = measured(), Constants.read()
+    works = {c.name: (c, c.job(start)) for c in cases if c.profile}
+    rows, times, moved, moved_ms, adam = [], [], 0.0, 0.0, []
+    heads: dict[str, list[tuple[float, float]]] = {}
+    forward = forwards(results("train_step"))
+    for case, job in works.values():
+        layout, profile = case.layout, case.profile
+        work = job.shapes.work(layout.rows, case.tokens, 1, 1, layout.again)
+        shape = [
+            (n * 2 * a * b * c, n * BF16 * (a * b + b * c + a * c))
+            for (a, b, c), n in work.products.items()
+        ]
+        ms = profile["matrix products"]
+        if work.grouped:
+            grouped = case, shape, work.grouped
+        else:
+            rows.append([sum(f for f, _ in shape) / ms, sum(b for _, b in shape) / ms])
+            times.append(1e-3)
+        ((dim, operations),) = work.attention.items()
+        each = operations * (1 + layout.again * forward), profile["attention"] / 1e3
+        heads.setdefault(str(dim), []).append(each)
+        moved += sum(work.moved.values())
+        moved_ms += profile["fused kernels"]
+        adam.append(
+            7
+            * BF16
+            * sum(p.numel() for p in job.shapes.part(1).parameters())
+            / profile["optimizer"]
+            * 1e3
+        )
+    # Relative errors of all steps' products, in the mean
+    inverse, _, _, _ = np.linalg.lstsq(np.array(rows), np.array(times), rcond=None)
+    products, product_bytes = (float(1 / x) for x in inverse)
+    case, shape, operations = grouped
+    dense = sum(f / products + b / product_bytes for f, b in shape)
+    latency, nvlink = link(results("collectives"))
+    constants = Constants(
+        products=products,
+        product_bytes=product_bytes,
+        grouped=operations / (case.profile["matrix products"] / 1e3 - dense),
+        attention={
+            d: sum(o for o, _ in v) / sum(s for _, s in v) for d, v in sorted(heads.items())
+        },
+        attention_forward=forward,
+        passes=moved / moved_ms * 1e3,
+        optimizer=median(adam),
+        rest=0.0,
+        nvlink=nvlink,
+        latency=latency,
+        exposed=0.0,
+        **ASSUMED,
+    )
+    alone = [c for c in cases if c.layout.data == 1]
+    rest = median(c.ms / 1e3 / step_of(c.job(constants), c.layout).seconds - 1 for c in alone)
+    constants = replace(constants, rest=max(0.0, rest))
+    several = [c for c in cases if c.layout.data > 1]
+    shares = []
+    for case in several:
+        step = step_of(case.job(replace(constants, exposed=1.0)), case.layout)
+        waited = step.kinds["FSDP over NVLink"]
+        shares.append(1 - (step.seconds - case.ms / 1e3) / waited)
+    return replace(constants, exposed=sum(shares) / len(shares))
+
+
+def forwards(record: Record) -> float:
+    """The share of the forward in attention's time, alone."""
+    rows = [a for c in record["cases"] for a in c.get("limit", {}).get("attention", ())]
+    return median(row["forward"] / row["both"] for row in rows)
+
+
+def link(record: Record) -> tuple[float, float]:
+    """Seconds that a small collective takes, and bytes a second that a GPU receives in a large
+    one, of all-gather and reduce-scatter."""
+    ranks = int(record["machine"].split()[0])
+    small, rates = [], []
+    for name in ("all-gather", "reduce-scatter"):
+        found = {int(size): seconds for size, seconds in record[name].items()}
+        small.append(found[min(found)])
+        most = max(found)
+        rates.append(most * (ranks - 1) / ranks / (found[most] - found[min(found)]))
+    return median(small), median(rates)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Seconds and GiB that were predicted, over what was measured, less 1."""
+
+    case: Measured
+    seconds: float
+    gib: float
+
+    @property
+    def time_error(self) -> float:
+        return 1e3 * self.seconds / self.case.ms - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.gib / self.case.gib - 1
+
+
+def compare(case: Measured, constants: Constants) -> Compared:
+    job = case.job(constants)
+    gib = weigh(job, case.layout).total / 2**30
+    return Compared(case, step_of(job, case.layout).seconds, gib)
+
+
+def comparison(found: Iterable[Compared]) -> str:
+    head = ("step", "measured ms", "predicted", "error", "measured GiB", "predicted", "error")
+    rows = [
+        [
+            *(
+                c.case.name,
+                figure(c.case.ms, 4),
+                figure(1e3 * c.seconds, 4),
+                f"{c.time_error:+.1%}",
+            ),
+            *(figure(c.case.gib), figure(c.gib), f"{c.memory_error:+.1%}"),
+        ]
+        for c in found
+    ]
+    return markdown(head, rows)
+
+
+def config(dim: int, mlp: int, layers: int, heads: int) -> Record:
+    """A Llama 3.1 of these sizes. Source: arXiv 2407.21783, table 3."""
+    sizes = {"hidden_size": dim, "intermediate_size": mlp, "num_hidden_layers": layers}
+    return MODELS["Llama-3.1-8B"][2] | sizes | {"num_attention_heads": heads, "head_dim": 128}
+
+
+LLAMAS = {
+    "8B": MODELS["Llama-3.1-8B"][2],
+    "70B": config(8192, 28672, 80, 64),
+    "405B": config(16384, 53248, 126, 128),
+}
+MI = 2**20
+# Model, GPUs, tokens of a row, of a step
+SCENARIOS = {
+    "8b-8": ("8B", 8, 8192, MI),
+    "70b-64": ("70B", 64, 8192, 4 * MI),
+    "70b-1024": ("70B", 1024, 8192, 16 * MI),
+    "405b-4096": ("405B", 4096, 8192, 16 * MI),
+    "8b-8-long": ("8B", 8, MI, MI),
+}
+
+
+def planned(name: str, folder: Path) -> Plan:
+    """With the defaults of `tigon train`: float32 weights and states."""
+    model, gpus, tokens, batch = SCENARIOS[name]
+    path = folder / f"{model}.json"
+    path.write_text(json.dumps(LLAMAS[model] | {"max_position_embeddings": 2 * MI}))
+    return make_plan(read_job(str(path), gpus, GPU, tokens, batch), most=5)
+
+
+def scenario(plan: Plan) -> str:
+    """As Markdown, in a document between other text."""
+    best = plan.choices[0]
+    whole = sum(p.numel() for p in plan.job.shapes.part(1).parameters())
+    days = 1e12 / (best.step.rate * plan.job.gpus) / 86400
+    held = best.memory.kinds.items()
+    kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held if size > 2**30 / 20)
+    took = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
+    tokens = plan.job.batch_rows * plan.job.seq_len
+    return "\n\n".join(
+        [
+            f"{whole / 1e9:,.1f} billion parameters on {plan.job.gpus:,} GPUs; "
+            f"{plan.job.batch_rows:,} rows of {plan.job.seq_len:,} tokens, {tokens:,} a step.",
+            markdown(HEAD, [cells(choice) for choice in plan.choices]),
+            f"The first: memory in GiB: {kinds}. Seconds: {took}. "
+            f"10<sup>12</sup> tokens take {days:,.1f} days.",
+            "\n".join(f"- {line.strip()}" for line in why_not(plan)[1:]),
+        ]
+    ).rstrip()
+
+
+def rates(k: Constants) -> str:
+    """What constants.json says, beside the data sheet."""
+    gpu, _ = find_gpu(GPU)
+
+    def row(what: str, value: float, sheet: float, source: str) -> list[str]:
+        return [what, figure(value / 1e12), figure(sheet / 1e12), source]
+
+    attention = [
+        row(f"attention, heads of {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
+        for d, rate in k.attention.items()
+    ]
+    rows = [
+        row("products, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
+        row("experts' products, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),
+        *attention,
+        row("passes between products, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
+        row("optimizer, TB/s", k.optimizer, gpu.bandwidth, "fitted, 1 GPU"),
+        row("NVLink, from one GPU, TB/s", k.nvlink, gpu.nvlink, "collectives on 2 GPUs"),
+        row(
+            "NVLink, from several, TB/s",
+            k.nvlink_many,
+            gpu.nvlink,
+            "all-reduce on 4 GPUs, noted by hand",
+        ),
+        row("network, TB/s", k.network_share * gpu.network, gpu.network, "assumed"),
+    ]
+    more = [
+        ["latency of a collective in a host, µs", figure(k.latency * 1e6), "", "2 GPUs"],
+        ["and for each further host, µs", figure(k.hop * 1e6), "", "assumed"],
+        ["share of FSDP's NVLink time that is lost", figure(k.exposed), "", "fitted, 2 GPUs"],
+        ["share of a step that is none of these", figure(k.rest), "", "fitted, 1 GPU"],
+    ]
+    return markdown(("constant", "taken", "data sheet", "from"), [*rows, *more])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--fit", action="store_true", help="write tigon/plan/constants.json")
+    parser.add_argument("--write-docs", action="store_true", help="of docs/scale.md")
+    parser.add_argument("--only", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    constants = fit()
+    if options.fit:
+        save(CONSTANTS, {"gpu": GPU, "fitted_by": "bench/plan.py", "constants": asdict(constants)})
+    blocks = {"errors": comparison(compare(case, constants) for case in measured())}
+    blocks["rates"] = rates(constants)
+    print("\n\n".join(blocks.values()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.only:
+            blocks[name] = scenario(planned(name, Path(folder)))
+            print(f"\n{name}\n{blocks[name]}", flush=True)
+    if options.write_docs:
+        for name, block in blocks.items():
+            write_docs({"docs/scale.md": block}, f"plan-{name}")
+
+
+if __name__ == "__main__":
+    main()

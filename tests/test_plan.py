@@ -1,0 +1,226 @@
+"""`tigon plan`: beside what was measured, its arithmetic by hand, and what it says."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import plan as bench
+from tests.models.tiny import CASES, FIRST, SIZES
+from tests.small import EXPERTS, LLAMA
+from tigon.cli import main
+from tigon.models import MODELS
+from tigon.plan import Constants, Job, Layout, find_gpu, make_plan, read_job, show, step_of, weigh
+from tigon.plan.gpu import CONSTANTS, GPU, gpus
+from tigon.plan.layout import misfit
+from tigon.plan.search import always
+from tigon.plan.step import Group, computed
+from tigon.plan.work import build, narrow, work_of
+from tigon.train.estimate import Estimate
+from tigon.train.flops import model_flops
+
+TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.05
+# What CUDA graphs share is known to the allocator alone: the estimate counts too much
+GRAPHS_WITHIN = 0.2
+SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
+SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+SIZE |= {"max_position_embeddings": 2**20}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    def make(gpus: int, tokens: int = 1024, rows: int | None = None, **sizes: Any) -> Job:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(LLAMA | SIZE | sizes))
+        batch = None if rows is None else rows * tokens
+        return read_job(str(path), gpus, "h200", tokens, batch, ["param_dtype=bfloat16"])
+
+    return make
+
+
+def test_what_was_measured_is_predicted() -> None:
+    constants, cases = Constants.read(), bench.measured()
+    found = [bench.compare(case, constants) for case in cases]
+    assert len({case.model for case in cases}) == 5
+    assert {case.layout.sharding for case in cases if case.layout.fsdp == 2} == {
+        "full",
+        "gradients",
+    }
+    for one in found:
+        assert abs(one.time_error) < TIME_WITHIN, one.case.name
+        graphs = "cuda_graphs=true" in one.case.settings
+        assert abs(one.memory_error) < (GRAPHS_WITHIN if graphs else MEMORY_WITHIN), one.case.name
+
+
+def test_the_constants_are_those_of_the_fit() -> None:
+    """Which must not depend on what they were before."""
+    kept = json.loads(CONSTANTS.read_text())["constants"]
+    found = asdict(bench.fit())
+    for name, value in kept.items():
+        assert found[name] == pytest.approx(value, rel=1e-6), name
+    assert found.keys() == kept.keys()
+
+
+def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> None:
+    (h200, measured), (h100, other) = (find_gpu(name) for name in ("h200", "H100"))
+    assert other.products == measured.products and other.attention == measured.attention
+    for name in ("passes", "optimizer", "product_bytes"):
+        share = getattr(measured, name) / h200.bandwidth
+        assert getattr(other, name) == pytest.approx(share * h100.bandwidth)
+    with pytest.raises(ValueError, match="--gpu h2000: is not one of h100, h200; did you mean"):
+        find_gpu("h2000")
+    assert all(gpu.source for gpu in gpus().values())
+
+
+def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
+    """T tokens, C wide: qkv, o, gate and up, down, and the head."""
+    t, c, work = 1024, 640, job(1).shapes.work(2, 1024, 1, 1, 0.0)
+    shapes = {(1024, c): 4, (c, 512): 4, (8192, c): 4, (c, 4096): 4, (4096, c): 1}
+    expected = {(2 * t, n, k): 3.0 * count for (n, k), count in shapes.items()}
+    assert work.products == expected
+    assert work.attention == {64: 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
+    assert work.moved["activation"] == 4 * 2 * (3 + 5) * 2 * t * 4096
+    again = job(1).shapes.work(2, 1024, 1, 1, 1.0)
+    assert again.products[2 * t, 8192, c] == 4 * 4
+    assert again.products[2 * t, c, 4096] == 3 * 4  # its output is nothing's input in the block
+    assert again.moved["norms"] > work.moved["norms"]
+
+
+def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
+    shapes = job(1).shapes
+    work = shapes.work(1, 1024, 1, 1, 0.0)
+    found = sum(2 * n * m * k * count for (m, n, k), count in work.products.items())
+    found += sum(work.attention.values())
+    assert found == pytest.approx(model_flops(shapes.part(1), [1024]), rel=1e-9)
+
+
+def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
+    one = job(4, rows=4)
+    whole = computed(one.shapes.work(1, 1024, 1, 1, 0.0), one.constants)
+    for context, tensor in ((4, 1), (1, 4), (2, 2)):
+        part = one.shapes.work(1, 1024, context, tensor, 0.0)
+        times = computed(part, one.constants)
+        assert times["attention"] == pytest.approx(whole["attention"] / 4)
+        # Small products are slower, and a pass over the embedding's gradient is not divided
+        assert whole["products"] / 4 < times["products"] < whole["products"] / 2
+        assert times["passes"] == pytest.approx(whole["passes"] / 4, rel=0.25)
+
+
+def test_memory_of_a_tensor_parallel_part(job: Callable[..., Job]) -> None:
+    """Weights, states and activations by half; two buffers of a gathered [T, C] besides."""
+    one = job(2, tokens=4096, rows=2)
+    whole = weigh(one, Layout(1, 1, 1, 1)).kinds
+    half = weigh(one, Layout(1, 1, 1, 2)).kinds
+    for kind in ("parameters", "optimizer", "activations"):
+        assert half[kind] == pytest.approx(whole[kind] / 2, rel=0.06), kind
+    assert half["communication"] == 2 * 4096 * 640 * 2
+    short = weigh(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1))
+    assert weigh(one, Layout(1, 1, 2, 1)) == short  # as rows of half the length
+
+
+@pytest.mark.parametrize(("model_type", "case"), FIRST)
+def test_every_family_can_be_planned(model_type: str, case: str) -> None:
+    values = {"model_type": model_type} | SIZES | CASES[model_type][case]
+    config = MODELS[model_type].from_config(values, device="meta").config
+    part = build(config, 2, torch.bfloat16)
+    assert narrow(config, 1) is config
+    heads = {m.heads for m in part.modules() if hasattr(m, "kv_heads")}
+    assert heads == {config.num_attention_heads // 2}
+    assert work_of(part, 1, 16, tensor=2, again=1.0).moved["norms"] > 0
+
+
+def test_collectives_by_hand() -> None:
+    gpu = GPU("x", 0, 0, 0, 400.0, 50.0, 8, "")
+    k = replace(Constants.read(), nvlink=200.0, nvlink_many=100.0, latency=1.0, hop=0.5)
+    k = replace(k, network_share=1.0)
+    assert Group(1, 1).gather(800.0, gpu, k).nvlink == 0
+    inside = Group(8, 1).gather(800.0, gpu, k)
+    assert (inside.nvlink, inside.network) == (1 + 700 / 100, 0.0)
+    assert Group(2, 4).gather(800.0, gpu, k).nvlink == 1 + 400 / 200  # from one other
+    # Four hosts: three quarters come from elsewhere, through eight adapters
+    wide = Group(32, 1).gather(3200.0, gpu, k)
+    assert wide.network_bytes == 300 and wide.network == 300 / 50 + 3 * 0.5
+    # One rank on each of four hosts
+    apart = Group(4, 8).gather(3200.0, gpu, k)
+    assert apart.nvlink_bytes == 0 and apart.network_bytes == 2400
+    swapped = Group(16, 1).exchange(1600.0, gpu, k)
+    assert (swapped.nvlink_bytes, swapped.network_bytes) == (700, 800)
+
+
+def test_what_the_network_cannot_hide_is_waited_for(job: Callable[..., Job]) -> None:
+    fast, slow = job(16, rows=16), job(16, rows=16)
+    slow = replace(slow, gpu=replace(slow.gpu, network=1e7))
+    layout = Layout(1, 16, 1, 1)
+    hidden, waited = step_of(fast, layout), step_of(slow, layout)
+    assert hidden.kinds["FSDP over the network"] < 1e-3 < waited.kinds["FSDP over the network"]
+    assert waited.kinds["FSDP over the network"] < waited.traffic.network
+
+
+def test_why_a_layout_is_impossible(job: Callable[..., Job]) -> None:
+    one = job(64, rows=16)
+    for layout, why in (
+        (Layout(1, 4, 1, 16), "tensor above 8"),
+        (Layout(1, 32, 2, 1), "more than the 16 rows of a step"),
+        (Layout(1, 4, 16, 1), "tensor x context=16 does not divide 8 heads"),
+    ):
+        assert why in (misfit(one, layout) or "")
+    assert "does not divide 6 heads" in (
+        misfit(job(4, num_attention_heads=6, num_key_value_heads=2), Layout(1, 1, 1, 4)) or ""
+    )
+    assert "intermediate_size=4097" in (
+        misfit(job(2, intermediate_size=4097), Layout(1, 1, 1, 2)) or ""
+    )
+    assert "of 1,023 tokens" in (misfit(job(2, tokens=1023), Layout(1, 1, 2, 1)) or "")
+    assert misfit(one, Layout(1, 8, 1, 8)) is None  # two ranks share each kv head
+
+
+def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
+    """Memory as a function of the layout: what is weighed, and what is not."""
+    one, asked = job(8, rows=8), []
+
+    def heavy(_: Job, layout: Layout) -> Estimate:
+        asked.append(layout)
+        return Estimate({"sum": 10**15 if layout.tensor < 2 else 10**9}, 0)
+
+    plan = make_plan(one, most=3, weigh=heavy)
+    assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
+    times = [choice.step.seconds for choice in plan.choices]
+    assert times == sorted(times)
+    assert plan.reasons["memory"] > 0 and plan.lacking == 10**15
+    assert len(asked) == len(set(asked))
+    text = show(plan)
+    assert "too little memory: 931,323 GiB a GPU at least" in text
+    assert f"the first: {plan.choices[0].layout.settings}" in text
+    nothing = make_plan(one, weigh=lambda *_: Estimate({"sum": 10**15}, 0))
+    assert "no layout fits" in show(nothing)
+
+
+def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:
+    one = job(8, rows=16)
+    once, twice = (always(one, Layout(1, 8, 1, 1, 2 // n, n)) for n in (1, 2))
+    numbers = sum(p.numel() for p in one.shapes.part(1).parameters())
+    assert twice - once == 4 * numbers
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(EXPERTS))
+    few = ["--gpus", "2", "--seq-len", "64"]
+    assert main(["plan", str(path), *few, "--settings", "optimizer=adamw_bf16", "--most", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "float32 weights, adamw_bf16" in said and "none are apart" in said
+    assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
+    assert sorted(tmp_path.iterdir()) == [path]
+    for wrong, why in (
+        (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be at least 1"),
+        ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
+        ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
+        ([*few, "--gpu", "a"], "--gpu a: is not one of"),
+        ([*few, "--settings", "optimiser=adamw"], "optimizer"),
+    ):
+        assert main(["plan", str(path), *wrong]) == 1
+        assert why in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""A rank that is killed or does not answer: the others end soon, name it and its step, and the run
+goes on with those that are left."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.train.ranks import Ranks, train_on
+from tigon.train import board, main
+from tigon.train.board import ENDED, Silence, place_of, sign_of, tell_silence
+
+STEPS = 12
+SAME = {"steps": STEPS, "save_every": 1, "schedule": "constant", "workers": 0}
+
+
+def impatient(settings: list[str], seconds: float) -> None:
+    """A run whose ranks wait so long for a sign of life."""
+    board.SILENT = seconds
+    main(settings)
+
+
+def wait_for_steps(running: Ranks, run: Path, count: int) -> None:
+    until, file = time.monotonic() + 60, run / "metrics.jsonl"
+    while not (file.exists() and file.read_text().count('"loss"') >= count):
+        assert time.monotonic() < until and None in running.codes, running.errors
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "said"),
+    [
+        (signal.SIGKILL, 60.0, "ended without a word; its last step was "),
+        (signal.SIGSTOP, 3.0, "has not answered for 3 s; its last step was "),
+    ],
+)
+def test_the_others_end_and_name_it(workspace, number, seconds, said) -> None:
+    """Without a parent that would tell them, as where the rank was on another host."""
+    run = workspace.root / number.name
+    settings = workspace.settings(number.name, **SAME)
+    running = Ranks(2, impatient, settings, seconds)
+    wait_for_steps(running, run, 2)
+    os.kill(running.processes[1].pid, number)
+    began = time.monotonic()
+    running.processes[0].join(30)
+    took, errors = time.monotonic() - began, running.errors
+    running.kill()
+    assert running.codes[0] == 1 and took < 20, errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("tigon.train: ")]
+    assert line.startswith("tigon.train: rank 1 on ") and said in line
+    step = int(line.rpartition(" ")[2])
+    seen = [row["step"] for row in map(json.loads, (run / "metrics.jsonl").open()) if "loss" in row]
+    assert max(seen) <= step <= max(seen) + 1
+    assert "Traceback" not in errors
+    if number == signal.SIGKILL:
+        train_on(1, [*settings, "resume=auto"])
+        assert workspace.metrics(number.name, "step")[-1] == STEPS
+
+
+def test_silence_is_counted_by_looks_at_an_unchanged_sign(monkeypatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(board.time, "monotonic", lambda: now[0])
+    store = dist.HashStore()
+    silence = Silence(store, 3, most=2.0)
+
+    def after(seconds: float, sign: str | None = None) -> str | None:
+        if sign is not None:
+            store.set(sign_of(3), sign)
+        now[0] += seconds
+        failure = silence.look()
+        return failure and failure.text
+
+    assert after(500) is None  # it has not begun
+    assert after(1, '[1, 0, "there"]') is None
+    assert after(1000) is None  # this process was stopped: both need a moment
+    for _ in range(int(board.SILENT / 2) - 1):
+        assert after(2.0) is None
+    assert after(1, '[2, 7, "there"]') is None  # alive
+    for _ in range(int(board.SILENT)):
+        assert after(1.0 - 1e-6) is None
+    assert after(1.0) == "rank 3 on there has not answered for 45 s; its last step was 7"
+    assert json.loads(store.get("failure"))["rank"] == 3
+    for _ in range(100):
+        assert after(2.0, ENDED) is None
+
+
+def test_what_was_told_first_stays() -> None:
+    store = dist.HashStore()
+    assert place_of(store, 0) == ("", "")
+    store.set(sign_of(0), '[9, 0, "here"]')
+    assert place_of(store, 0) == (" on here", "; it had not begun a step")
+    tell_silence(store, 0, "is gone")
+    assert tell_silence(store, 1, "is gone").rank == 0

@@ -1,0 +1,31 @@
+"""The memory of a GPU in a layout: that of a run, as `tigon train --dry-run` estimates it."""
+
+from dataclasses import replace
+
+import torch
+
+from tigon.plan.layout import Job, Layout
+from tigon.plan.work import build
+from tigon.train.estimate import Estimate, estimate
+from tigon.train.objectives import find_objective
+from tigon.train.parallel import World
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def weigh(job: Job, layout: Layout) -> Estimate:
+    """Builds one rank's part of the model on the meta device and makes a step of it there."""
+    shards = layout.shards
+    config = replace(
+        job.config,
+        seq_len=job.seq_len // layout.context,
+        micro_batch_size=layout.rows,
+        batch_size=layout.rows * layout.micro_batches * shards,
+        sharding=layout.sharding,
+        activation_checkpointing=layout.checkpointing,
+        memory_budget=None,
+    )
+    model = build(job.shapes.config, layout.tensor, job.shapes.dtype)
+    model.activation_checkpointing = layout.checkpointing
+    objective = find_objective("pretrain")(config, ALONE)
+    return estimate(model, objective, config, shards, torch.bfloat16, layout.tensor)

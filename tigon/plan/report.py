@@ -1,0 +1,141 @@
+"""`tigon plan`: from the command line to a table."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tigon.plan.gpu import find_gpu
+from tigon.plan.layout import Job
+from tigon.plan.search import LACKS, Choice, Plan
+from tigon.plan.work import Shapes
+from tigon.train import load
+from tigon.train.config import Config
+from tigon.train.estimate.budget import GIB
+from tigon.train.model import has_experts, outline
+
+HEAD = (
+    *("replicate", "fsdp", "context", "tensor", "rows", "x", "again", "GiB"),
+    *("NVLink GB", "network GB", "network s", "step s", "tok/s/GPU", "MFU"),
+)
+
+REASONS = 6  # that are told one by one
+
+
+def read_job(
+    model: str,
+    gpus: int,
+    gpu: str,
+    seq_len: int,
+    batch_tokens: int | None = None,
+    settings: Sequence[str] = (),
+) -> Job:
+    """`model`: a directory, a hub repository or a config.json, of which only the config is read.
+    `settings` are `tigon train`'s. A step has a row for each GPU unless `batch_tokens` says more.
+
+    Raises ValueError and OSError for what cannot be planned.
+    """
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus} must be at least 1")
+    found, constants = find_gpu(gpu)
+    tokens = gpus * seq_len if batch_tokens is None else batch_tokens
+    if seq_len < 1 or tokens % seq_len or not tokens:
+        raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
+    where = f"init={model}" if Path(model).is_file() else f"model={model}"
+    own = [where, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
+    config = load(None, [*settings, *own])
+    check(config)
+    dtype = getattr(torch, config.param_dtype)
+    read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
+    if seq_len > read.config.max_position_embeddings:
+        print(
+            f"note: rows of {seq_len:,} tokens, and the model's context is "
+            f"{read.config.max_position_embeddings:,}"
+        )
+    shapes, rows = Shapes(read.config, dtype), tokens // seq_len
+    return Job(shapes, config, gpus, found, constants, seq_len, rows)
+
+
+def check(config: Config) -> None:
+    """Raises ValueError for settings whose time nobody has measured for this."""
+    for name in ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay"):
+        if getattr(config, name):
+            raise ValueError(f"{name}: a plan knows nothing of its time; leave it out")
+
+
+def show(plan: Plan) -> str:
+    """What a person reads."""
+    job = plan.job
+    model = job.shapes.part(1)
+    count = sum(p.numel() for p in model.parameters())
+    tokens = job.batch_rows * job.seq_len
+    lines = [
+        f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
+        f"{job.gpu.name}; a step has {job.batch_rows:,} rows of {job.seq_len:,} tokens, "
+        f"{tokens:,} in all",
+        f"{job.config.param_dtype} weights, {job.config.optimizer}; "
+        f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
+        *["experts: each GPU of a tensor group has a part of all; none are apart"]
+        * has_experts(model),
+        "",
+        *table([cells(choice) for choice in plan.choices]),
+    ]
+    if not plan.choices:
+        lines.append("no layout fits")
+    else:
+        best = plan.choices[0]
+        held = best.memory.kinds.items()
+        kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in held if size > GIB / 20)
+        times = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
+        days = 1e12 / (best.step.rate * job.gpus) / 86400
+        lines += ["", f"the first: {best.layout.settings}", f"  memory, GiB: {kinds}"]
+        lines += [f"  seconds: {times}", f"  10^12 tokens: {days:,.1f} days"]
+    lines += ["", *why_not(plan)]
+    return "\n".join(lines)
+
+
+def cells(choice: Choice) -> list[str]:
+    layout, step = choice.layout, choice.step
+    gpu = choice.gpu
+    again = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
+    zero = " ZeRO-2" if layout.sharding == "gradients" else ""
+    return [
+        str(layout.replicate),
+        f"{layout.fsdp}{zero}",
+        str(layout.context),
+        str(layout.tensor),
+        str(layout.rows),
+        str(layout.micro_batches),
+        again,
+        f"{choice.memory.total / GIB:.1f}",
+        f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
+        f"{step.traffic.network_bytes / 1e9:,.1f}",
+        f"{step.traffic.network:.3g}",
+        f"{step.seconds:.3g}",
+        f"{step.rate:,.0f}",
+        f"{step.mfu(gpu):.1%}",
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    every = [HEAD, *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(HEAD))]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in every]
+
+
+def why_not(plan: Plan) -> list[str]:
+    """Why other meshes are impossible, the most frequent reasons first."""
+    if not plan.reasons:
+        return []
+    lines = ["not possible (meshes):"]
+    for reason, count in plan.reasons.most_common(REASONS):
+        text = reason
+        if reason == LACKS:
+            least, there = ((size or 0) / GIB for size in (plan.lacking, plan.budget))
+            text = f"too little memory: {least:,.0f} GiB a GPU at least, and {there:.0f} are there"
+        lines.append(f"  {count:4}  {text}")
+    if len(plan.reasons) > REASONS:
+        lines.append(f"  {sum(c for _, c in plan.reasons.most_common()[REASONS:]):4}  for the like")
+    return lines

@@ -1,0 +1,195 @@
+"""How long a step takes in a layout, and what goes over NVLink and over the network.
+
+Products, attention, passes and optimizer take their operations and bytes at the rates that were
+measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
+tensor and context parallelism are waited for. Those of FSDP run beside the computation: over NVLink
+a measured share of their time is lost nonetheless, over the network what is longer than the
+computation that they run beside.
+
+# B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tigon.layers import Attention
+from tigon.models import CausalLM
+from tigon.plan.gpu import GPU, Constants
+from tigon.plan.layout import Job, Layout
+from tigon.plan.work import Work
+from tigon.train.config import Config
+from tigon.train.optim import hidden_matrices, state_bytes
+
+BF16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Time:
+    """Of collectives: seconds and bytes that a GPU receives, over either link."""
+
+    nvlink: float = 0.0
+    network: float = 0.0
+    nvlink_bytes: float = 0.0
+    network_bytes: float = 0.0
+
+    def __add__(self, other: "Time") -> "Time":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Time(*(a + b for a, b in pairs))
+
+    def __mul__(self, count: float) -> "Time":
+        return Time(*(count * value for value in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk: `size` of them, `stride` apart."""
+
+    size: int
+    stride: int
+
+    def here(self, gpu: GPU) -> int:
+        """Of them on one host."""
+        return max(1, min(self.size, gpu.host // self.stride))
+
+    def gather(self, size: float, gpu: GPU, of: Constants) -> Time:
+        """All-gather or reduce-scatter of `size` bytes, those of all ranks together, as a ring. The
+        group's ranks on a host share that many network adapters."""
+        if self.size == 1:
+            return Time()
+        g = self.here(gpu)
+        hosts = self.size / g
+        link = of.nvlink if g == 2 else of.nvlink_many
+        inside = size * (self.size - 1) / self.size if g > 1 else 0.0
+        across = size * (hosts - 1) / hosts / g
+        rate = gpu.network * of.network_share
+        slow = across / rate + of.hop * (hosts - 1) if hosts > 1 else 0.0
+        return Time(of.latency + inside / link, slow, inside, across)
+
+    def exchange(self, size: float, gpu: GPU, of: Constants) -> Time:
+        """All-to-all: each rank has `size` bytes, of which it keeps its own share."""
+        if self.size == 1:
+            return Time()
+        g = self.here(gpu)
+        inside, across = (size * n / self.size for n in (g - 1, self.size - g))
+        link = of.nvlink if g == 2 else of.nvlink_many
+        slow = across / (gpu.network * of.network_share) + of.hop * (self.size / g - 1)
+        return Time(of.latency + inside / link, slow if across else 0.0, inside, across)
+
+
+@dataclass
+class Step:
+    """Of one GPU; seconds by kind add up to `seconds`."""
+
+    kinds: dict[str, float] = field(default_factory=dict)
+    traffic: Time = field(default_factory=Time)
+    tokens: float = 0.0  # of the step, per GPU
+    flops: float = 0.0  # of the model's mathematics, likewise
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.kinds.values())
+
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """Kinds and their seconds, the largest first, without what hardly counts."""
+        found = [(kind, s) for kind, s in self.kinds.items() if s > 0.002 * self.seconds]
+        return sorted(found, key=lambda entry: -entry[1])
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of a GPU."""
+        return self.tokens / self.seconds
+
+    def mfu(self, gpu: GPU) -> float:
+        return self.flops / self.seconds / gpu.flops
+
+
+def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
+    """The time of a step. `learned`: the share of tokens that have a target."""
+    k, count, shapes = job.constants, layout.micro_batches, job.shapes
+    model, parts = shapes.part(layout.tensor), (layout.context, layout.tensor)
+    work = shapes.work(layout.rows, job.seq_len, *parts, layout.again, learned)
+    compute = computed(work, k)
+    step = Step({kind: count * seconds for kind, seconds in compute.items()})
+    numbers = sum(p.numel() for p in model.parameters())
+    step.kinds["optimizer"] = updated(model, job.config) / layout.shards / k.optimizer
+    step.kinds["other"] = k.rest * step.seconds
+    waited = inner(job, layout, model) * count
+    step.kinds["tensor and context"] = waited.nvlink + waited.network
+    beside = outer(job, layout, numbers, sum(compute.values()))
+    step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
+    step.kinds["FSDP over the network"] = beside[1]
+    step.traffic = waited + beside[0]
+    lengths = [job.seq_len] * (layout.rows * count)
+    shared = layout.tensor * layout.context
+    step.tokens = sum(lengths) / shared
+    step.flops = shapes.cost(lengths) / shared
+    return step
+
+
+def computed(work: Work, k: Constants) -> dict[str, float]:
+    """Seconds of a micro-batch on a GPU, by kind."""
+    products = sum(
+        count * (2 * m * n * d / k.products + BF16 * (m * n + n * d + m * d) / k.product_bytes)
+        for (m, n, d), count in work.products.items()
+    )
+    attention = sum(ops / k.head_rate(dim) for dim, ops in work.attention.items())
+    return {
+        "products": products + work.grouped / k.grouped,
+        "attention": attention * (1 + work.again * k.attention_forward),
+        "passes": sum(work.moved.values()) / k.passes,
+    }
+
+
+def updated(model: CausalLM, config: Config) -> float:
+    """Bytes that the optimizer reads and writes: weights and states both, gradients once."""
+    item, hidden, found = getattr(torch, config.param_dtype).itemsize, hidden_matrices(model), 0.0
+    for name, parameter in model.named_parameters():
+        each = 3 * item + 2 * state_bytes(config, hidden=name in hidden)
+        found += each * parameter.numel()
+    return found
+
+
+def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
+    """Collectives of a micro-batch inside its blocks. Each branch gathers its tokens and reduces
+    its output over the tensor ranks, forward and backward, and gathers them once more for the
+    gradient of its weight; attention exchanges tokens for heads over the context ranks."""
+    gpu, k = job.gpu, job.constants
+    tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
+    tokens = layout.rows * job.seq_len // layout.context
+    hidden = BF16 * tokens * model.config.hidden_size
+    layers = len(model.model.layers)
+    # Two branches of each block; embedding and head
+    found = tensor.gather(hidden, gpu, k) * (layers * 2 * (5 + 2 * layout.again) + 4)
+    if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
+        kv = max(mixer.kv_heads, layout.context)  # each rank needs one
+        for heads in (mixer.heads + 2 * kv, mixer.heads):
+            each = BF16 * tokens * heads * mixer.head_dim
+            found += context.exchange(each, gpu, k) * (layers * (2 + layout.again))
+    return found
+
+
+def outer(job: Job, layout: Layout, numbers: int, compute: float) -> tuple[Time, float]:
+    """Collectives of a step for weights and gradients, and by how much those over the network
+    outlast `compute`, the seconds of a micro-batch. `numbers`: a rank's part of the weights
+    without sharding."""
+    gpu, k, count = job.gpu, job.constants, layout.micro_batches
+    shards = Group(layout.shards, layout.tensor)
+    copies = Group(layout.replicate, layout.tensor * layout.shards)
+    groups = job.shapes.config.num_hidden_layers + 1
+    each = numbers / groups
+    gather = shards.gather(BF16 * each, gpu, k) * groups
+    if layout.sharding == "gradients":  # one reduction in their dtype, and one gather of weights
+        item = (
+            FP32 if job.config.accumulate_fp32 else getattr(torch, job.config.param_dtype).itemsize
+        )
+        reduced = shards.gather(item * each, gpu, k) * groups
+        outlasts = max(0.0, reduced.network + gather.network - 2 / 3 * compute)
+        return reduced + gather, outlasts
+    reduced = shards.gather(FP32 * each, gpu, k) * groups
+    reduced += copies.gather(FP32 * each / layout.shards, gpu, k) * (2 * groups)  # an all-reduce
+    forward = max(0.0, gather.network - compute / 3)
+    backward = max(0.0, gather.network - 2 / 3 * compute)
+    last = max(0.0, gather.network + reduced.network - 2 / 3 * compute)
+    return gather * (2 * count) + reduced, forward * count + backward * (count - 1) + last

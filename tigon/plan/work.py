@@ -1,0 +1,179 @@
+"""What one GPU computes of a micro-batch: products, attention, and the bytes that stream between.
+
+The model is one rank's part of a tensor-parallel one (`narrow`): its matrices have a share of the
+rows or columns, and the residual stream its whole width, of which a rank keeps a share of the
+tokens.
+
+# B rows, T tokens of a row, C model dim, V vocab
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tigon.layers import Attention, RMSNorm, SparseMoE
+from tigon.layers.linear import GatedLinear
+from tigon.models import MODELS, CausalLM
+from tigon.train.flops import Cost, positions_seen
+
+BF16 = 2
+# Elements that each pass between the products moves, forward and backward, of every element that it
+# is given; bench/kernels.py measures the kernels against them
+STREAMED = {
+    "rms_norm": (2, 3),  # x in, y out; x and dy in, dx out
+    # x and residual in, normed and total out; total and both gradients in, one dx out for both
+    "rms_norm_residual": (4, 4),
+    # as above, but the branch was normed too: x is needed again, and dx is not dresidual
+    "sandwich_norm": (4, 6),
+    "gated_act": (3, 5),  # gate and up in, y out; gate, up and dy in, dgate and dup out
+    "rope": (2, 2),
+    "qk_norm_rope": (2, 3),
+}
+Product = tuple[int, int, int]  # x [m, k] @ w [n, k].T
+
+
+@dataclass
+class Work:
+    """Of a micro-batch on one GPU, forward and backward."""
+
+    products: dict[Product, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # how often; three are one layer's
+    grouped: float = 0.0  # operations of experts
+    attention: dict[int, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # operations, by dimension of a head
+    again: float = 0.0  # the share of attention's forwards that are computed again
+    moved: dict[str, float] = field(default_factory=dict)  # bytes of passes, by kind
+
+
+def narrow(config: Any, ranks: int) -> Any:
+    """The config of the part of each matrix that one of `ranks` has. Rows of an odd vocabulary are
+    filled up; a kv head is on several ranks where there are fewer of them."""
+    if ranks == 1:
+        return config
+    names = {f.name for f in fields(config)}
+    sizes = {
+        "num_attention_heads": config.num_attention_heads // ranks,
+        "num_key_value_heads": max(1, config.num_key_value_heads // ranks),
+        "vocab_size": -(-config.vocab_size // ranks),
+        "pad_token_id": None,
+    }
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if name in names:
+            sizes[name] = getattr(config, name) // ranks
+    return replace(config, **sizes)
+
+
+class Shapes:
+    """A model and the parts of it that ranks have; what was found once is kept."""
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self.config, self.dtype = config, dtype
+        self._parts: dict[int, CausalLM] = {}
+        self._work: dict[tuple[float, ...], Work] = {}
+
+    def part(self, ranks: int) -> CausalLM:
+        """That of one of so many tensor-parallel ranks, on the meta device; not to be changed."""
+        if ranks not in self._parts:
+            self._parts[ranks] = build(self.config, ranks, self.dtype)
+        return self._parts[ranks]
+
+    def work(
+        self, rows: int, tokens: int, context: int, tensor: int, again: float, learned: float = 1.0
+    ) -> Work:
+        """See work_of."""
+        key = rows, tokens, context, tensor, again, learned
+        if key not in self._work:
+            how: dict[str, Any] = {"context": context, "again": again, "learned": learned}
+            self._work[key] = work_of(self.part(tensor), rows, tokens, tensor=tensor, **how)
+        return self._work[key]
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Operations that the mathematics of the whole model needs."""
+        return Cost.of(self.part(1))
+
+
+def build(config: Any, ranks: int, dtype: torch.dtype) -> CausalLM:
+    """One rank's part of the model, on the meta device."""
+    own = narrow(config, ranks)
+    return MODELS[config.model_type].from_config(own, dtype=dtype, device="meta").train()
+
+
+def work_of(
+    model: CausalLM, rows: int, tokens: int, *, context: int = 1, tensor: int = 1,
+    again: float = 0.0, learned: float = 1.0,
+) -> Work:  # fmt: skip
+    """Of B = `rows` rows of T = `tokens` tokens, which `context` ranks divide, and of a model that
+    `narrow` made for `tensor` ranks.
+
+    `again`: the share of blocks that are computed again; `learned`: that of tokens with a target.
+    """
+    found, own = Work(again=again), rows * tokens // context
+    for block in model.model.layers:
+        # What nothing saved comes after is not computed again
+        last = None if has_post_norms(block) else getattr(block.mlp, "down_proj", None)
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                m, (n, k) = own, module.weight.shape
+                found.products[m, n, k] += 3 + (0.0 if module is last else again)
+            elif isinstance(module, SparseMoE):
+                size = sum(p.numel() for p in module.experts.parameters())
+                share = module.per_token / len(module.experts.down_proj)
+                found.grouped += (6 + 2 * again) * own * size * share
+            elif isinstance(module, Attention):
+                seen = int(positions_seen(np.array([tokens]), module.window).sum())
+                each = 12 * module.heads * module.head_dim * rows * seen / context
+                found.attention[module.head_dim] += each
+    found.products[round(learned * own), *model.lm_head.weight.shape] += 3
+    found.moved = streamed(model, own, tensor, again, learned)
+    return found
+
+
+def streamed(
+    model: CausalLM, own: int, tensor: int = 1, again: float = 0.0, learned: float = 1.0
+) -> dict[str, float]:
+    """Bytes that each kind of pass between the products moves: each operator reads its inputs once
+    and writes its outputs once. `own`: tokens of a rank."""
+    c, found = model.config.hidden_size, defaultdict[str, float](float)
+    vocab, stream = model.lm_head.weight.shape[0], own / tensor
+
+    def add(kind: str, operator: str, elements: float, extra: float = 0) -> None:
+        forward, backward = STREAMED[operator]
+        found[kind] += BF16 * (elements * ((1 + again) * forward + backward) + extra)
+
+    for block in model.model.layers:
+        for _ in range(2):
+            normed = "sandwich_norm" if has_post_norms(block) else "rms_norm_residual"
+            add("norms", normed, stream * c)
+        for module in block.modules():
+            if isinstance(module, Attention):
+                heads, kv = module.heads + module.kv_heads, own * module.kv_heads
+                with_norm = module.q_norm is not None
+                operator = "qk_norm_rope" if with_norm else "rope"
+                extra = 2 * kv * module.head_dim if with_norm else 0
+                add("RoPE", operator, own * heads * module.head_dim, extra)
+            elif isinstance(module, GatedLinear):
+                add("activation", "gated_act", own * module.parts[0])
+            elif isinstance(module, SparseMoE):
+                routed = own * module.per_token
+                add("activation", "gated_act", routed * module.experts.down_proj.shape[-1])
+                # Outputs of the experts are added up for each token, and the gradient is spread
+                found["experts' rows"] += BF16 * (2 + again) * (routed + own) * c
+    tied = model.config.tie_word_embeddings
+    # Rows in and out, their gradients in; and a gradient of zeros to add them to
+    found["embedding"] += BF16 * (4 * stream * c + (0 if tied else vocab * c))
+    # Each logit in once, its gradient out once
+    found["head"] += BF16 * 2 * learned * own * vocab
+    return found
+
+
+def has_post_norms(block: nn.Module) -> bool:
+    """Whether branches are normed before they are added to the residual stream, too."""
+    return sum(isinstance(module, RMSNorm) for module in block.children()) == 4

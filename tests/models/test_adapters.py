@@ -335,7 +335,7 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     model.load_adapter(target)
     model.delete_adapter("default")
     save_file(fewer, target / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="has none for 'model.layers.2"):
+    with pytest.raises(ValueError, match=r"has none for 'model\.layers\.2"):
         model.load_adapter(target)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)

@@ -291,7 +291,8 @@ def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
         raise ValueError(f"{key}={shown(patterns)} is no dictionary")
     if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
         raise ValueError(
-            f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole names"
+            f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole "
+            "names"
         )
     return [
         (_compiled(key, pattern), _number(f"{key}[{shown(pattern)}]", value, kind))
@@ -318,7 +319,9 @@ def _compiled(key: str, pattern: str) -> re.Pattern[str]:
     if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
         raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
-        raise ValueError(f"{key}[{shown(pattern)}] has a group of a special kind: write whole names")
+        raise ValueError(
+            f"{key}[{shown(pattern)}] has a group of a special kind: write whole names"
+        )
     if re.search(r"\)[*+?{]", pattern):
         raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
     try:

@@ -1,6 +1,7 @@
 """A run directory has one run, and a run that was killed gets its directory back."""
 
 import os
+import shutil
 import signal
 import socket
 import time
@@ -94,3 +95,10 @@ def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
         prepare(config, world)
         assert (tmp_path / "run/.lock").exists()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_was_removed_hides_no_error(workspace, tmp_path):
+    settings = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
+    with pytest.raises(ValueError, match="what ended it"), claim(settings):
+        shutil.rmtree(tmp_path / "run")
+        raise ValueError("what ended it")

@@ -184,6 +184,16 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         main(workspace.settings("bad", **ALL, data=path))
 
 
+def test_a_teacher_s_token_beyond_the_vocabulary(workspace, tmp_path):
+    """It ends the run before its first step."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(row) for row in (ROW, ROW | {"teacher_tokens": [[], [321]]}))
+    )
+    with pytest.raises(SystemExit, match=r"token 321, or a row has it, but .* vocabulary has 321"):
+        main(workspace.settings("bad", **ALL, data=path))
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -86,8 +86,9 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
 def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path):
     """A mean of no answers is not 0."""
     rows = [row | {"label": False} for row in preferences.labelled(6)]
-    data = preferences.write(tmp_path / "bad.jsonl", rows)
-    main(settings("bad-alone", "kto", data=data, steps=2))
+    main(
+        settings("bad-alone", "kto", data=preferences.write(tmp_path / "bad.jsonl", rows), steps=2)
+    )
     for key in ("rewards/chosen", "rewards/margins", "logps/chosen"):
         assert workspace.metrics("bad-alone", key) == [None, None], key
         assert None not in workspace.metrics("bad-alone", f"eval_{key}")

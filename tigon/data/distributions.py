@@ -35,6 +35,9 @@ class TopEncoder(FormatEncoder):
         "teacher_logprobs": np.float32,
     }
 
+    def options(self) -> dict[str, Any]:
+        return {"tokens": "counted"}  # teacher's too, as the highest that there are: once not
+
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         ids = _whole_numbers(form.get(row, "input_ids"), form.key("input_ids"))
         check_tokens(ids, form.key("input_ids"))

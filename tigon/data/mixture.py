@@ -286,8 +286,8 @@ def check_vocabulary(parts: Sequence[Part], size: int) -> None:
     highest = max(part.highest for part in parts)
     if highest >= size:
         raise ValueError(
-            f"the tokenizer gives token {highest}, but the model's vocabulary has {size}: "
-            "they do not belong together"
+            f"the tokenizer gives token {highest}, or a row has it, but the model's vocabulary has "
+            f"{size}: they do not belong together"
         )
 
 

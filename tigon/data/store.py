@@ -25,6 +25,7 @@ from tigon.json_file import read_json
 VERSION = 1  # of the files; others are made anew
 MANIFEST = "manifest.json"
 CHUNK = 2**20  # values
+TOKENS = "teacher_tokens"  # a column of tokens, besides those of the sequence
 PACKAGES = ("numpy", "tokenizers")
 
 
@@ -213,7 +214,9 @@ class Store:
         self.count += len(examples)
         self.groups += len(groups) - 1
         self.targets += int(targets.sum())
-        self.highest = max(self.highest, int(examples.tokens.max(initial=-1)))
+        others = [examples.per_token[TOKENS]] if TOKENS in examples.per_token else []
+        highest = (int(tokens.max(initial=-1)) for tokens in (examples.tokens, *others))
+        self.highest = max(self.highest, *highest)
 
     def finish(self, key: str, *, durable: bool = True, **more: Any) -> None:
         """Write what is left, and the manifest; when `durable`, wait until the disk has it."""

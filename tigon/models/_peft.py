@@ -291,8 +291,8 @@ def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
         raise ValueError(f"{key}={shown(patterns)} is no dictionary")
     if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
         raise ValueError(
-            f"{key} has more than {MOST_REPEATING} patterns that repeat something: "
-            "write whole names"
+            f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole "
+            "names"
         )
     return [
         (_compiled(key, pattern), _number(f"{key}[{shown(pattern)}]", value, kind))

@@ -35,7 +35,8 @@ def claim(config: Config) -> Iterator[None]:
         try:
             yield
         finally:
-            if held and [file.name for file in path.iterdir()] == [LOCK]:
+            # Somebody may have removed it, which is not to hide what ended the run
+            if held and path.is_dir() and [file.name for file in path.iterdir()] == [LOCK]:
                 (path / LOCK).unlink()
                 with suppress(OSError):  # not empty
                     for folder in missing:

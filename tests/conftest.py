@@ -31,6 +31,9 @@ __all__ = ["gsm8k", "smollm2"]
 
 if not torch.cuda.is_available():
     interpreter.install()
+    # At each torch.manual_seed they keep the whole stack, for when a device is found: 1 ms
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        devices.manual_seed_all = lambda seed: None
 
 # One: models this small lose by sharing, and badly on a busy machine
 torch.set_num_threads(int(os.environ.get("TIGON_TEST_THREADS", "1")))

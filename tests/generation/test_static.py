@@ -54,16 +54,15 @@ def test_every_family(model_type: str, case: str, tmp_path: Path) -> None:
     free = model.generate(ids, eos_token_id=[], **common)
     ends = some_ends(free, 11, (2, 3, 20, 4))
     for given in (
-        {"eos_token_id": ends},
         {"eos_token_id": [], "do_sample": True, "seed": 5, "repetition_penalty": 1.2},
+        {"eos_token_id": ends},
     ):
         expected = model.generate(ids, **given, **common)
         static = model.generate(
             ids, cache_implementation="static", prefill_chunk_size=10, **given, **common
         )
         assert static.tolist() == expected.tolist(), given
-    expected = model.generate(ids, eos_token_id=ends, **common)
-    drafted = model.generate(ids, eos_token_id=ends, assistant_model=blurred(model, 0.1), **common)
+    drafted = model.generate(ids, **given, assistant_model=blurred(model, 0.1), **common)
     assert drafted.tolist() == expected.tolist()
 
 

@@ -82,12 +82,12 @@ def test_inductor(block: CausalLM) -> None:
     assert_equal_when_compiled(block, "inductor", {"metrics": ("accuracy", "nll")})
 
 
-def test_logits_and_evaluation_in_one_graph(model: CausalLM) -> None:
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(IDS, logits_to_keep=2).logits, model(IDS).logits[:, -2:])
+def test_logits_and_evaluation_in_one_graph(block: CausalLM) -> None:
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(IDS, logits_to_keep=2).logits, block(IDS).logits[:, -2:])
     with torch.no_grad():
         loss = compiled(IDS, labels=LABELS).loss
-    torch.testing.assert_close(loss, model(IDS, labels=LABELS).loss)
+    torch.testing.assert_close(loss, block(IDS, labels=LABELS).loss)
 
 
 def test_labels_ignored_or_wrong_in_one_graph(block: CausalLM) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
+from tigon.layers.vocabulary import Vocabulary
 
 
 class LowRankEmbedding(LayerAdapter):
@@ -52,12 +53,15 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.scale = scale
+        self.vocabulary: Vocabulary | None = None  # where ranks divide it
         self.copies: Copies | None = None
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = None if self.copies is None else self.copies.active()
-        if weight is None:
+        if self.vocabulary is not None:
+            x = self.vocabulary.embed(input, self.weight, self.padding_idx)
+        elif weight is None:
             x = super().forward(input)
         else:
             x = F.embedding(input, weight, self.padding_idx).to(self.weight.dtype)

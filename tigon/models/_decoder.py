@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
 from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding, State
+from tigon.layers.collectives import Ranks, Stream
 from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
 from tigon.models._config import Config
@@ -41,6 +42,7 @@ class Decoder(nn.Module):
         super().__init__()
         c = config
         self.input_scale, self.rounded_angles = input_scale, rounded_angles
+        self.tensor: Ranks | None = None  # those that divide each block, if there are several
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,
@@ -101,7 +103,16 @@ class Decoder(nn.Module):
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
         ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
-        ctx = Context(position_ids, mask, routing, None if cache is None else cache.append)
+        stream = None
+        if self.tensor is not None:
+            stream = Stream(
+                self.tensor,
+                (x.shape[0], x.shape[1]),
+                whole=cache is not None and not torch.is_grad_enabled(),
+            )
+            x = stream.begin(x)
+        append = None if cache is None else cache.append
+        ctx = Context(position_ids, mask, routing, append, stream=stream)
         layers = self.layers
         states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:
@@ -140,4 +151,4 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return self.norm(x, residual)[0], tallies
+        return ctx.gathered(self.norm(x, residual)[0]), tallies

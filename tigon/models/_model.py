@@ -32,6 +32,7 @@ from tigon.models._layout import SCORE, Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
 from tigon.models._targets import Targets, positions_at
+from tigon.weights import Cut
 
 
 class LanguageModel(nn.Module):
@@ -58,6 +59,7 @@ class LanguageModel(nn.Module):
         self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
         self.active_adapter: str | None = None  # the one that is added
         self.trained_without: set[str] = set()  # what trained before there were any
+        self.cuts: dict[str, Cut] = {}  # by parameter, what a rank of tensor parallelism has of it
         self.model = self.make_decoder(config)
         if config.labels:
             self.lm_head = LMHead(config.hidden_size, config.labels)

@@ -1,6 +1,18 @@
 """Models divided over ranks, in dimensions of a mesh."""
 
+from tigon.parallel.gradients import find_tensor
 from tigon.parallel.mesh import Meshes, Place, Sizes
+from tigon.parallel.plan import cut_model
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
 
-__all__ = ["IN_FLIGHT", "Meshes", "Place", "Sizes", "find_zero", "in_order", "shard_gradients"]
+__all__ = [
+    "IN_FLIGHT",
+    "Meshes",
+    "Place",
+    "Sizes",
+    "cut_model",
+    "find_tensor",
+    "find_zero",
+    "in_order",
+    "shard_gradients",
+]

@@ -1,10 +1,11 @@
 """Models that a run reads and does not train: references and teachers."""
 
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.parallel import cut_model
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype
-from tigon.train.parallel import World, shard
+from tigon.train.parallel import World, meshes_of, shard
 from tigon.weights import Repository
 
 
@@ -18,6 +19,8 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
         check_vocabulary(path, tokenizer)
     compute = compute_dtype(config, world.device)
     model, weights = build(Repository(path), MODELS, dtype=compute)
+    if (tensor := meshes_of(world).tensor if world.size > 1 else None) is not None:
+        cut_model(model, tensor)
     if world.size > 1:
         shard(model, world, compute)
     materialize(model, world.device)

@@ -31,15 +31,18 @@ class Predictions:
         self.tokenizer, self.world = tokenizer, world
         self.parts = [
             self.target.with_name(f".{self.target.name}.rank-{rank}.partial")
-            for rank in range(world.size)
+            for rank in range(world.data.size)
         ]
 
     def __enter__(self) -> Self:
-        self.file = open(self.parts[self.world.rank], "w", encoding="utf-8")
+        # Ranks that have the same rows predict the same
+        first = self.world.rank % (self.world.size // self.world.data.size) == 0
+        self.part = self.parts[self.world.data.rank] if first else Path(os.devnull)
+        self.file = open(self.part, "w", encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        part = self.parts[self.world.rank]
+        part = self.part
         if kind is not None:
             with suppress(OSError):  # what could not be written still cannot
                 self.file.close()

@@ -1,9 +1,9 @@
 """A head whose vocabulary is cut over ranks (gloo) against one rank's with the whole, and float64.
 
-# N rows, C and D model dims of student and teacher, V vocab, W rows of a rank's weight with padding
+# N rows, C and D model dims of student and teacher, V vocab, W rows of a rank's weight and padding,
+# K stored tokens
 """
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,10 +18,19 @@ from torch import Tensor
 from tests import interpreter
 from tests.numbers import assert_as_near, relative_error
 from tests.train.ranks import Ranks
-from tigon.kernels import CrossEntropy, LogProbs, VocabularyShard, run_criteria, use
+from tigon.kernels import (
+    KL,
+    CrossEntropy,
+    Head,
+    LogProbs,
+    VocabularyShard,
+    kl_ref,
+    run_criteria,
+    use,
+)
 from tigon.kernels.cross_entropy import METRICS, Options, scale_and_cap
 
-N, C, V = 23, 8, 131
+N, C, D, V, K = 23, 8, 5, 131, 6
 CAPPED = Options(softcap=4.0, logit_scale=0.7)
 WIDTHS = {2: 66, 4: 44}  # W by the number of ranks: the last of four has no row but padding
 PER_ROW = ("nll", "z", "max_logit", "entropy")
@@ -43,7 +52,26 @@ class Batch:
         self.weights = torch.rand(N, generator=random, device="cpu")
         self.weights[3] = 0
         self.class_weights = torch.rand(V, generator=random, device="cpu")
+        self.teacher_hidden = make(N, D)
+        self.teacher = Head(make(V, D), make(V), Options(softcap=5.0))
+        self.logprobs, self.tokens = self.teacher_logits().float().log_softmax(-1).topk(K)
+        self.tokens[3, 2:] = -1
         self.ups = torch.randn(N, generator=random, device="cpu")
+
+    def teacher_logits(self) -> Tensor:
+        weight, bias, options = self.teacher
+        return scale_and_cap(F.linear(self.teacher_hidden, weight, bias), options)
+
+    def cut(self, shard: VocabularyShard, width: int) -> None:
+        """What is left on a rank, with padding that would be most of every row's probability."""
+
+        def rows(x: Tensor, fill: float) -> Tensor:
+            padding = x.new_full((width - shard.rows, *x.shape[1:]), fill)
+            return torch.cat((x[shard.first : shard.first + shard.rows], padding))
+
+        self.weight, self.bias = rows(self.weight, 3.0), rows(self.bias, 1e3)
+        weight, bias, options = self.teacher
+        self.teacher = Head(rows(weight, 3.0), rows(bias, 1e3), options)
 
 
 Make = Callable[[Batch], list[Any]]
@@ -52,6 +80,16 @@ Make = Callable[[Batch], list[Any]]
 def _smoothed(b: Batch, **more: Any) -> CrossEntropy:
     more |= {"label_smoothing": 0.2, "z_loss": 0.01, "class_weights": b.class_weights}
     return CrossEntropy(targets=b.targets, weights=b.weights, **more)
+
+
+def _kl(b: Batch, beta: float, **more: Any) -> KL:
+    more |= {"teacher_hidden": b.teacher_hidden, "teacher": b.teacher, "beta": beta}
+    return KL(weights=b.weights, temperature=1.3, **more)
+
+
+def _stored(b: Batch, beta: float, **more: Any) -> KL:
+    more |= {"teacher_tokens": b.tokens, "teacher_logprobs": b.logprobs, "beta": beta}
+    return KL(targets=b.targets, weights=b.weights, **more)
 
 
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -66,6 +104,22 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"options": CAPPED, "logits_bytes": 16 * V},
     ),
     "several": (lambda b: [_smoothed(b), LogProbs(targets=b.targets)], {"options": CAPPED}),
+    "forward KL": (
+        lambda b: [_kl(b, 0.0, targets=b.targets)],
+        {"options": CAPPED, "logits_bytes": 96 * V},
+    ),
+    "reverse KL per row": (lambda b: [_kl(b, 1.0, reduction="none")], {"options": CAPPED}),
+    "JSD": (lambda b: [_kl(b, 0.3)], {}),
+    "stored, forward": (lambda b: [_stored(b, 0.0)], {"options": CAPPED}),
+    "stored, reverse": (lambda b: [_stored(b, 1.0, reduction="none")], {"logits_bytes": 96 * V}),
+    "all kinds": (
+        lambda b: [_stored(b, 0.3), _smoothed(b), _kl(b, 0.3), _stored(b, 0.0), _kl(b, 0.0)],
+        {"options": CAPPED},
+    ),
+    "bf16, all kinds": (
+        lambda b: [_smoothed(b), _kl(b, 0.0), _kl(b, 0.5), _stored(b, 0.5)],
+        {"dtype": torch.bfloat16},
+    ),
     "bf16": (lambda b: [_smoothed(b, metrics=METRICS)], {"dtype": torch.bfloat16}),
     "bf16, several": (
         lambda b: [_smoothed(b), LogProbs(targets=b.targets, metrics=METRICS)],
@@ -77,7 +131,16 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"ties": True, "options": Options(softcap=0.5)},
     ),
 }
-INTERPRETED = ("sum, capped, in chunks", "log-probabilities", "bf16, several", "ties")
+INTERPRETED = (
+    "sum, capped, in chunks",
+    "log-probabilities",
+    "bf16, several",
+    "ties",
+    "all kinds",
+    "forward KL",
+    "reverse KL per row",
+    "bf16, all kinds",
+)
 
 
 def objective(values: list[Tensor], b: Batch) -> Tensor:
@@ -91,14 +154,10 @@ def run(name: str, shard: VocabularyShard | None = None, width: int = V) -> dict
     make, settings = CASES[name]
     more = dict(settings)
     b = Batch(more.pop("dtype", torch.float32), more.pop("ties", False))
-    weight, bias = b.weight, b.bias
     if shard is not None:
-        rows = slice(shard.first, shard.first + shard.rows)
-        padding = width - shard.rows
-        weight = F.pad(weight[rows], (0, 0, 0, padding), value=math.nan)
-        bias = F.pad(bias[rows], (0, padding), value=math.nan)
+        b.cut(shard, width)
         more["vocabulary"] = shard
-    leaves = [x.requires_grad_() for x in (b.hidden, weight, bias)]
+    leaves = [x.requires_grad_() for x in (b.hidden, b.weight, b.bias)]
     found = run_criteria(*leaves, make(b), **more)
     grads = torch.autograd.grad(objective([x.value for x in found], b), leaves)
     out = dict(zip(("hidden", "weight", "bias"), grads, strict=True))
@@ -158,7 +217,7 @@ def truth(name: str) -> dict[str, Tensor]:
     criteria = make(b)
     leaves = [x.double().requires_grad_() for x in (b.hidden, b.weight, b.bias)]
     z = scale_and_cap(F.linear(*leaves), settings.get("options", Options()))
-    values = [defined(c, z) for c in criteria]
+    values = [defined(c, z, b) for c in criteria]
     grads = torch.autograd.grad(objective(values, b), leaves)
     out = dict(zip(("hidden", "weight", "bias"), grads, strict=True))
     out |= {f"value {i}": v.detach() for i, v in enumerate(values)}
@@ -167,12 +226,16 @@ def truth(name: str) -> dict[str, Tensor]:
     rows = {"nll": -logp.gather(1, index)[:, 0], "z": lse, "max_logit": z.detach().amax(-1)}
     rows["entropy"] = -(logp.exp() * logp).sum(-1)
     for i, c in enumerate(criteria):
-        out |= {f"{m} {i}": rows[m] * valid for m in c.metrics if m in rows}
+        names = getattr(c, "metrics", ())
+        out |= {f"{m} {i}": rows[m] * valid for m in names if m in rows}
     return out
 
 
-def defined(c: Any, z: Tensor) -> Tensor:
-    assert c.targets is not None
+def defined(c: Any, z: Tensor, b: Batch) -> Tensor:
+    if isinstance(c, KL):
+        losses = divergence(c, z, b) * b.weights.double()
+        losses = losses if c.targets is None else losses * (c.targets != -100)
+        return losses.sum() if c.reduction == "sum" else losses
     valid, index = c.targets != -100, c.targets.clamp(min=0)
     logp = z.log_softmax(-1)
     of_target = logp.gather(1, index[:, None])[:, 0]
@@ -186,6 +249,22 @@ def defined(c: Any, z: Tensor) -> Tensor:
     if c.reduction == "none":
         return losses
     return losses.sum() * c.coefficient / (c.denominator or 1.0)
+
+
+def divergence(c: KL, z: Tensor, b: Batch) -> Tensor:
+    student = (z / c.temperature).log_softmax(-1)
+    if c.teacher_tokens is None:
+        weight, bias, options = (x.double() if isinstance(x, Tensor) else x for x in b.teacher)
+        teacher = scale_and_cap(F.linear(b.teacher_hidden.double(), weight, bias), options)
+        return kl_ref(student, (teacher / c.temperature).log_softmax(-1), c.beta)
+    losses = []
+    for row, tokens, logprobs in zip(student, b.tokens, b.logprobs.double(), strict=True):
+        tokens, logprobs = tokens[tokens >= 0], logprobs[tokens >= 0]
+        others = torch.ones(V, dtype=torch.bool, device="cpu").index_fill(0, tokens, False)
+        p = torch.cat((row[tokens], row[others].logsumexp(0)[None]))
+        q = torch.cat((logprobs, torch.log1p(-logprobs.exp().sum())[None]))
+        losses.append(kl_ref(p, q, c.beta))
+    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("name", CASES)

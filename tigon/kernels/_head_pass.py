@@ -17,7 +17,7 @@ from tigon.kernels._divergence_rows import divergence_rows, topk_rows
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
 from tigon.kernels._vocabulary import VocabularyShard
-from tigon.kernels._vocabulary_rows import shard_loss_rows
+from tigon.kernels._vocabulary_rows import shard_divergence_rows, shard_loss_rows, shard_topk_rows
 
 # Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
 LOGITS_BYTES = 2**30
@@ -232,14 +232,14 @@ def _head_pass(
             parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
-                _multiply(out, weight, d_hidden[part], cut)
+                _multiply(out, weight, d_hidden[part])
             if needs[1]:
                 d_weights = _add_products(d_weights, out, _where(live, part, h), first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
             if d_low is not None and up is not None:
-                _multiply(out, up, d_low[part], cut)
+                _multiply(out, up, d_low[part])
             if needs[4] and own is not None:
                 d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
         del logits, out, grad  # or the next chunk would be computed beside this one
@@ -255,10 +255,8 @@ def _head_pass(
     ]
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, cut: VocabularyShard | None) -> None:
-    """a @ b into rows of a gradient; padding of b may hold anything."""
-    if cut is not None:
-        a, b = a[:, : cut.rows], b[: cut.rows]
+def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """a @ b into rows of a gradient."""
     if a.is_cuda:
         torch.mm(a, b, out=out)
     else:
@@ -312,18 +310,18 @@ def _rows(
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if cut is not None:
-        if plan.kind != "cross_entropy":
-            raise NotImplementedError("divergences of a vocabulary that is cut over ranks")
         logits, grad = cut.without_padding(logits, grad)
     if plan.kind == "topk":
         assert second is not None
-        return [topk_rows(logits, first, second, plan.options, plan.beta, grad)]
+        stored = topk_rows if cut is None else partial(shard_topk_rows, cut)
+        return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
-        options = plan.options, plan.teacher_options or PLAIN
-        return [
-            divergence_rows(logits, teacher, *options, plan.beta, grad, normalized=plan.normalized)
-        ]
+        numbers = plan.options, plan.teacher_options or PLAIN, plan.beta
+        if cut is not None:
+            teacher, _ = cut.without_padding(teacher, None)
+            return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
+        return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
     known = None if peak is None or log_mass is None else (peak, log_mass)
     run = loss_rows if cut is None else partial(shard_loss_rows, cut)
     rows = run(logits, first, plan.options, plan.metrics, grad, known)

@@ -107,7 +107,7 @@ def run_criteria(
     lead = hidden.shape[:-1]
     width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
     if vocabulary is not None:
-        vocab = _check_shard(vocabulary, weight)
+        vocab = vocabulary.check(weight, criteria)
     if weight is not None:
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
@@ -354,15 +354,6 @@ def _stored(
     ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
     check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
     return tokens, logprobs.detach().flatten(0, -2)
-
-
-def _check_shard(shard: VocabularyShard, weight: Tensor | None) -> int:
-    """The size of the vocabulary of which the weight has some rows."""
-    if weight is None:
-        raise ValueError("a vocabulary is for a head's weight: of logits, gather all columns")
-    if len(weight) < shard.rows:
-        raise ValueError(f"the weight has {len(weight)} rows, the vocabulary's shard {shard.rows}")
-    return shard.size
 
 
 def narrow(

@@ -3,21 +3,24 @@
 # N rows (tokens), V vocab, W rows of a rank's weight with padding, R ranks
 """
 
-from typing import NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tigon.kernels._cross_entropy_rows import ELSEWHERE
 from tigon.kernels._logits import IGNORE_INDEX, Gradient
+from tigon.kernels.criteria import Criterion, Divergence
 
 
 class VocabularyShard(NamedTuple):
     """The rows of a head's weight and bias that this rank has; of the group's ranks in their order.
 
-    Rows of the local weight after these are padding: no result depends on them, and their gradient
-    is 0.
+    Rows of the local weight after these are padding: no result depends on their finite numbers, and
+    their gradient is 0.
     """
 
     group: str  # its name: graphs and copies of a model cannot hold the group itself
@@ -32,6 +35,14 @@ class VocabularyShard(NamedTuple):
         if first < 0 or rows < 0 or first + rows > size:
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
         return cls(group.group_name, group.size(), first, rows, size)
+
+    def check(self, weight: Tensor | None, criteria: Sequence[Criterion]) -> int:
+        """The size of the vocabulary, for criteria of a head whose `weight` this rank has."""
+        if weight is None or any(isinstance(c, Divergence) for c in criteria):
+            raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
+        if len(weight) < self.rows:
+            raise ValueError(f"the weight has {len(weight)} rows, and its shard {self.rows}")
+        return self.size
 
     def word(self) -> str:
         """As the operator takes it."""
@@ -80,3 +91,32 @@ def join_masses(peaks: Tensor, log_masses: Tensor) -> tuple[Tensor, Tensor]:
     """The logsumexp of all ranks' logits in two numbers, from those of each [R, N]."""
     peak = peaks.amax(0)
     return peak, (log_masses + (peaks - peak)).logsumexp(0)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, shard: VocabularyShard) -> Tensor:
+        width = logits.shape[-1]
+        ctx.shard, ctx.padding = shard, width - shard.rows
+        left = (max(0, shard.size - i * width) for i in range(shard.ranks))
+        return torch.cat([x[..., :n] for x, n in zip(shard.gather(logits), left, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.narrow(-1, ctx.shard.first, ctx.shard.rows)
+        return F.pad(own, (0, ctx.padding)), None
+
+
+def join_logits(logits: Tensor, shard: VocabularyShard) -> Tensor:
+    """This rank's logits [..., W] to those of all [..., V].
+
+    Their gradient has to be the same on all ranks, as it is where all compute the same of them:
+    each takes its own columns.
+    """
+    width, end = logits.shape[-1], shard.first + shard.rows
+    if shard.rows and (shard.first % width or (shard.rows < width and end < shard.size)):
+        raise ValueError(
+            f"rows {shard.first} to {end} of {shard.size} are no whole part of {width} rows: all "
+            "ranks need weights of the same number of rows, with padding only after the last"
+        )
+    return _Joined.apply(logits, shard)

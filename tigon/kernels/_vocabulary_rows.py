@@ -6,12 +6,19 @@ Ranks exchange a few numbers of each row, once or twice, and compute the same of
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tigon.kernels._cross_entropy_rows import Rows, loss_rows, whole_loss
-from tigon.kernels._logits import IGNORE_INDEX, Gradient, Options
+from tigon.kernels._cross_entropy_rows import ELSEWHERE, Rows, loss_rows, whole_loss
+from tigon.kernels._divergence_rows import (
+    against_stored,
+    divergence_rows,
+    logit_masses,
+    stored_gradient,
+)
+from tigon.kernels._logits import IGNORE_INDEX, Gradient, Options, scale_and_cap
 from tigon.kernels._vocabulary import VocabularyShard, join_masses
 
 NO_PEAK = -1.0e38  # of no logits: finite, as kernels begin
@@ -79,3 +86,68 @@ def _joined_rows(
         kept["predicted_tokens"] = best.long().where(valid, IGNORE_INDEX)
     loss = whole_loss(nll, lse, mean, options).where(valid, 0)
     return Rows(loss, peak.where(valid, 0), log_mass.where(valid, 0), kept)
+
+
+def shard_divergence_rows(
+    shard: VocabularyShard,
+    student: Tensor,  # [N, rows of the shard] raw
+    teacher: Tensor,  # [N, rows of the shard] raw
+    options: Options,
+    teacher_options: Options,
+    beta: float,
+    grad: Gradient | None = None,
+) -> Tensor:
+    """`divergence_rows` of all ranks' logits; the gradient is of this rank's."""
+    heads = options, teacher_options
+    s_peak, s_mass, t_peak, t_mass = shard.gather(logit_masses(student, teacher, *heads)).unbind(2)
+    masses = torch.stack((*join_masses(s_peak, s_mass), *join_masses(t_peak, t_mass)), 1)
+    run = partial(divergence_rows, student, teacher, *heads, beta, masses=masses)
+    losses, mean = shard.gather(run(grad if beta == 0 else None)).sum(0).unbind(1)
+    if grad is not None and beta != 0:
+        run(grad, mean=mean)
+    return losses
+
+
+def shard_topk_rows(
+    shard: VocabularyShard,
+    logits: Tensor,  # [N, rows of the shard] raw
+    tokens: Tensor,  # [N, k] of all V
+    logprobs: Tensor,  # [N, k]
+    options: Options,
+    beta: float,
+    grad: Gradient | None = None,
+) -> Tensor:
+    """`topk_rows` of all ranks' logits; the gradient is of this rank's."""
+    absent, local = tokens < 0, shard.local(tokens)
+    here = local >= 0
+    # A token here stands for those that are not; where there is none, column 0 stays as it is
+    first, some = here.int().argmax(1, keepdim=True), here.any(1, keepdim=True)
+    index = local.where(here, local.gather(1, first)).clamp(min=0)
+    target = torch.full_like(tokens[:, 0], ELSEWHERE)
+    plain = options.of_logits()
+    if logits.shape[1]:
+        raw = logits.gather(1, index)
+        z = scale_and_cap(raw.float(), options).masked_fill(~here, -torch.inf)
+        others = logits if grad is not None and grad.out is logits else logits.clone()
+        others.scatter_(1, index, raw.masked_fill(some, -torch.inf))
+        rest = loss_rows(others, target, plain, holes=True, size=shard.size)
+        own = torch.cat((rest.peak[:, None], rest.log_mass[:, None], z), 1)
+    else:
+        others = logits
+        own = torch.full((*tokens.shape[:1], tokens.shape[1] + 2), -torch.inf, device=logits.device)
+        own[:, 0] = NO_PEAK
+    found = shard.gather(own)
+    peak, log_mass = join_masses(found[..., 0], found[..., 1])
+    z = found[..., 2:].amax(0)
+    lse = torch.where(log_mass == -torch.inf, -torch.inf, peak + log_mass)
+    losses, d = against_stored(z, lse, logprobs, absent, beta, grad)
+    if grad is not None and d is not None and logits.shape[1]:
+        exact = stored_gradient(d, z, options)
+        exact = exact.where(here, exact.gather(1, first))
+        if grad.add:
+            exact = exact + grad.out.gather(1, index)
+        of_rest = Gradient(d[:, -1].contiguous(), grad.out, grad.add)
+        loss_rows(others, target, plain, (), of_rest, (peak, log_mass), holes=True, size=shard.size)
+        kept = grad.out.gather(1, index)
+        grad.out.scatter_(1, index, exact.to(kept.dtype).where(some, kept))
+    return losses

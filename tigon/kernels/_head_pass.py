@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
+from tigon.kernels._vocabulary import VocabularyShard
+from tigon.kernels._vocabulary_rows import shard_divergence_rows, shard_loss_rows, shard_topk_rows
 
 # Upper bound of the logits, and on the CPU their fp32 copies, that exist at one time
 LOGITS_BYTES = 2**30
@@ -81,6 +84,7 @@ class Pass(NamedTuple):
     ahead: bool  # gradients are computed in the forward pass, for the sum of the values
     overwrite: bool  # the logits by their gradient, which is then not returned
     logits_bytes: int  # 0: as many as the head's shape suggests
+    shard: str = ""  # of the vocabulary, as a word; empty: all of it
 
     @property
     def instead(self) -> str:
@@ -123,7 +127,7 @@ def run_pass(
     run = _head_pass.__wrapped__ if plain else _head_pass
     words = " ".join(plan.word() for plan in p.plans)
     numbers = [x for plan in p.plans for x in plan.numbers()]
-    flags = words, numbers, list(needs), p.logits_bytes, p.overwrite
+    flags = words, numbers, list(needs), p.logits_bytes, p.overwrite, p.shard
     out = run(*inputs, slots, row_scales, *flags)
     rest = iter(out[GRADIENTS:])
     return out[:GRADIENTS], [{name: next(rest) for name in plan.names} for plan in p.plans]
@@ -138,11 +142,11 @@ def _outputs(
     index: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
-    _, _, _, words, numbers, needs, logits_bytes, overwrite = rest
+    _, _, _, words, numbers, needs, logits_bytes, overwrite, *shard = rest
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = m <= _chunk(hidden, weight, plans, logits_bytes, needs, m) and not late
+    only = m <= _chunk(hidden, weight, plans, logits_bytes, needs, m, *shard) and not late
     full = torch.float32
     found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
@@ -184,6 +188,7 @@ def _head_pass(
     needs: list[bool],
     logits_bytes: int,
     overwrite: bool,
+    shard: str = "",
 ) -> list[Tensor]:
     """The gradients, then the rows of each criterion in the order of `Plan.names`.
 
@@ -191,7 +196,8 @@ def _head_pass(
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
-    rows = _chunk(hidden, weight, plans, logits_bytes, needs, count)
+    rows = _chunk(hidden, weight, plans, logits_bytes, needs, count, shard)
+    cut = VocabularyShard.read(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
         slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
@@ -205,8 +211,7 @@ def _head_pass(
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
     first = 0 if weight is None else _rows_of_first(weight, only=only)
-    halves = weight is not None and first < len(weight)
-    d_weights: list[Tensor | None] = [None, None] if halves else [None]
+    d_weights: list[Tensor | None] = [None] * (1 + (weight is not None and first < len(weight)))
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
@@ -218,12 +223,11 @@ def _head_pass(
         elif any(needs):
             out = logits if len(plans) == 1 else _room(logits, logits.shape[1])
         values: list[Tensor] = []
-        grad = None
         for i, plan in enumerate(plans):
             mine = slots[SLOTS * i : SLOTS * (i + 1)]
             mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
             grad = None if out is None else Gradient(row_scales[i][part], out, add=i > 0)
-            values += _rows(plan, logits, mine, grad)
+            values += _rows(plan, logits, mine, grad, cut)
         for parts, value in zip(found, values, strict=True):
             parts.append(value)
         if out is not None and weight is not None:
@@ -274,11 +278,11 @@ def workspace(
     *rest: Any,
 ) -> int:
     """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
-    live, _, _, words, numbers, needs, logits_bytes, _ = rest
+    live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, needs, count))
+    rows = min(count, _chunk(hidden, weight, plans, logits_bytes, needs, count, *shard))
     buffers = 1 + (len(plans) > 1 and any(needs)) + any(p.kind == "divergence" for p in plans)
     widths = buffers * _padded(weight.shape[0]) + (0 if live is None else hidden.shape[1])
     return rows * widths * hidden.element_size()
@@ -300,21 +304,27 @@ def _rows(
     logits: Tensor,  # [n, V]
     slots: Slots,
     grad: Gradient | None,
+    cut: VocabularyShard | None,
 ) -> list[Tensor]:
     """What a criterion says about a chunk."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
+    if cut is not None:
+        logits, grad = cut.without_padding(logits, grad)
     if plan.kind == "topk":
         assert second is not None
-        return [topk_rows(logits, first, second, plan.options, plan.beta, grad)]
+        stored = topk_rows if cut is None else partial(shard_topk_rows, cut)
+        return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
-        options = plan.options, plan.teacher_options or PLAIN
-        return [
-            divergence_rows(logits, teacher, *options, plan.beta, grad, normalized=plan.normalized)
-        ]
+        numbers = plan.options, plan.teacher_options or PLAIN, plan.beta
+        if cut is not None:
+            teacher, _ = cut.without_padding(teacher, None)
+            return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
+        return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
     known = None if peak is None or log_mass is None else (peak, log_mass)
-    rows = loss_rows(logits, first, plan.options, plan.metrics, grad, known)
+    run = loss_rows if cut is None else partial(shard_loss_rows, cut)
+    rows = run(logits, first, plan.options, plan.metrics, grad, known)
     found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
     return [found[name] for name in plan.names]
 
@@ -338,6 +348,7 @@ def _chunk(
     logits_bytes: int,
     needs: Sequence[bool],
     count: int,  # of rows that are computed
+    shard: str = "",
 ) -> int:
     """Rows of a chunk: the logits, a teacher's, and a sum of gradients share the budget."""
     several = len(plans) > 1 and any(needs)
@@ -347,6 +358,8 @@ def _chunk(
     if not buffers:
         return max(1, hidden.shape[0])
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
+    if shard:
+        vocab = VocabularyShard.read(shard).share  # so that all ranks have the same chunks
     most = chunk_rows(vocab, hidden, (logits_bytes or LOGITS_BYTES) // buffers)
     if logits_bytes or weight is None or not any(needs) or not runs_triton(hidden):
         return most

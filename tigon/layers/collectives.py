@@ -3,7 +3,7 @@
 All ranks compute the same loss. The gradient of what they have alike is then the sum over ranks of
 what each finds, and that of a rank's own is what it finds.
 
-# R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim, W a rank's columns
+# R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim
 """
 
 from dataclasses import dataclass
@@ -109,22 +109,6 @@ class _SumForParts(torch.autograd.Function):
         return ctx.ranks.sum(grad), None
 
 
-class _Columns(torch.autograd.Function):
-    """Columns of each rank, as many as `widths` say, side by side; all make the same of them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, widths: tuple[int, ...]) -> Tensor:
-        ctx.ranks, ctx.widths = ranks, widths
-        padded = F.pad(x, (0, max(widths) - x.shape[-1]))
-        each = ranks.gather(padded.flatten(0, -2)).chunk(ranks.size)
-        found = torch.cat([part[:, :width] for part, width in zip(each, widths, strict=True)], 1)
-        return found.view(*x.shape[:-1], sum(widths))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.split(ctx.widths, -1)[ctx.ranks.rank], None, None
-
-
 class _PartOfGradient(torch.autograd.Function):
     """What all ranks compute alike from what they have alike: each finds a part of its gradient."""
 
@@ -146,11 +130,6 @@ def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
 def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum over ranks, which each uses for what it alone has."""
     return _SumForParts.apply(x, ranks)
-
-
-def all_columns(x: Tensor, ranks: Ranks, widths: tuple[int, ...]) -> Tensor:
-    """[..., W] of each rank -> [..., sum of widths], of which all make the same."""
-    return _Columns.apply(x, ranks, widths)
 
 
 @dataclass(frozen=True)

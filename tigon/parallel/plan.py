@@ -14,9 +14,9 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead
 from tigon.layers.collectives import Ranks
-from tigon.layers.vocabulary import Vocabulary
 from tigon.models import CausalLM
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
@@ -65,6 +65,13 @@ def units(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     return (_own(0, size, 0, ranks),)
 
 
+def tokens(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """As many on each rank, but fewer on the last."""
+    share = -(-size // ranks.size)
+    first = ranks.rank * share
+    return ((Rows(first, 0, min(share, size - first)), Copy()),)
+
+
 # Of the modules of a kind, the parameters that are cut, by their names in it
 PLAN: Mapping[type[nn.Module], Mapping[str, How]] = {
     Attention: {
@@ -78,8 +85,8 @@ PLAN: Mapping[type[nn.Module], Mapping[str, How]] = {
         "down_proj.weight": How(1, units),
     },
     Experts: {"gate_up_proj": How(1, halves), "down_proj": How(2, units)},
-    Embedding: {"weight": How(0, units)},
-    LMHead: {"weight": How(0, units), "bias": How(0, units)},
+    Embedding: {"weight": How(0, tokens)},
+    LMHead: {"weight": How(0, tokens), "bias": How(0, tokens)},
 }
 # Norms over all heads together
 FLAT = {"q_norm.weight": How(0, queries), "k_norm.weight": How(0, keys)}
@@ -133,7 +140,9 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
         whole: Tensor = module.get_parameter(own)
         if len(cut.pieces) > 1 or cut.length != whole.shape[cut.dim]:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-    vocabulary = Vocabulary(ranks, bounds(model.config.vocab_size, ranks.size))
+    size = model.config.vocab_size
+    ((rows, _),) = tokens(model, size, ranks)
+    vocabulary = VocabularyShard.of(mesh.get_group(), rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _share_heads(module, ranks)
@@ -154,6 +163,9 @@ def check(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that so many ranks cannot share."""
     if model.config.labels:
         raise ValueError("tensor parallelism is not there for a model that scores sequences")
+    size = model.config.vocab_size
+    if (ranks - 1) * -(-size // ranks) >= size:
+        raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
         if isinstance(module, Linear) and module.quantised is not None:
             raise ValueError("tensor parallelism is not there for quantised weights")

@@ -189,12 +189,15 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
     [
         ("beta=1.5", r"beta=1.5 of task=distill is not in \[0, 1\]"),
         ("cross_entropy_weight=1", "cross_entropy_weight=1 must be below 1"),
+        ("temperature=1e200", "temperature=1e\\+200 must be at most"),
         ("temperature=0", "temperature=0 must be above 0"),
         ("label_smoothing=0.1", "label_smoothing=0.1 is of the cross-entropy"),
         ("simpo_gamma=1", "simpo_gamma=1: task=distill has no use for it"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(world, given, message):
-    config = load(None, ["run_dir=a", "model=m", "data=a.jsonl", "task=distill", *given.split()])
     with pytest.raises(ValueError, match=message):
+        config = load(
+            None, ["run_dir=a", "model=m", "data=a.jsonl", "task=distill", *given.split()]
+        )
         find_objective("distill")(config, world)

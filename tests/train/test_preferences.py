@@ -225,12 +225,14 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
         ("task=kto cuda_graphs=true", "cuda_graphs=true with task=kto"),
         ("task=dpo train_on=all", "train_on=all: task=dpo has no use for it"),
         ("task=dpo loss_reduction=sequence", "loss_reduction=sequence: task=dpo has no use"),
+        ("task=ipo beta=.inf", "beta=inf must be at most 3.4e\\+38"),
+        ("task=simpo simpo_gamma=1e39", "simpo_gamma=1e\\+39 must be at most"),
         ("task=dpo metrics=[nll]", "task=dpo has no use for it"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(world, given, message):
-    config = load(None, [*NEEDED, *given.split()])
     with pytest.raises(ValueError, match=message):
+        config = load(None, [*NEEDED, *given.split()])
         find_objective(config.task)(config, world)
 
 

@@ -47,9 +47,11 @@ KNOWN = frozenset(
         *("qalora_group_size", "megatron_core", "runtime_config"),
     )
 )
+REPEAT = re.compile(r"[*+?{]")
 # Ways to begin that leave the base as it is; others take from it what the adapter begins with
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 LONGEST_PATTERN, MOST_REPEATS = 200, 3
+MOST_REPEATING = 20  # patterns of one setting that have any: each is tried on every name
 
 
 class Stored(NamedTuple):
@@ -283,6 +285,10 @@ def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
     patterns = values.get(key) or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{key}={shown(patterns)} is no dictionary")
+    if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
+        raise ValueError(
+            f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole names"
+        )
     return [
         (_compiled(key, pattern), _number(f"{key}[{shown(pattern)}]", value, kind))
         for pattern, value in patterns.items()
@@ -296,9 +302,10 @@ def _first(patterns: Patterns, name: str, default: Any) -> Any:
 
 def _compiled(key: str, pattern: str) -> re.Pattern[str]:
     """PEFT's regular expression, if no name can take it long."""
-    quantifiers = re.findall(r"[*+?{]", pattern)
-    if len(pattern) > LONGEST_PATTERN or len(quantifiers) > MOST_REPEATS:
+    if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
         raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
+    if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
+        raise ValueError(f"{key}[{shown(pattern)}] has a group of a special kind: write whole names")
     if re.search(r"\)[*+?{]", pattern):
         raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
     try:

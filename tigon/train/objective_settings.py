@@ -22,6 +22,8 @@ LossType = Literal[
     "cispo",
 ]
 
+LARGEST = 3.4e38  # that float32 holds, in which losses are computed
+
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
@@ -39,6 +41,7 @@ class ObjectiveSettings:
         "simpo, 0 of grpo; of distill 0: forward KL, 1: reverse KL, between: Jensen-Shannon; "
         "null: 0",
         least=0,
+        most=LARGEST,
     )
     max_length: int | None = option(
         None,
@@ -52,14 +55,21 @@ class ObjectiveSettings:
         "the model to keep to, a directory or a hub repository; empty: the one that is trained, as "
         "it was at the beginning, or without its adapters",
     )
-    simpo_gamma: float = option(0.5, "the margin of rewards that simpo asks for", least=0)
-    cpo_alpha: float | None = option(
-        None, "weight of the chosen answers' cross-entropy; null: 1 of cpo, 0 of simpo", least=0
+    simpo_gamma: float = option(
+        0.5, "the margin of rewards that simpo asks for", least=0, most=LARGEST
     )
-    desirable_weight: float = option(1.0, "of the desired answers of kto", least=0)
-    undesirable_weight: float = option(1.0, "of the others", least=0)
+    cpo_alpha: float | None = option(
+        None,
+        "weight of the chosen answers' cross-entropy; null: 1 of cpo, 0 of simpo",
+        least=0,
+        most=LARGEST,
+    )
+    desirable_weight: float = option(
+        1.0, "of the desired answers of kto", least=0, most=LARGEST
+    )
+    undesirable_weight: float = option(1.0, "of the others", least=0, most=LARGEST)
     center_rewards_coefficient: float = option(
-        0.0, "weight of what keeps the rewards of a pair about 0", least=0
+        0.0, "weight of what keeps the rewards of a pair about 0", least=0, most=LARGEST
     )
     epsilon: float = option(0.2, "how far grpo's ratio of policies counts, below 1", least=0)
     epsilon_high: float | None = option(None, "and above 1; null: the same", least=0)
@@ -74,7 +84,9 @@ class ObjectiveSettings:
         None, "tokens of an answer that dr_grpo divides by", least=1
     )
     teacher: str = option("", "the model that distill learns from: a directory or a repository")
-    temperature: float = option(1.0, "by which distill divides the logits of both", least=0)
+    temperature: float = option(  # its square is a factor of the loss
+        1.0, "by which distill divides the logits of both", least=0, most=LARGEST**0.5
+    )
     cross_entropy_weight: float = option(
         0.0, "share of the labels' cross-entropy in distill, from 0 to 1", least=0
     )

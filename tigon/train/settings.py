@@ -10,10 +10,17 @@ from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 
 
-def option(default: Any, help: str, *, least: float | None = None, stream: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    stream: bool = False,
+) -> Any:
     """A setting. `stream`: it decides which rows a step gets, so a run cannot be resumed with
     another value."""
-    return strict.setting(default, help, least=least, stream=stream)
+    return strict.setting(default, help, least=least, most=most, stream=stream)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,10 @@ class Decoder(nn.Module):
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._turning = None if first == math.inf else turns.index(first)
-        # What a cache of this model has to hold, layer by layer
+        self.set_holds()
+
+    def set_holds(self) -> None:
+        """What a cache of this model has to hold, layer by layer."""
         one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.holds = tuple(state.holds for state in one)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
 from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
+from tigon.layers.collectives import Ranks
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -89,6 +90,11 @@ class LanguageModel(nn.Module):
     def turning_rope(self) -> RotaryEmbedding | None:
         """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
         return self.model.turning_rope
+
+    @property
+    def tensor_ranks(self) -> Ranks | None:
+        """The ranks that share each layer, all of which make the same calls; None: there is one."""
+        return self.model.tensor
 
     @property
     def cache_restart(self) -> int | None:

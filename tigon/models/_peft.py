@@ -305,7 +305,9 @@ def _compiled(key: str, pattern: str) -> re.Pattern[str]:
     if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
         raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
     if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
-        raise ValueError(f"{key}[{shown(pattern)}] has a group of a special kind: write whole names")
+        raise ValueError(
+            f"{key}[{shown(pattern)}] has a group of a special kind: write whole names"
+        )
     if re.search(r"\)[*+?{]", pattern):
         raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
     try:

@@ -1,6 +1,7 @@
 """Models divided over ranks, in dimensions of a mesh."""
 
 from tigon.parallel.gradients import find_tensor
+from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
 from tigon.parallel.plan import cut_model
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
@@ -13,6 +14,8 @@ __all__ = [
     "cut_model",
     "find_tensor",
     "find_zero",
+    "from_pretrained",
     "in_order",
     "shard_gradients",
+    "tensor_dimension",
 ]

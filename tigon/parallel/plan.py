@@ -156,6 +156,7 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
     if tied:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
     model.model.tensor = ranks
+    model.model.set_holds()
     set_tensor(model, mesh)
 
 

@@ -64,9 +64,7 @@ class ObjectiveSettings:
         least=0,
         most=LARGEST,
     )
-    desirable_weight: float = option(
-        1.0, "of the desired answers of kto", least=0, most=LARGEST
-    )
+    desirable_weight: float = option(1.0, "of the desired answers of kto", least=0, most=LARGEST)
     undesirable_weight: float = option(1.0, "of the others", least=0, most=LARGEST)
     center_rewards_coefficient: float = option(
         0.0, "weight of what keeps the rewards of a pair about 0", least=0, most=LARGEST

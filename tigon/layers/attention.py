@@ -20,7 +20,7 @@ from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; a rank's share of its tokens to the same, where ranks share them.
+    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them.
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
     all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
@@ -83,7 +83,10 @@ class Attention(nn.Module):
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
-        if state is None:
+        if ctx.shard is not None:
+            own = attention(*ctx.shard.to_heads(q, k, v), mask=ctx.mask, **how)
+            out = ctx.shard.to_tokens(own)
+        elif state is None:
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:
             out = state.attend(q, k, v, ctx, **how)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
 from tigon.layers.collectives import Stream
+from tigon.layers.shard import Shard
 
 
 class Places(NamedTuple):
@@ -46,12 +47,14 @@ class Context:
     """One forward pass, as its blocks see it; they change nothing in it."""
 
     position_ids: Tensor  # [B or 1, T]
-    mask: AttentionMask  # sequences, padding and cached tokens, and which backend is to be used
+    # Sequences, padding and cached tokens, of whole rows, and which backend is to be used
+    mask: AttentionMask
     routing: bool = False  # whether blocks with experts return how they used them
     append: Append | None = None  # None: there is no cache
     # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
     dropout_keys: Tensor | None = None
-    stream: Stream | None = None  # None: there is one rank, or each has rows of its own
+    shard: Shard | None = None  # T are the tokens of one of several ranks; None: of whole rows
+    stream: Stream | None = None  # how ranks that divide each layer share these tokens
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens [B, T, C] of a normed stream, of which a rank may have some."""
@@ -69,7 +72,7 @@ class Context:
     @property
     def real(self) -> Tensor | None:
         """Bool [B, T], False on padding; None: there is none."""
-        return real_tokens(self.mask)
+        return real_tokens(self.mask) if self.shard is None else self.shard.real
 
     @property
     def starts(self) -> Tensor | None:

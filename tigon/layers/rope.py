@@ -128,7 +128,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _at(self, position_ids: Tensor) -> Tensor:
-        """Frequencies for these positions; decided on the device, without a host sync."""
+        """Frequencies for a batch of these; decided on the device, without a host sync."""
         if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
@@ -141,8 +141,12 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / (self.rope_parameters["rope_theta"] * growth) ** exponent
 
     @torch.no_grad()
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
-        angles = position_ids[..., None].float() * self._at(position_ids)
+    def forward(
+        self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
+    ) -> Rotation:
+        """`of`: all positions of the batch, if `position_ids` are some of them."""
+        inv_freq = self._at(position_ids if of is None else of)
+        angles = position_ids[..., None].float() * inv_freq
         cos, sin = (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
         beta = self.rope_parameters.get("llama_4_scaling_beta")
         if beta is None:
@@ -162,7 +166,9 @@ class NoRotary(nn.Module):
         super().__init__()
         self.dim = dim
 
-    def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Rotation:
+    def forward(
+        self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
+    ) -> Rotation:
         cos = torch.ones(
             *position_ids.shape, self.dim // 2, dtype=dtype, device=position_ids.device
         )

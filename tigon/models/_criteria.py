@@ -21,6 +21,7 @@ from tigon.kernels.criteria import (
 )
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models._output import CausalLMOutput
+from tigon.models._split import Whole
 from tigon.models._targets import Targets
 
 OF_TARGETS = ("accuracy", "nll")  # metrics that need one
@@ -36,7 +37,11 @@ class Asked:
     """
 
     def __init__(
-        self, targets: Targets, metrics: tuple[str, ...], criteria: Sequence[Criterion] | None
+        self,
+        targets: Targets,
+        metrics: tuple[str, ...],
+        criteria: Sequence[Criterion] | None,
+        split: Whole,
     ):
         self.returned = criteria is not None
         if criteria is None:
@@ -53,11 +58,12 @@ class Asked:
         self._labelled = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
             self.targets = _everywhere(targets)
+        self._split, self._here = split, split.targets(self.targets)
         self.active: ActiveRows | None = None
-        labels = self.targets.labels
+        labels = self._here.labels
         if criteria and labels is not None and all(c.targets is None for c in criteria):
             weighted = all(isinstance(c, Weighted) and c.weights is None for c in criteria)
-            weights = self.targets.weights if weighted and not metrics else None
+            weights = self._here.weights if weighted and not metrics else None
             self.active = active_rows(labels, weights)
         self._criteria = [self._filled(c) for c in criteria]
         self._own = len(self._criteria)
@@ -73,19 +79,21 @@ class Asked:
     def _filled(self, c: Criterion) -> Criterion:
         """With the batch's targets, weights and denominator where it has none of its own.
 
-        Its tensors [B, T, ...] are reduced to the kept positions.
+        Its tensors [B, T, ...] are reduced to the positions that the head reads; a teacher's may be
+        of these already, where ranks share a batch.
         """
-        counted, shape = self.targets, self.targets.batch.shape
+        counted, here, shape = self.targets, self._here, self.targets.batch.shape
         mine: dict[str, Any] = {}
         for name in PER_POSITION:
             value = getattr(c, name, None)
             if value is not None:
-                if value.shape[:2] != shape:
+                own = self._split.batch.shape if name.startswith("teacher") else shape
+                if value.shape[:2] not in (shape, own):
                     raise ValueError(
                         f"{name} {tuple(value.shape)} of {type(c).__name__} is not [batch, tokens, "
                         f"...] = {[*shape]}"
                     )
-                mine[name] = counted.take(value)
+                mine[name] = self._split.take(value, counted)
         if isinstance(c, CrossEntropy):
             for name in counted.options:
                 own = getattr(c, name)
@@ -94,13 +102,13 @@ class Asked:
             mine |= counted.options
         if isinstance(c, Weighted) and counted.reduction == "none":
             mine["reduction"] = "none"
-        c = replace(c, **mine)
         if c.targets is not None:
-            counted = counted.over(c.targets)
+            here = self._split.targets(counted.over(counted.take(c.targets)))
+            mine["targets"] = here.labels
         elif counted.labels is None or not (self._labelled or isinstance(c, KL)):
             raise ValueError(f"{type(c).__name__} without labels: give labels, or targets=")
-        assert counted.labels is not None
-        return c.with_targets(counted.labels, counted.weights, counted.denominator)
+        assert here.labels is not None
+        return replace(c, **mine).with_targets(here.labels, here.weights, here.denominator)
 
     def _ask_metrics(self, metrics: tuple[str, ...]) -> None:
         """Add the metrics to the first criterion that takes any, or else a criterion for them."""
@@ -113,8 +121,9 @@ class Asked:
         if missing and not self._labelled:
             raise ValueError(f"metrics={missing} without labels: these are about targets")
         counted = _everywhere(counted) if counted.labels is None else counted
+        labels = self._split.targets(counted).labels
         # Per-token losses: no gradient is computed in the forward pass
-        alone = CrossEntropy(targets=counted.labels, reduction="none", metrics=metrics)
+        alone = CrossEntropy(targets=labels, reduction="none", metrics=metrics)
         self._criteria.append(alone)
 
     def output(self, values: Sequence[Any], logits: Tensor | None, cache: Any) -> CausalLMOutput:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tigon.kernels.attention import AttentionMask
-from tigon.layers import AddRMSNorm, Cache, Context, Embedding, NoRotary, RotaryEmbedding, State
+from tigon.layers import (
+    AddRMSNorm,
+    Cache,
+    Context,
+    Embedding,
+    NoRotary,
+    RotaryEmbedding,
+    Shard,
+    State,
+)
 from tigon.layers.collectives import Ranks, Stream
 from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
@@ -95,27 +104,27 @@ class Decoder(nn.Module):
         routing: bool = False,
         offload: bool = False,
         dropout_keys: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
 
         `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
         none. `offload`: what backward needs waits in host memory. `dropout_keys`: int64 [B, T], of
-        which an adapter's dropout is drawn; None: there is none.
+        which an adapter's dropout is drawn; None: there is none. `shard`: T are the tokens of one
+        of several ranks, and the mask is of whole rows.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
         dtype = x.dtype if self.rounded_angles else torch.float32
-        ropes = [rope(position_ids, dtype) for rope in self.rotary_embs]
+        of = None if shard is None else shard.positions
+        ropes = [rope(position_ids, dtype, of) for rope in self.rotary_embs]
         stream = None
         if self.tensor is not None:
-            stream = Stream(
-                self.tensor,
-                (x.shape[0], x.shape[1]),
-                whole=cache is not None and not torch.is_grad_enabled(),
-            )
+            whole = cache is not None and not torch.is_grad_enabled()
+            stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole)
             x = stream.begin(x)
         append = None if cache is None else cache.append
-        ctx = Context(position_ids, mask, routing, append, stream=stream)
+        ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers
         states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
+from tigon.layers import ContextGroup, LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.collectives import Ranks
 from tigon.models._arguments import (
     BATCH,
@@ -32,6 +32,7 @@ from tigon.models._decoder import Decoder
 from tigon.models._layout import SCORE, Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
+from tigon.models._split import split
 from tigon.models._targets import Targets, positions_at
 from tigon.weights import Cut
 
@@ -53,6 +54,7 @@ class LanguageModel(nn.Module):
         self.activation_offload = False  # what backward needs waits in host memory
         self.graphs: Callable[..., Any] | None = None  # called in place of `model`, to replay it
         self.attention: Backend = "auto"
+        self.context: ContextGroup | None = None  # the ranks that share the tokens of each row
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
         # variable-length attention
@@ -221,10 +223,11 @@ class LanguageModel(nn.Module):
         batch, targets = self._resolve(input_ids, given, batch, targets)
         batch.check_cache()
         of_head, of_routing = self._metrics(given.get("metrics"), targets)
-        asked = Asked(targets, of_head, given.get("criteria"))
-        x = batch.inputs_embeds
-        x = self.model.embed_tokens(batch.input_ids) if x is None else x
-        x, position_ids, mask, places = batch.without_padding(x)
+        part = split(batch, self.context)
+        asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
+        x = mine.inputs_embeds
+        x = self.model.embed_tokens(mine.input_ids) if x is None else x
+        x, position_ids, mask, places = mine.without_padding(x)
         balanced = aux_loss_coef(self.config) is not None
         run = self.model if self.graphs is None else self.graphs
         hidden, tallies = run(
@@ -235,26 +238,27 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
-            **self._dropout(batch, places),
+            **self._dropout(mine, places) | part.options,
         )
-        hidden = batch.with_padding(hidden, places)
+        hidden = mine.with_padding(hidden, places)
         logits = given.get("return_logits")
         logits = self.defaults.return_logits if logits is None else logits
         at = given.get("logits_at")
-        head = self.lm_head(
-            targets.take(hidden),
+        found = self.lm_head(
+            part.kept(hidden, targets, criteria=len(asked) > 0),
             asked,
             active=asked.active,
             return_logits=bool(logits),
-            at=None if at is None else hidden.detach().flatten(0, 1)[positions_at(at, batch)],
+            at=None if at is None else part.rows(hidden, positions_at(at, batch)),
             logits_bytes=given.get("logits_bytes"),
         )
+        head = part.head(found, asked, targets)
         result = asked.output(head.values, head.logits, batch.cache)
         result.logits_at = head.logits_at
         result.hidden = hidden if given.get("return_hidden") else None
-        return self._add_routing(result, tallies, asked.targets.share, of_routing)
+        return self._add_routing(result, part.tallies(tallies), asked.targets.share, of_routing)
 
-    def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Tensor]:
+    def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Any]:
         """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
 
         `places`: of the real tokens, where padding is.

@@ -122,6 +122,11 @@ class Targets:
         own = None, self.labels, self.weights, self._items
         return type(self)(self.batch, self.kept, "sum", self.options, *own)
 
+    def of_part(self, batch: Batch, labels: Tensor | None, weights: Tensor | None) -> Self:
+        """The same denominator for all positions of a part of the batch, with these targets."""
+        own = self.reduction, self.options, self._num_items, labels, weights, self._items
+        return type(self)(batch, slice(0, batch.shape[1]), *own)
+
     def take(self, x: Tensor) -> Tensor:
         """The kept positions of x [B, T, ...]."""
         return take(x, self.kept)

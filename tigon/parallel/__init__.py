@@ -1,5 +1,6 @@
 """Models divided over ranks, in dimensions of a mesh."""
 
+from tigon.parallel.context import check_context, share_context
 from tigon.parallel.gradients import find_tensor
 from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
@@ -11,11 +12,13 @@ __all__ = [
     "Meshes",
     "Place",
     "Sizes",
+    "check_context",
     "cut_model",
     "find_tensor",
     "find_zero",
     "from_pretrained",
     "in_order",
     "shard_gradients",
+    "share_context",
     "tensor_dimension",
 ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -48,7 +49,7 @@ class Meshes:
     weights: DeviceMesh  # for fully_shard: the ranks that divide the weights, or (replicate, those)
     tensor: DeviceMesh | None  # of one dimension; None where it has one rank
     context: DeviceMesh | None
-    loss: dist.ProcessGroup  # the ranks with different tokens, whose sums are added up
+    loss: dist.ProcessGroup  # the ranks with different rows, whose sums are added up
 
     @classmethod
     def of(cls, device: str, sizes: Sizes) -> "Meshes":
@@ -59,15 +60,16 @@ class Meshes:
         if sizes.context > 1:
             parts = (sizes.fsdp, sizes.context)
             context = whole["shard"]._unflatten(0, parts, ("fsdp", "context"))["context"]
-        tokens = dist.group.WORLD
-        if sizes.tensor > 1:
-            tokens = whole["replicate", "shard"]._flatten("loss").get_group()
-        assert tokens is not None
+        rows = dist.group.WORLD
+        if (same := sizes.context * sizes.tensor) > 1:
+            apart = torch.arange(sizes.ranks).view(-1, same).T.tolist()
+            rows, _ = dist.new_subgroups_by_enumeration(apart)
+        assert rows is not None
         return cls(
             sizes,
             Place(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
             whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"],
             whole["tensor"] if sizes.tensor > 1 else None,
             context,
-            tokens,
+            rows,
         )

@@ -153,8 +153,6 @@ def check_parallel(config: Config) -> None:
     """Raises ValueError for what ranks cannot share as `parallel` says."""
     if config.parallel is None:
         return
-    if (size := config.parallel.context) > 1:
-        raise ValueError(f"parallel.context={size} is not there yet: give 1")
     if config.sharding == "gradients" and config.parallel.replicate > 1:
         raise ValueError(
             f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "

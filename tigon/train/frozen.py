@@ -1,7 +1,7 @@
 """Models that a run reads and does not train: references and teachers."""
 
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
-from tigon.parallel import cut_model
+from tigon.parallel import cut_model, share_context
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype
@@ -22,6 +22,8 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
     if (tensor := meshes_of(world).tensor if world.size > 1 else None) is not None:
         cut_model(model, tensor)
     if world.size > 1:
+        if (context := meshes_of(world).context) is not None:
+            share_context(model, context)
         shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)

@@ -113,8 +113,8 @@ def largest_weight(model: nn.Module, world: World) -> float:
     norms = torch._foreach_norm([p for p in own if p.numel()], math.inf)
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
     largest = torch.stack(sizes).max().to(world.device)
-    # NCCL's maximum may lose a NaN; a sum does not
-    bad = world.sum(largest.isnan().double())
+    # Said apart: NCCL's maximum may lose a NaN
+    bad = world.top(largest.isnan().double())
     size = world.top(largest.nan_to_num(nan=0.0, posinf=math.inf))
     return math.nan if bad > 0 else float(size)
 

@@ -59,7 +59,7 @@ class Seen(View):
     index: int  # of the micro-batch, among those of this rank
     micro_batch: MicroBatch  # tokens, columns; `spans` and `origins` of its sequences
     tokenizer: Tokenizer
-    world: World  # rank, size, device; `world.sum` adds over all with other tokens
+    world: World  # rank, size, device; `world.sum` adds over those with other rows
 
 
 class Hook:

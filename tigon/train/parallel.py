@@ -45,6 +45,11 @@ class World:
         return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
+    def tells(self) -> bool:
+        """Whether it is the first of the ranks with the same rows, which know the same of them."""
+        return self.rank == self.data.rank * (self.size // self.data.size)
+
+    @property
     def sizes(self) -> Sizes:
         return Sizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
@@ -54,7 +59,8 @@ class World:
                 print(text, flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks with different tokens, in place."""
+        """The sum over the ranks with different rows, in place; of those with the same, each has
+        all values of them."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 

@@ -21,9 +21,9 @@ from tigon.weights import named_if_full
 class Predictions:
     """run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Each rank writes a file of its own; the first one merges them, so that the result is the same
-    on any number of ranks, and there is no file by that name until it is complete. All ranks see
-    one run_dir.
+    Each rank with other rows writes a file of its own; the first one merges them, so that the
+    result is the same on any number of ranks, and there is no file by that name until it is
+    complete. All ranks see one run_dir.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):
@@ -35,14 +35,11 @@ class Predictions:
         ]
 
     def __enter__(self) -> Self:
-        # Ranks that have the same rows predict the same
-        first = self.world.rank % (self.world.size // self.world.data.size) == 0
-        self.part = self.parts[self.world.data.rank] if first else Path(os.devnull)
-        self.file = open(self.part, "w", encoding="utf-8")
+        self.file = open(self._part, "w", encoding="utf-8")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        part = self.part
+        part = self._part
         if kind is not None:
             with suppress(OSError):  # what could not be written still cannot
                 self.file.close()
@@ -59,6 +56,11 @@ class Predictions:
         except OSError:  # a full disk needs the room
             self._remove()
             raise
+
+    @property
+    def _part(self) -> Path:
+        """Ranks with the same rows predict the same: one writes it, the others nowhere."""
+        return self.parts[self.world.data.rank] if self.world.tells else Path(os.devnull)
 
     def _remove(self) -> None:
         """The files of all ranks, which end with this one if it fails, and of more ranks before."""

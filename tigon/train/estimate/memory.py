@@ -15,8 +15,9 @@ from torch import nn
 
 from tigon.data import MicroBatch
 from tigon.kernels import use
+from tigon.layers import ContextGroup
 from tigon.models import CausalLM, quantised_bytes
-from tigon.parallel import Sizes
+from tigon.parallel import Sizes, check_context
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
@@ -66,6 +67,9 @@ def estimate(
     param_dtype = getattr(torch, config.param_dtype)
     sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
     world = sizes.shards
+    if sizes.context > 1:
+        check_context(model, sizes.context)
+        model.context = ContextGroup(0, sizes.context)
     hidden = hidden_matrices(model)
     states = average = 0.0
     for name, parameter in model.named_parameters():

@@ -5,10 +5,11 @@ from dataclasses import replace
 import torch
 
 from tigon.layers import SparseMoE
+from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
-from tigon.train.config import Config
+from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
@@ -33,10 +34,11 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 
     Raises InputError where a step does not fit into memory.
     """
-    if config.batch_size % (config.micro_batch_size * gpus):
+    ranks = sizes_of(config, gpus).data
+    if config.batch_size % (config.micro_batch_size * ranks):
         raise InputError(
             f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
-            f"{config.micro_batch_size} x {gpus} ranks"
+            f"{config.micro_batch_size} x {ranks} ranks with different rows"
         )
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
@@ -89,16 +91,34 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     flops = model_flops(model, lengths) / max(1, sum(lengths))
     tokens, targets = data.counts(first)
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-    per_rank = config.batch_size // (gpus * config.micro_batch_size)
+    sizes = sizes_of(config, gpus)
+    per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
-    ranks = f" on each of {gpus} ranks" if gpus > 1 else ""
-    return [
+    together = sizes.ranks // sizes.data
+    who = "ranks" if together == 1 else f"groups of {together} ranks"
+    ranks = f" on each of {sizes.data} {who}" if gpus > 1 else ""
+    lines = [
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {tokens:,} tokens, of which {targets:,} are learned",
         f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
+    return lines if sizes.context == 1 else [*lines, exchanged(config, model, sizes.context)]
+
+
+def exchanged(config: Config, model: CausalLM, ranks: int) -> str:
+    """What ranks that share the tokens of rows send each other."""
+    tokens = -(-config.seq_len // ranks)
+    item = compute_dtype(config, torch.device("cuda")).itemsize
+    layers = [layer.mixer for layer in model.model.layers]
+    heads = [exchanged_heads(m.heads, m.kv_heads, ranks) * m.head_dim for m in layers]
+    sent = config.micro_batch_size * tokens * item * max(heads) * (ranks - 1) / ranks
+    return (
+        f"context: each of {ranks} ranks has {tokens:,} tokens of a row; in the forward pass of a "
+        f"layer it sends {sent / GIB:,.3g} GiB of heads to the others, and in the backward pass "
+        "as much"
+    )
 
 
 def idle_parameters(layer: SparseMoE) -> int:
@@ -178,7 +198,9 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
                 continue
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
-    if config.batch_size % (2 * gpus * config.micro_batch_size) == 0:
+    fixed = config.parallel is not None and config.parallel.fsdp is not None
+    rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
+    if not fixed and config.batch_size % rows == 0:
         total = plan(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
     return lines

@@ -1,0 +1,32 @@
+"""Context parallelism: the ranks of a group have the same rows, and each computes some tokens."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from tigon.layers import Attention, ContextGroup
+from tigon.layers.shard import too_few_heads
+from tigon.models import CausalLM
+
+
+def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
+    """From now on every pass without a cache divides the tokens of its rows over the mesh.
+
+    All its ranks make the same passes over the same rows, and get losses, log-probabilities and
+    logits of all tokens; gradients are each rank's part of a sum. `mesh` has one dimension.
+    ValueError for a model that cannot be divided so.
+    """
+    check_context(model, mesh.size())
+    model.context = ContextGroup(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+
+
+def check_context(model: CausalLM, ranks: int) -> None:
+    """Raises ValueError unless so many ranks can share the tokens of the model's rows."""
+    for i, block in enumerate(model.model.layers):
+        mixer = block.mixer
+        if not isinstance(mixer, Attention):
+            raise ValueError(
+                f"parallel.context={ranks}: layer {i} of {type(model).__name__} is a "
+                f"{type(mixer).__name__}, which needs the tokens before on the same rank; only "
+                "attention exchanges them: give parallel.context=1"
+            )
+        if mixer.heads % ranks:
+            raise ValueError(too_few_heads(mixer.heads, ranks))

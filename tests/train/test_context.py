@@ -18,7 +18,20 @@ from tigon.train.record import read_metrics
 
 TOLERANCE = 1e-5
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd
-KINDS = ["sft", "seen", "lines", "experts", "lora", "dpo", "orpo", "kto", "grpo", "reward", "distill", "zero"]
+KINDS = [
+    "sft",
+    "seen",
+    "lines",
+    "experts",
+    "lora",
+    "dpo",
+    "orpo",
+    "kto",
+    "grpo",
+    "reward",
+    "distill",
+    "zero",
+]
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 

@@ -167,7 +167,7 @@ def check_parallel(config: Config) -> None:
         "fp8": config.fp8,
         "cuda_graphs": config.cuda_graphs,
         "activation_checkpointing": config.activation_checkpointing == "auto",
-        "task": config.task in ("reward", "distill"),
+        "task": config.task == "reward",
     }
     for name in filter(wrong.get, wrong):
         value = "a group" if name == "lora" else str(getattr(config, name)).lower()

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from tigon.models import CausalLMOutput as CausalLMOutput
     from tigon.models import LoraConfig as LoraConfig
     from tigon.models import Targets as Targets
-    from tigon.models import from_pretrained as from_pretrained
     from tigon.models.families import *  # noqa: F403
+    from tigon.parallel import from_pretrained as from_pretrained
     from tigon.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ EXPORTS = {
     "LoraConfig": "models",
     "Targets": "models",
     "Tokenizer": "tokenizer",
-    "from_pretrained": "models",
+    "from_pretrained": "parallel",
 }
 PACKAGES = (
     "data",

@@ -20,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
     args = argparse.Namespace(command="train") if training else _parser().parse_args(arguments)
+    args.arguments_given = arguments
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -108,6 +109,13 @@ def _add_text(commands: Any) -> None:
         "--cache",
         choices=CACHES,
         help="default: static on a GPU, dynamic elsewhere; quantized is static in int8",
+    )
+    p.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes, each with a GPU, that share every layer; or under torchrun (default: 1)",
     )
     _sampling_arguments(p)
     p.set_defaults(run="generate")

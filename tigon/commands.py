@@ -1,5 +1,6 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
+import os
 import platform
 import sys
 from argparse import Namespace
@@ -16,11 +17,15 @@ from tigon.eval import parity, perplexity, report
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.models import MODELS, CausalLM, convert, split_gguf
+from tigon.parallel import from_pretrained
 from tigon.plan import make_plan, read_job, show
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
+from tigon.train.parallel import World, start
+from tigon.train.parallel_settings import Parallel
+from tigon.train.processes import run_ranks
 from tigon.train.push import push as push_folder
 from tigon.weights import Repository, check_free
 
@@ -28,8 +33,36 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def generate(args: Namespace) -> int:
-    text = _read(args)
-    model, tokenizer = _load(args)
+    if args.tp < 1:
+        raise ValueError(f"--tp {args.tp} must be at least 1")
+    if args.tp == 1:
+        return _generate(args, None)
+    if args.assistant is not None:
+        raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
+    if "WORLD_SIZE" not in os.environ:
+        return _on_ranks(args)
+    with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
+        return _generate(args, world)
+
+
+def _on_ranks(args: Namespace) -> int:
+    """The command on processes of this host."""
+    gpus = torch.cuda.device_count()
+    if args.tp > gpus and args.device != "cpu" and (gpus or args.device):
+        raise ValueError(f"--tp {args.tp}, but torch sees {gpus} CUDA devices")
+    code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
+    if problem is not None and not problem.startswith("rank 0 ended"):  # which has said why
+        print(f"tigon generate: {problem}", file=sys.stderr)
+    return code
+
+
+def _generate(args: Namespace, world: World | None) -> int:
+    """On this process, or as one of the ranks that share the model; the first one writes."""
+    main = world is None or world.main
+    text = _read(args) if main else ""
+    if world is not None:
+        (text,) = [found for found in world.board.gather(text) if found] or [""]
+    model, tokenizer = _load(args, world)
     ids = _prompt(args, text, tokenizer)
     if not ids:
         raise ValueError("the prompt is empty")
@@ -45,7 +78,8 @@ def generate(args: Namespace) -> int:
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
-        put(stream.step(int(new)) or "")
+        if main:
+            put(stream.step(int(new)) or "")
 
     model.generate(
         torch.tensor([ids]),
@@ -57,7 +91,8 @@ def generate(args: Namespace) -> int:
         cache_implementation=args.cache,
         **given,
     )
-    put(f"{stream.finish()}\n")
+    if main:
+        put(f"{stream.finish()}\n")
     return 0
 
 
@@ -214,7 +249,15 @@ def info(args: Namespace) -> int:
     return 0
 
 
-def _load(args: Namespace) -> tuple[CausalLM, Tokenizer]:
+def _load(args: Namespace, world: World | None = None) -> tuple[CausalLM, Tokenizer]:
+    """`world`: of ranks that share the model."""
+    if world is not None and world.meshes is not None:
+        if find_checkpoint(args.model):
+            raise ValueError(f"{args.model} is a checkpoint: `tigon export` it first, for --tp")
+        how: dict[str, Any] = {"dtype": _dtype(args), "revision": args.revision}
+        mesh = world.meshes.tensor
+        model = from_pretrained(args.model, device=world.device, mesh=mesh, **how)
+        return model, _tokenizer(args)
     device = _device(args.device)
     if checkpoint := find_checkpoint(args.model):
         dtype = _dtype(args)

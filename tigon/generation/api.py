@@ -124,8 +124,12 @@ def _run(
 ) -> None:
     """Generate on the model's device until every row of `output` has ended."""
     device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
-    if settings.seed is not None:
-        generator = torch.Generator(device).manual_seed(settings.seed)
+    seed, ranks = settings.seed, model.tensor_ranks
+    if ranks is not None and seed is None and settings.do_sample:
+        drawn = torch.randint(1 << 62, (1,), device=device)
+        seed = int(ranks.gather(drawn)[0])  # the first rank's, so that all draw the same
+    if seed is not None:
+        generator = torch.Generator(device).manual_seed(seed)
     chosen = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
     options: dict[str, Any] = {
         "copies": copies,
@@ -148,4 +152,5 @@ def _run(
         else:
             steps = StaticSteps(model, prompt, *chosen, **options)
         # Ranks that share a sharded model must all make the same number of steps
-        run_steps(steps, output, 0 if cache == "dynamic" else LAG)
+        lag = 0 if cache == "dynamic" else LAG
+        run_steps(steps, output, lag, in_step=ranks is not None)

@@ -39,6 +39,8 @@ def _check_assistant(
     model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
 ) -> None:
     """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
+    if model.tensor_ranks is not None:
+        raise ValueError("assistant_model is not there for a model that ranks share (mesh=)")
     if not callable(getattr(assistant, "static_cache", None)):
         raise TypeError(
             f"assistant_model is a {type(assistant).__name__}, not a model that "

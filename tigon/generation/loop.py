@@ -20,11 +20,12 @@ class HostCopies:
     """Copies of tokens to the host, in the order of their steps; at most `lag` are unfinished.
 
     From a GPU, tokens are copied to pinned memory on the stream of their step, so that neither
-    starting a copy nor asking whether it has finished waits for the device.
+    starting a copy nor asking whether it has finished waits for the device. With `in_step`, nobody
+    asks: tokens are there `lag` steps later, neither sooner nor later, on all ranks alike.
     """
 
-    def __init__(self, lag: int = LAG):
-        self.lag = lag
+    def __init__(self, lag: int = LAG, in_step: bool = False):
+        self.lag, self.in_step = lag, in_step
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._slots: Tensor | None = None  # [lag + 1, b, n]
         self._events: list[torch.cuda.Event] = []
@@ -50,7 +51,7 @@ class HostCopies:
         while self._sent:
             tokens, event = self._sent[0]
             wait = everything or len(self._sent) > self.lag
-            if not wait and not self.finished(event):
+            if not wait and (self.in_step or not self.finished(event)):
                 return
             self._sent.popleft()
             if event is not None:
@@ -61,14 +62,17 @@ class HostCopies:
         return event is None or event.query()
 
 
-def run_steps(steps: Steps, output: Continuations, lag: int = LAG) -> None:
-    """Step until every row has ended.
+def run_steps(
+    steps: Steps, output: Continuations, lag: int = LAG, *, in_step: bool = False
+) -> None:
+    """Step until every row has ended; `in_step` with other ranks, which all stop after the same
+    step.
 
     The host learns some steps later that a row has ended; the tokens of the steps launched since
     are dropped. When at least half of the rows have ended, they are removed from the batch.
     """
     rows = list(range(len(output.tokens)))
-    copies = HostCopies(lag)
+    copies = HostCopies(lag, in_step)
     for done in range(output.max_tokens):
         remaining = min(output.remaining, output.max_tokens - done)
         copies.send(steps(remaining))
@@ -82,7 +86,7 @@ def run_steps(steps: Steps, output: Continuations, lag: int = LAG) -> None:
             if kept:
                 steps.select(torch.tensor(kept))
                 rows = [rows[i] for i in kept]
-                copies = HostCopies(lag)
+                copies = HostCopies(lag, in_step)
         if not output.unfinished:
             return
     for tokens in copies.receive(everything=True):

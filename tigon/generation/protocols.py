@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.layers import RotaryEmbedding, StaticCache
+from tigon.layers.collectives import Ranks
 
 
 class Model(Protocol):
@@ -21,6 +22,9 @@ class Model(Protocol):
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None: ...
+
+    @property
+    def tensor_ranks(self) -> Ranks | None: ...
 
     @property
     def cache_restart(self) -> int | None: ...

@@ -3,6 +3,7 @@
 from tigon.kernels._check import checks
 from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels._triton import use
+from tigon.kernels._vocabulary import VocabularyShard
 from tigon.kernels.append_attention import append_attention, append_attention_ref
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
@@ -34,6 +35,7 @@ __all__ = [
     "HeadValue",
     "KVBuffers",
     "LogProbs",
+    "VocabularyShard",
     "append_attention",
     "append_attention_ref",
     "attention",

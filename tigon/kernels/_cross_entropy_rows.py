@@ -23,6 +23,9 @@ from tigon.kernels._logits import (
 )
 from tigon.kernels._triton import runs_triton, tl, triton
 
+ELSEWHERE = -1  # a target whose logit another rank has
+FOUND = ("entropy", "nll", "target", "total")  # by the kernel, in fp32
+
 
 def cross_entropy_ref(logits: Tensor, targets: Tensor, *, options: Options = PLAIN) -> Tensor:
     """Per-row cross-entropy of raw logits, fp32 inside; 0 where the target is ignored."""
@@ -52,6 +55,12 @@ class Rows:
     metrics: dict[str, Tensor] = field(default_factory=dict)  # predicted_tokens is -100 there
 
 
+def whole_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
+    """Cross-entropy of a row from the logsumexp and, with smoothing, the mean of its logits."""
+    loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
+    return loss + options.z_loss * lse.square() if options.z_loss else loss
+
+
 def _reference_rows(
     logits: Tensor,
     targets: Tensor,
@@ -60,6 +69,7 @@ def _reference_rows(
     grad: Gradient | None,
     known: tuple[Tensor, Tensor] | None,
     holes: bool,
+    size: int | None,
 ) -> Rows:
     z = scale_and_cap(logits.to(torch.float32, copy=True), options)
     smoothing, softcap = options.label_smoothing, options.softcap
@@ -68,18 +78,23 @@ def _reference_rows(
         z.masked_fill_(logits == -torch.inf, -torch.inf)
     valid = targets != IGNORE_INDEX
     index = targets.clamp(min=0)[:, None]
-    mean = z.mean(-1) if smoothing else None
+    total = z.sum(-1) if smoothing else None
     predicted = z.argmax(-1) if "predicted_tokens" in metrics else None
     peak = z.amax(-1)
-    if holes:  # perhaps nothing else: -inf - -inf is NaN
+    if holes or size is not None:  # perhaps nothing but -inf: -inf - -inf is NaN
         peak = peak.clamp(min=-1e38) if known is None else known[0]
+    here = None if size is None else targets != ELSEWHERE
+    of_target = None if here is None else z.gather(1, index).squeeze(1).where(here, 0)
     z.sub_(peak[:, None])
     target = z.gather(1, index).squeeze(1)
     shifted = z.clone() if "entropy" in metrics else None
     mass = z.exp_().sum(-1)
+    if size is not None and known is not None:
+        mass = known[1].exp()
     log_mass = mass.log()
     nll, lse = log_mass - target, peak + log_mass
     values = {"nll": nll, "z": lse, "max_logit": peak}
+    values |= {k: x for k, x in (("target", of_target), ("total", total)) if x is not None}
     if shifted is not None:
         # Where p is 0, the logit may be -inf
         values["entropy"] = log_mass - shifted.mul_(z).where(z > 0, 0).sum(-1) / mass
@@ -87,15 +102,15 @@ def _reference_rows(
     if predicted is not None:
         kept["predicted_tokens"] = torch.where(valid, predicted, IGNORE_INDEX)
 
-    loss = nll if mean is None else torch.lerp(nll, lse - mean, smoothing)
-    if options.z_loss:
-        loss = loss + options.z_loss * lse.square()
+    whole = logits.shape[1] if size is None else size
+    loss = whole_loss(nll, lse, None if total is None else total / whole, options)
     if grad is not None:
         slope = grad.row_scale * valid * options.logit_scale
         z.mul_((slope * (1 + 2 * options.z_loss * lse) / mass)[:, None])
         if smoothing:
-            z.sub_((slope * smoothing / logits.shape[1])[:, None])
-        z.scatter_add_(1, index, (slope * (smoothing - 1))[:, None])
+            z.sub_((slope * smoothing / whole)[:, None])
+        of_index = slope if here is None else slope * here
+        z.scatter_add_(1, index, (of_index * (smoothing - 1))[:, None])
         d = (z if chain is None else z.mul_(chain)).masked_fill_((slope == 0)[:, None], 0)
         grad.out.copy_(d if grad.before is None else d.add_(grad.before))
     return Rows(loss.where(valid, 0), peak.where(valid, 0), log_mass.where(valid, 0), kept)
@@ -126,13 +141,16 @@ def _rows_kernel(
     loss,
     peaks,
     log_masses,
-    entropy,  # these three may be None
+    entropy,  # these five may be None
     nll,
     predicted,
+    of_target,
+    totals,
     row_scale,  # these two are None without a gradient
     out,
     before,  # may be None, or out
     V,
+    size,  # None for V
     stride,
     out_stride,
     before_stride,
@@ -151,6 +169,9 @@ def _rows_kernel(
     # Groups of K neighbours share a running maximum: 1 + 1/K exponentials per logit, not 2
     groups = tl.arange(0, BLOCK // K)[:, None]
     columns = groups * K + tl.arange(0, K)[None, :]
+    own, whole = None, V
+    if size is not None:  # another rank may have the target
+        own, whole = target >= 0, size
     slope = 0.0
     if row_scale is not None:
         out += row * out_stride
@@ -176,7 +197,9 @@ def _rows_kernel(
         if predicted is not None:
             tl.store(predicted + row, -100)
     else:
-        z_target = _value(tl.load(logits + target), head, HOLES)
+        z_target = _value(tl.load(logits + target, mask=own), head, HOLES)
+        if size is not None:
+            z_target = tl.where(own, z_target, 0.0)
         if MASS_KNOWN:
             highest = tl.load(peaks + row)
             log_mass = tl.load(log_masses + row)
@@ -220,12 +243,16 @@ def _rows_kernel(
             row_nll = log_mass + (highest - z_target)
             row_loss = row_nll
             if smoothing is not None:
-                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / V)
+                row_loss += smoothing * (z_target - tl.sum(total, axis=0) / whole)
             if z_loss is not None:
                 row_loss += z_loss * (highest + log_mass) * (highest + log_mass)
             tl.store(loss + row, row_loss)
             if nll is not None:
                 tl.store(nll + row, row_nll)
+            if of_target is not None:
+                tl.store(of_target + row, z_target)
+            if totals is not None:
+                tl.store(totals + row, tl.sum(total, axis=0))
             if entropy is not None:
                 tl.store(entropy + row, log_mass - tl.sum(moment * shrink, axis=0) / row_mass)
             if predicted is not None:
@@ -246,13 +273,13 @@ def _rows_kernel(
                 steep = slope * (1 + 2 * z_loss * (highest + log_mass))
             d_target = _probability(z_target, highest, log_mass, logits) * steep
             if smoothing is not None:
-                flat = slope * smoothing / V
+                flat = slope * smoothing / whole
                 d_target -= flat + slope * (1 - smoothing)
             else:
                 d_target -= slope
             d_target = uncap(d_target, z_target, head)
             if before is not None:
-                d_target += tl.load(before + target).to(tl.float32)
+                d_target += tl.load(before + target, mask=own).to(tl.float32)
             # Everybody has read what belongs to the target before anybody writes there
             tl.debug_barrier()
             # Backwards: what was read last is still in L2, even if the rows in flight are not
@@ -272,7 +299,7 @@ def _rows_kernel(
                 )
             # One column differs: cheaper to store it again than to compare every column
             tl.debug_barrier()
-            tl.store(out + target, d_target.to(out.dtype.element_ty))
+            tl.store(out + target, d_target.to(out.dtype.element_ty), mask=own)
 
 
 def loss_rows(
@@ -284,10 +311,17 @@ def loss_rows(
     known: tuple[Tensor, Tensor] | None = None,  # peak and log_mass, if an earlier pass found them
     *,
     holes: bool = False,  # raw logits of -inf have probability 0, also with a softcap
+    size: int | None = None,
 ) -> Rows:
-    """One pass over the logits: losses, metrics and, if asked for, the gradient."""
+    """One pass over the logits: losses, metrics and, if asked for, the gradient.
+
+    With `size` the logits are some of that many: peak, log_mass and metrics are of these alone,
+    the loss says nothing, a target may be `ELSEWHERE`, and the gradient needs what is `known` of
+    all. Metrics are then "target" too, the target's logit or 0, and with smoothing "total", the sum
+    of the logits.
+    """
     if not runs_triton(logits):
-        return _reference_rows(logits, targets, options, metrics, grad, known, holes)
+        return _reference_rows(logits, targets, options, metrics, grad, known, holes, size)
     n, vocab = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
@@ -297,7 +331,7 @@ def loss_rows(
 
     loss = rows()
     peak, log_mass = known or (rows(), rows())
-    found = {name: rows() for name in ("entropy", "nll") if name in metrics}
+    found = {name: rows() for name in FOUND if name in metrics}
     before = None if grad is None else grad.before
     if "predicted_tokens" in metrics:
         found["predicted_tokens"] = rows(torch.int64)
@@ -310,12 +344,16 @@ def loss_rows(
             loss,
             peak.contiguous(),
             log_mass.contiguous(),
-            *(found.get(name) for name in ("entropy", "nll", "predicted_tokens")),
+            *(
+                found.get(name)
+                for name in ("entropy", "nll", "predicted_tokens", "target", "total")
+            ),
             # An upstream gradient may be one number, expanded
             None if grad is None else grad.row_scale.contiguous(),
             None if grad is None else grad.out,
             before,
             vocab,
+            size,
             logits.stride(0),
             0 if grad is None else grad.out.stride(0),
             0 if before is None else before.stride(0),

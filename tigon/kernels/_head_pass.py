@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
-from tigon.kernels._head_sizes import padded, sizes
+from tigon.kernels._head_sizes import Sizes, padded, sizes
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
 from tigon.kernels._triton import operator, runs_triton
+from tigon.kernels._vocabulary import VocabularyShard
+from tigon.kernels._vocabulary_rows import shard_divergence_rows, shard_loss_rows, shard_topk_rows
 
 GRADIENTS = 6  # that a pass returns
 SLOTS = 6  # tensors of a criterion: two of rows, two of a head, then peak and log_mass if known
@@ -75,6 +78,7 @@ class Pass(NamedTuple):
     ahead: bool  # gradients are computed in the forward pass, for the sum of the values
     overwrite: bool  # the logits by their gradient, which is then not returned
     logits_bytes: int  # 0: as many as the head's shape suggests
+    shard: str = ""  # of the vocabulary, as a word; empty: all of it
 
     @property
     def instead(self) -> str:
@@ -117,7 +121,7 @@ def run_pass(
     run = _head_pass.__wrapped__ if plain else _head_pass
     words = " ".join(plan.word() for plan in p.plans)
     numbers = [x for plan in p.plans for x in plan.numbers()]
-    flags = words, numbers, list(needs), p.logits_bytes, p.overwrite
+    flags = words, numbers, list(needs), p.logits_bytes, p.overwrite, p.shard
     out = run(*inputs, slots, row_scales, *flags)
     rest = iter(out[GRADIENTS:])
     return out[:GRADIENTS], [{name: next(rest) for name in plan.names} for plan in p.plans]
@@ -132,14 +136,11 @@ def _outputs(
     index: Tensor | None,
     *rest: Any,
 ) -> list[Tensor]:
-    _, _, _, words, numbers, needs, logits_bytes, overwrite = rest
+    _, _, _, words, numbers, needs, logits_bytes, overwrite, *shard = rest
     plans = _plans(words, numbers)
     n, m = hidden.shape[0], hidden.shape[0] if index is None else index.shape[0]
     late = hidden.dtype == torch.float16 and weight is not None
-    only = (
-        m <= sizes(hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, m).rows
-        and not late
-    )
+    only = m <= _sizes(hidden, weight, plans, logits_bytes, needs, m, *shard).rows and not late
     full = torch.float32
     found: list[tuple[Sequence[int], torch.dtype] | None] = [None] * GRADIENTS  # their shapes
     if needs[0] and not overwrite:
@@ -181,6 +182,7 @@ def _head_pass(
     needs: list[bool],
     logits_bytes: int,
     overwrite: bool,
+    shard: str = "",
 ) -> list[Tensor]:
     """The gradients, then the rows of each criterion in the order of `Plan.names`.
 
@@ -188,9 +190,8 @@ def _head_pass(
     """
     plans, n = _plans(words, numbers), hidden.shape[0]
     count = n if index is None else len(index)
-    rows, piece, _ = sizes(
-        hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, count
-    )
+    rows, piece, _ = _sizes(hidden, weight, plans, logits_bytes, needs, count, shard)
+    cut = VocabularyShard.read(shard) if shard else None
     if index is not None:
         hidden, row_scales = hidden[index], [r[index] for r in row_scales]
         slots = [x if x is None or _of_head(i) else x[index] for i, x in enumerate(slots)]
@@ -204,8 +205,7 @@ def _head_pass(
     late = hidden.dtype == torch.float16 and weight is not None
     only = len(chunks) == 1 and not late
     first = 0 if weight is None else _rows_of_first(weight, only=only)
-    halves = weight is not None and first < len(weight)
-    d_weights: list[Tensor | None] = [None, None] if halves else [None]
+    d_weights: list[Tensor | None] = [None] * (1 + (weight is not None and first < len(weight)))
     for start in chunks:
         part = slice(start, start + rows)
         h = hidden[part]
@@ -217,8 +217,9 @@ def _head_pass(
         elif any(needs):
             out = logits
         mine = [x if x is None or _of_head(i) else x[part] for i, x in enumerate(slots)]
+        scales = [r[part] for r in row_scales]
         for at in range(0, max(1, len(logits)), piece):
-            values = _piece(plans, logits, out, mine, [r[part] for r in row_scales], at, piece)
+            values = _piece(plans, logits, out, mine, scales, at, piece, cut)
             for parts, value in zip(found, values, strict=True):
                 parts.append(value)
         if out is not None and weight is not None:
@@ -269,11 +270,11 @@ def workspace(
     *rest: Any,
 ) -> int:
     """Bytes of a chunk's logits, with arguments of the operator for a GPU."""
-    live, _, _, words, numbers, needs, logits_bytes, _ = rest
+    live, _, _, words, numbers, needs, logits_bytes, _, *shard = rest
     if weight is None:
         return 0
     plans, count = _plans(words, numbers), hidden.shape[0] if index is None else index.shape[0]
-    of_chunk = sizes(hidden, weight, _beside(plans, weight, needs), logits_bytes, needs, count)
+    of_chunk = _sizes(hidden, weight, plans, logits_bytes, needs, count, *shard)
     rows = min(count, of_chunk.rows)
     held = (rows + of_chunk.beside * min(rows, of_chunk.piece)) * padded(weight.shape[0])
     held += 0 if live is None else rows * hidden.shape[1]
@@ -299,6 +300,7 @@ def _piece(
     row_scales: Sequence[Tensor],
     start: int,
     rows: int,
+    cut: VocabularyShard | None,
 ) -> list[Tensor]:
     """What all criteria say about some rows of a chunk; the last one writes the whole gradient."""
     part = slice(start, start + rows)
@@ -313,7 +315,7 @@ def _piece(
         mine = [x if x is None or _of_head(j) else x[part] for j, x in enumerate(mine)]
         to = own if i == len(plans) - 1 else room
         grad = None if to is None else Gradient(row_scales[i][part], to, before)
-        values += _rows(plan, z, mine, grad)
+        values += _rows(plan, z, mine, grad, cut)
         before = to
     return values
 
@@ -323,21 +325,27 @@ def _rows(
     logits: Tensor,  # [n, V]
     slots: Slots,
     grad: Gradient | None,
+    cut: VocabularyShard | None,
 ) -> list[Tensor]:
     """What a criterion says about a chunk."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
+    if cut is not None:
+        logits, grad = cut.without_padding(logits, grad)
     if plan.kind == "topk":
         assert second is not None
-        return [topk_rows(logits, first, second, plan.options, plan.beta, grad)]
+        stored = topk_rows if cut is None else partial(shard_topk_rows, cut)
+        return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
         teacher = first if weight is None else _product(first, weight, bias)
-        options = plan.options, plan.teacher_options or PLAIN
-        return [
-            divergence_rows(logits, teacher, *options, plan.beta, grad, normalized=plan.normalized)
-        ]
+        numbers = plan.options, plan.teacher_options or PLAIN, plan.beta
+        if cut is not None:
+            teacher, _ = cut.without_padding(teacher, None)
+            return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
+        return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
     known = None if peak is None or log_mass is None else (peak, log_mass)
-    rows = loss_rows(logits, first, plan.options, plan.metrics, grad, known)
+    run = loss_rows if cut is None else partial(shard_loss_rows, cut)
+    rows = run(logits, first, plan.options, plan.metrics, grad, known)
     found = {"loss": rows.loss, "peak": rows.peak, "log_mass": rows.log_mass} | rows.metrics
     return [found[name] for name in plan.names]
 
@@ -354,13 +362,24 @@ def _rows_of_first(weight: Tensor, *, only: bool) -> int:
     return min(vocab, padded(-(-vocab // 2)))
 
 
-def _beside(plans: Sequence[Plan], weight: Tensor | None, needs: Sequence[bool]) -> int:
-    """Tensors that there are beside a chunk's logits: a sum of gradients, a teacher's, a copy."""
+def _sizes(
+    hidden: Tensor,
+    weight: Tensor | None,
+    plans: Sequence[Plan],
+    logits_bytes: int,
+    needs: Sequence[bool],
+    count: int,  # of rows that are computed
+    shard: str = "",
+) -> Sizes:
+    """Beside a chunk's logits there are a sum of gradients, a teacher's, a copy."""
     several = len(plans) > 1 and any(needs)
-    found = int(weight is not None and several)
-    found += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
-    found += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
-    return found
+    beside = int(weight is not None and several)
+    beside += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    beside += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
+    vocab = hidden.shape[1] if weight is None else weight.shape[0]
+    if shard:
+        vocab = VocabularyShard.read(shard).share  # so that all ranks have the same chunks
+    return sizes(hidden, weight, vocab, beside, logits_bytes, needs, count)
 
 
 def _room(x: Tensor, vocab: int) -> Tensor:

@@ -34,13 +34,13 @@ class Sizes(NamedTuple):
 def sizes(
     hidden: Tensor,
     weight: Tensor | None,
+    vocab: int,  # V, of one rank if several share it
     beside: int,
     logits_bytes: int,  # 0: as many as the shapes suggest
     needs: Sequence[bool],  # gradients of hidden, weight, bias, low and up
     count: int,  # m
 ) -> Sizes:
     """All that is held of a chunk shares the budget."""
-    vocab = hidden.shape[1] if weight is None else weight.shape[0]
     budget = logits_bytes or LOGITS_BYTES
     if weight is None:
         rows = chunk_rows(vocab, hidden, budget // beside) if beside else max(1, hidden.shape[0])

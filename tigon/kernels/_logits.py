@@ -232,6 +232,16 @@ def check_rows(rows: Tensor, **per_row: Tensor | None) -> None:
     check_devices(rows=rows, **per_row)
 
 
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)} "
+            "are not [..., C] and [V, C]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{prefix}bias {tuple(bias.shape)} is not [V] = [{weight.shape[0]}]")
+
+
 def check_reduction(reduction: str) -> None:
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction={reduction!r} is not 'sum' or 'none'")

@@ -18,12 +18,14 @@ from tigon.kernels._logits import (
     METRICS,
     PLAIN,
     Options,
+    check_head,
     check_of_logits,
     check_reduction,
     check_rows,
     check_targets,
 )
 from tigon.kernels._triton import autocast_dtype, check_devices, runs_triton
+from tigon.kernels._vocabulary import VocabularyShard
 from tigon.kernels.criteria import (
     KL,
     ActiveRows,
@@ -85,6 +87,7 @@ def run_criteria(
     active: ActiveRows | None = None,  # made ahead of time, it saves waiting for the device
     logits_bytes: int | None = None,
     overwrite: bool = False,
+    vocabulary: VocabularyShard | None = None,
 ) -> list[HeadValue]:
     """The value of each criterion, in one pass. At most `logits_bytes` of logits exist at a time.
 
@@ -92,19 +95,26 @@ def run_criteria(
     Rows whose target is ignored or whose weight is 0 cost nothing and give nothing, not even NaN.
     On a GPU the host must know how many remain. Under torch.compile and in CUDA graphs no row is
     left out.
+
+    With a `vocabulary`, this rank's weight and bias (and a teacher's) are some rows of V, and all
+    ranks of the group make the same call with the same other tensors. The values and metrics are
+    those of the whole head, on every rank. The gradients of hidden and of the first of `added` are
+    this rank's terms of their sums over the group.
     """
     if not criteria:
         return []
     check_of_logits(options)
     lead = hidden.shape[:-1]
-    vocab = hidden.shape[-1] if weight is None else weight.shape[0]
+    width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
+    if vocabulary is not None:
+        vocab = vocabulary.check(weight, criteria)
     if weight is not None:
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)
         hidden, weight, bias = narrow(hidden, weight, bias)
     low, up = (None, None) if added is None else (t.to(hidden.dtype) for t in added)
     low = low if low is None else low.flatten(0, -2)
-    prepared = [prepare(hidden, c, options, vocab) for c in criteria]
+    prepared = [prepare(hidden, c, options, vocab, width) for c in criteria]
     rows = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)
     if (
         weight is None
@@ -115,6 +125,8 @@ def run_criteria(
     index, live = (None, None) if weight is None else select(rows, prepared, active)
     shared: tuple[Tensor | None, ...] = (rows, weight, bias, low, up)
     p = _pass(shared, prepared, logits_bytes, overwrite)
+    if vocabulary is not None:
+        p = p._replace(shard=vocabulary.word())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
     flat: list[Tensor | None] = []
@@ -202,8 +214,11 @@ def rows_of(c: Criterion) -> Sequence[str]:
     return (metrics,) if isinstance(metrics, str) else metrics
 
 
-def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Prepared:
-    """The criterion's tensors, checked against the hidden states [..., C] and flattened."""
+def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int, width: int) -> Prepared:
+    """The criterion's tensors, checked against the hidden states [..., C] and flattened.
+
+    `width` of the head's `vocab` rows are on this rank, with padding.
+    """
     weights = scale = targets = None
     if isinstance(c, Weighted):
         check_reduction(c.reduction)
@@ -226,7 +241,7 @@ def prepare(hidden: Tensor, c: Criterion, options: Options, vocab: int) -> Prepa
             plan = Plan("divergence", PLAIN, float(c.beta), normalized=True)
             given = c.teacher_logprobs.detach().flatten(0, -2)
             return Prepared(c, plan, (given, None, None, None), targets, weights, scale)
-        plan, tensors, teacher = _teacher(hidden, c, options, vocab, targets)
+        plan, tensors, teacher = _teacher(hidden, c, options, vocab, width, targets)
         return Prepared(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:
         raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
@@ -269,7 +284,7 @@ def _is_one(x: Tensor | float) -> bool:
 
 
 def _teacher(
-    hidden: Tensor, c: KL, options: Options, vocab: int, targets: Tensor | None
+    hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
 ) -> tuple[Plan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
     if not 0 <= c.beta <= 1:
         raise ValueError(f"beta={c.beta} is not in [0, 1]")
@@ -306,9 +321,9 @@ def _teacher(
             )
         check_head(states, weight, bias, "teacher_")
         check_devices(hidden=hidden, teacher_hidden=states, teacher_weight=weight)
-        if weight.shape[0] != vocab or len(states) != n:
+        if weight.shape[0] != width or len(states) != n:
             raise ValueError(
-                f"the student has {n} rows and {vocab} tokens, the teacher {len(states)} and "
+                f"the student has {n} rows and {width} tokens, the teacher {len(states)} and "
                 f"{len(weight)}: both must be the same"
             )
         states, weight, bias = narrow(states, weight, bias)
@@ -339,16 +354,6 @@ def _stored(
     ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
     check(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
     return tokens, logprobs.detach().flatten(0, -2)
-
-
-def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"{prefix}hidden {tuple(hidden.shape)} and {prefix}weight {tuple(weight.shape)} "
-            "are not [..., C] and [V, C]"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{prefix}bias {tuple(bias.shape)} is not [V] = [{weight.shape[0]}]")
 
 
 def narrow(

@@ -20,7 +20,7 @@ from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; with `ctx.shard`, T are the tokens of one of several ranks.
+    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them.
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
     all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
@@ -77,6 +77,7 @@ class Attention(nn.Module):
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
     def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
+        x = ctx.gathered(x)
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation, *ctx.drawn)
         if rotation.query_scale is not None:
@@ -89,7 +90,7 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:
             out = state.attend(q, k, v, ctx, **how)
-        return self.o_proj(out.reshape(b, t, -1), *ctx.drawn)
+        return ctx.summed(self.o_proj(out.reshape(b, t, -1), *ctx.drawn))
 
     def _project(
         self, x: Tensor, rotation: Rotation, *drawn: Tensor

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
+from tigon.layers.collectives import Stream
 from tigon.layers.shard import Shard
 
 
@@ -53,6 +54,15 @@ class Context:
     # Int64 [B, T], of which an adapter's dropout is drawn in this block; None: there is none
     dropout_keys: Tensor | None = None
     shard: Shard | None = None  # T are the tokens of one of several ranks; None: of whole rows
+    stream: Stream | None = None  # how ranks that divide each layer share these tokens
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """All tokens [B, T, C] of a normed stream, of which a rank may have some."""
+        return x if self.stream is None else self.stream.gathered(x)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""
+        return x if self.stream is None else self.stream.summed(x)
 
     @property
     def drawn(self) -> tuple[Tensor, ...]:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels._vocabulary import VocabularyShard
+from tigon.layers.collectives import Ranks, sum_over
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
 
 
@@ -67,12 +69,15 @@ class Embedding(nn.Embedding):
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.scale = scale
+        self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
         self.copies: Copies | None = None
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = None if self.copies is None else self.copies.active()
-        if weight is None:
+        if self.vocabulary is not None:
+            x = _embedded_together(input, self.weight, self.padding_idx, self.vocabulary)
+        elif weight is None:
             x = super().forward(input)
         else:
             x = F.embedding(input, weight, self.padding_idx).to(self.weight.dtype)
@@ -83,3 +88,16 @@ class Embedding(nn.Embedding):
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+
+
+def _embedded_together(
+    ids: Tensor, weight: Tensor, padding_idx: int | None, shard: VocabularyShard
+) -> Tensor:
+    """[B, T] -> [B, T, C], of this rank's rows of the weight."""
+    own = ids - shard.first
+    here = (own >= 0) & (own < shard.rows)
+    padding = None if padding_idx is None else padding_idx - shard.first
+    if padding is not None and not 0 <= padding < shard.rows:
+        padding = None
+    x = F.embedding(own.where(here, 0), weight, padding).masked_fill(~here[..., None], 0)
+    return sum_over(x, Ranks(shard.group, shard.first // shard.share, shard.ranks))

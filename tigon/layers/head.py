@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels._run_criteria import HeadValue, run_criteria
+from tigon.kernels._vocabulary import VocabularyShard, join_logits
 from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.lora_linear import lora_linear
@@ -44,6 +46,8 @@ class LMHead(nn.Module):
         self.options = Options(softcap=softcap, logit_scale=logit_scale)
         # That criteria may hold of logits at a time; None: as the shape suggests
         self.logits_bytes: int | None = None
+        # Where ranks share the head: which rows weight and bias are; they join logits
+        self.vocabulary: VocabularyShard | None = None
         self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
         self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
 
@@ -81,22 +85,27 @@ class LMHead(nn.Module):
         logits_at = None
         if at is not None:
             with torch.no_grad():
-                logits_at = scale_and_cap(_logits(at, weight, self.bias, low), self.options)
+                logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
         more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
         if criteria and not return_logits:
             more["added"] = None if low is None else _factors(hidden, low)
-            values = run_criteria(hidden, weight, self.bias, criteria, active=active, **more)
+            more |= {"active": active, "vocabulary": self.vocabulary}
+            values = run_criteria(hidden, weight, self.bias, criteria, **more)
             return HeadOutput(values, None, logits_at)
-        raw = _logits(hidden, weight, self.bias, low)
+        raw = self._logits(hidden, weight, low)
         values = run_criteria(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None) -> Tensor:
-    """Raw logits [..., V] of hidden states [..., C]."""
-    if low is None:
-        return linear(x, weight, bias)
-    return lora_linear(x, weight, bias, low.lora_A, low.additions())
+    def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
+        """Raw logits [..., V] of hidden states [..., C]."""
+        if low is None:
+            raw = linear(x, weight, self.bias)
+        else:
+            raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
+        if self.vocabulary is None:
+            return raw
+        missing = self.vocabulary.share - raw.shape[-1]  # the last rank has fewer rows
+        return join_logits(F.pad(raw, (0, missing)) if missing else raw, self.vocabulary)
 
 
 def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:

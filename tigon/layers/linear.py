@@ -20,13 +20,15 @@ class Linear(nn.Linear):
 
     With `fp8`, products in training are of 8-bit floats, and those in evaluation as without.
     `lora`: low-rank adapters, one of which may be added to the product. With `quantised`, its
-    frozen weight is kept there in few bits, and there is no parameter `weight`.
+    frozen weight is kept there in few bits, and there is no parameter `weight`. `summands` ranks
+    add up their products, and so each has that share of the bias.
 
     `dropout_keys` int64 [...] of x [..., C] are what the adapter's dropout is drawn from in
     training; without them there is none.
     """
 
     fp8 = False
+    summands = 1
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
@@ -61,6 +63,8 @@ class Linear(nn.Linear):
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         base = FP8 if self.fp8 and self.training else PLAIN
         weight = self.weight
+        if self.summands > 1:
+            return base.linear(x, weight, None if self.bias is None else self.bias / self.summands)
         if self.quantised is not None:
             weight, base = self.quantised.outline, self.quantised.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:

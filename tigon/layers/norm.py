@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from tigon.kernels._norm import Cast
 from tigon.kernels.rms_norm import norm_of_stream, rms_norm
 from tigon.kernels.sandwich_norm import sandwich_norm
+from tigon.layers.collectives import Ranks, sum_for_parts
 
 
 class RMSNorm(nn.Module):
@@ -15,12 +16,25 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.offset, self.cast = eps, offset, cast
+        # Where ranks share the dimension: they, and the elements that they have together
+        self.shared: tuple[Ranks, int] | None = None
 
     def init_weights(self) -> None:
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shared is not None:
+            return self._normed_together(x, *self.shared)
         return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+
+    def _normed_together(self, x: Tensor, ranks: Ranks, elements: int) -> Tensor:
+        """As rms_norm_ref has it, but for the mean of squares."""
+        h = x.float()
+        squares = sum_for_parts(h.square().sum(-1, keepdim=True), ranks)
+        h = h * torch.rsqrt(squares / elements + self.eps)
+        if self.cast == "before_weight":
+            return (self.offset + self.weight if self.offset else self.weight) * h.to(x.dtype)
+        return (h * (self.offset + self.weight.float())).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -78,10 +78,13 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The MLP's branch, and its tally."""
-        y = self.mlp(x, *ctx.drawn)
+        y = self.mlp(ctx.gathered(x), *ctx.drawn)
         if not isinstance(y, Routed):
-            return y, None
-        return y.x, tally(y, ctx.real) if ctx.routing else None
+            return ctx.summed(y), None
+        if not ctx.routing:
+            return ctx.summed(y.x), None
+        counts = tally(y, ctx.real)
+        return ctx.summed(y.x), counts if ctx.stream is None else ctx.stream.alike(counts)
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
         """The mixer's; see MakeStates."""

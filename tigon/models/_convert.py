@@ -13,7 +13,7 @@ from tigon.models._layout import layout
 from tigon.models._load import build
 from tigon.models._model import LanguageModel
 from tigon.models._save import SavesItself, write_description, write_model
-from tigon.weights import Layout, Ranks, Repository, Stored, converted
+from tigon.weights import Layout, Ranks, Repository, Stored, converted, height
 
 M = TypeVar("M", bound=LanguageModel)
 
@@ -36,8 +36,11 @@ def convert(
     model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
     found = sources(model, checkpoint)
     stored_layout, source_of = found["layout"], found["source_of"]
-    names = {part.name for parts in stored_layout.values() for part in parts}
-    stored = {name: [Stored(0, source_of.get(name, name), checkpoint)] for name in names}
+    shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
+    stored = {
+        name: [Stored(0, 0, height(shape), 0, source_of.get(name, name), checkpoint)]
+        for name, shape in shapes.items()
+    }
     write_converted(
         model,
         directory,

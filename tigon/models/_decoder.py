@@ -24,6 +24,7 @@ from tigon.layers import (
     Shard,
     State,
 )
+from tigon.layers.collectives import Ranks, Stream
 from tigon.layers.offload import Offload
 from tigon.models._blocks import Block
 from tigon.models._config import Config
@@ -50,6 +51,7 @@ class Decoder(nn.Module):
         super().__init__()
         c = config
         self.input_scale, self.rounded_angles = input_scale, rounded_angles
+        self.tensor: Ranks | None = None  # those that divide each block, if there are several
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,
@@ -74,7 +76,10 @@ class Decoder(nn.Module):
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._turning = None if first == math.inf else turns.index(first)
-        # What a cache of this model has to hold, layer by layer
+        self.set_holds()
+
+    def set_holds(self) -> None:
+        """What a cache of this model has to hold, layer by layer."""
         one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.holds = tuple(state.holds for state in one)
 
@@ -113,8 +118,13 @@ class Decoder(nn.Module):
         dtype = x.dtype if self.rounded_angles else torch.float32
         of = None if shard is None else shard.positions
         ropes = [rope(position_ids, dtype, of) for rope in self.rotary_embs]
+        stream = None
+        if self.tensor is not None:
+            whole = cache is not None and not torch.is_grad_enabled()
+            stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole)
+            x = stream.begin(x)
         append = None if cache is None else cache.append
-        ctx = Context(position_ids, mask, routing, append, shard=shard)
+        ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers
         states: Sequence[State | None] = [None] * len(layers)
         if cache is not None:
@@ -153,4 +163,4 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return self.norm(x, residual)[0], tallies
+        return ctx.gathered(self.norm(x, residual)[0]), tallies

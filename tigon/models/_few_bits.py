@@ -54,9 +54,12 @@ def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, Quanti
 
 
 def count_parameters(model: LanguageModel) -> int:
-    """All numbers of the model, those in few bits too."""
+    """All numbers of the model, those in few bits and of other ranks too."""
     few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model))
-    return few + sum(p.numel() for p in model.parameters())
+    shapes = (
+        model.cuts[n].shape if n in model.cuts else p.shape for n, p in model.named_parameters()
+    )
+    return few + sum(map(math.prod, shapes))
 
 
 def quantised_bytes(model: LanguageModel) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tigon.layers import Copies, FusedLinear, LayerAdapter, Linear, LowRankEmbedding, LowRankExperts
 from tigon.layers.lora import MAGNITUDE, B
-from tigon.weights import Layout, Part
+from tigon.weights import Cut, Layout, Part, cut_parts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCORE = "score.weight"  # the head of a model that scores sequences
@@ -47,15 +47,20 @@ class Names(NamedTuple):
 
 
 def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
-    """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of."""
+    """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of.
+
+    Those that tensor parallelism has cut are described by the model's `cuts`.
+    """
     found: Layout = {}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     seen: set[int] = set()
     for path, module in model.named_modules():
         for kind, p in _own(module):
             if id(p) in seen:
                 continue
             seen.add(id(p))
-            name, shape = f"{path}.{kind}", tuple(p.shape)
+            name = f"{path}.{kind}"
+            shape = cuts[name].shape if name in cuts else tuple(p.shape)
             if isinstance(module, LayerAdapter | Copies):
                 found[name] = _of_adapter(path, module, kind, shape, names)
                 continue
@@ -73,7 +78,7 @@ def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
                 found[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
                 found[name] = (Part.whole(name, shape),)
-    return found
+    return {n: cut_parts(p, cuts[n]) if n in cuts else p for n, p in found.items()}
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

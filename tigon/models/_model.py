@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
 from tigon.layers import ContextGroup, LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
+from tigon.layers.collectives import Ranks
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -33,6 +34,7 @@ from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
 from tigon.models._split import split
 from tigon.models._targets import Targets, positions_at
+from tigon.weights import Cut
 
 
 class LanguageModel(nn.Module):
@@ -60,6 +62,7 @@ class LanguageModel(nn.Module):
         self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
         self.active_adapter: str | None = None  # the one that is added
         self.trained_without: set[str] = set()  # what trained before there were any
+        self.cuts: dict[str, Cut] = {}  # by parameter, what a rank of tensor parallelism has of it
         self.model = self.make_decoder(config)
         if config.labels:
             self.lm_head = LMHead(config.hidden_size, config.labels)
@@ -89,6 +92,11 @@ class LanguageModel(nn.Module):
     def turning_rope(self) -> RotaryEmbedding | None:
         """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
         return self.model.turning_rope
+
+    @property
+    def tensor_ranks(self) -> Ranks | None:
+        """The ranks that share each layer, all of which make the same calls; None: there is one."""
+        return self.model.tensor
 
     @property
     def cache_restart(self) -> int | None:

@@ -1,7 +1,10 @@
 """Models divided over ranks, in dimensions of a mesh."""
 
 from tigon.parallel.context import check_context, share_context
+from tigon.parallel.gradients import find_tensor
+from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
+from tigon.parallel.plan import cut_model
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
 
 __all__ = [
@@ -10,8 +13,12 @@ __all__ = [
     "Place",
     "Sizes",
     "check_context",
+    "cut_model",
+    "find_tensor",
     "find_zero",
+    "from_pretrained",
     "in_order",
     "shard_gradients",
     "share_context",
+    "tensor_dimension",
 ]

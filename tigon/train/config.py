@@ -194,12 +194,26 @@ def check_parallel(config: Config) -> None:
     """Raises ValueError for what ranks cannot share as `parallel` says."""
     if config.parallel is None:
         return
-    if (size := config.parallel.tensor) > 1:
-        raise ValueError(f"parallel.tensor={size} is not there yet: give 1")
     if config.sharding == "gradients" and config.parallel.replicate > 1:
         raise ValueError(
             f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "
             "which has all weights on each rank: give sharding=full"
+        )
+    if config.parallel.tensor == 1:
+        return
+    wrong = {
+        "sharding": config.sharding != "full",
+        "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
+        "lora": config.lora is not None,
+        "fp8": config.fp8,
+        "cuda_graphs": config.cuda_graphs,
+        "activation_checkpointing": config.activation_checkpointing == "auto",
+        "task": config.task == "reward",
+    }
+    for name in filter(wrong.get, wrong):
+        value = "a group" if name == "lora" else str(getattr(config, name)).lower()
+        raise ValueError(
+            f"{name}={value} is not there for parallel.tensor={config.parallel.tensor}: change one"
         )
 
 

@@ -1,7 +1,7 @@
 """Models that a run reads and does not train: references and teachers."""
 
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
-from tigon.parallel import share_context
+from tigon.parallel import cut_model, share_context
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype
@@ -19,6 +19,8 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
         check_vocabulary(path, tokenizer)
     compute = compute_dtype(config, world.device)
     model, weights = build(Repository(path), MODELS, dtype=compute)
+    if (tensor := meshes_of(world).tensor if world.size > 1 else None) is not None:
+        cut_model(model, tensor)
     if world.size > 1:
         if (context := meshes_of(world).context) is not None:
             share_context(model, context)

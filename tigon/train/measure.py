@@ -16,7 +16,9 @@ class Meter:
     """What metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
-        self.cost, self.world = Cost.of(model), world
+        # Ranks of tensor parallelism have a share of each product
+        self.cost, self.ranks = Cost.of(model), world.size // world.sizes.tensor
+        self.world = world
         self.peak = peak_flops(world.device, dtype)  # of one GPU, in FLOPs a second
         self.dtype = str(dtype).removeprefix("torch.")
 
@@ -39,7 +41,7 @@ class Meter:
         """Of a step over sequences of these lengths, on all ranks together; `waited` for data."""
         tokens, mfu = int(lengths.sum()), None
         if self.peak is not None:
-            mfu = self.cost(lengths) / seconds / (self.peak * self.world.size)
+            mfu = self.cost(lengths) / seconds / (self.peak * self.ranks)
         return {
             "tokens": tokens,
             "supervised_tokens": targets,

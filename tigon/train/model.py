@@ -24,7 +24,7 @@ from tigon.models import (
     scored,
     torch_dtype,
 )
-from tigon.parallel import find_zero, shard_gradients, share_context
+from tigon.parallel import cut_model, find_zero, shard_gradients, share_context
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
@@ -119,6 +119,8 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     compute = compute_dtype(config, world.device)
     if not is_sharded(config, world.size, compute):
         return
+    if (tensor := meshes_of(world).tensor) is not None:
+        cut_model(model, tensor)
     if (context := meshes_of(world).context) is not None:
         share_context(model, context)
     if config.sharding == "full":

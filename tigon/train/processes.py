@@ -38,8 +38,10 @@ def check_count(count: int, device: str) -> None:
         raise ValueError(f"--nproc {count}, but torch sees {gpus} CUDA devices")
 
 
-def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
-    """`python -m tigon.train arguments` on `count` ranks: the exit code, and what went wrong."""
+def run_ranks(
+    count: int, arguments: Sequence[str], module: str = "tigon.train"
+) -> tuple[int, str | None]:
+    """`python -m module arguments` on `count` ranks: the exit code, and what went wrong."""
     # The children find each other here, so that no free port can be lost to another process
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = prefixed(server)
@@ -70,7 +72,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> tuple[int, str | None]:
         stack.callback(_kill, children)
         for rank in range(count):
             ranked = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-m", "tigon.train", *arguments]
+            command = [sys.executable, "-m", module, *arguments]
             children.append(subprocess.Popen(command, env=ranked, start_new_session=True))
             if received:  # before this one was there
                 children[-1].send_signal(received[0])

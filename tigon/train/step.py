@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tigon.parallel import find_tensor
 from tigon.train.build import Run
 from tigon.train.objectives import Part
 from tigon.train.optim import clip, learning_rate
@@ -38,6 +39,8 @@ def backward(run: Run, step: int) -> dict[str, float]:
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
     if norm is None:
+        if (tensor := find_tensor(model)) is not None:
+            tensor.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
     values = numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts))

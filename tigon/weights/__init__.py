@@ -12,12 +12,12 @@ from tigon.weights.fp8 import BlockScales, Fp8Tensor
 from tigon.weights.ggml import GGMLTensor
 from tigon.weights.gguf_file import GGUF
 from tigon.weights.header import TensorInfo, read_header, write_header
-from tigon.weights.layout import Layout, Part, Rows
+from tigon.weights.layout import Copy, Cut, Layout, Part, Rows, cut_parts
 from tigon.weights.loading import STAGING_BYTES, load_into, pinned_ahead
 from tigon.weights.lock import Locked, locked
 from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
-from tigon.weights.pieces import Entry, Piece, cut
+from tigon.weights.pieces import Entry, Piece, cut, height
 from tigon.weights.plan import local_part, own_rows, own_slices, row_group
 from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.reading import Reader
@@ -29,6 +29,8 @@ __all__ = [
     "STAGING_BYTES",
     "BlockScales",
     "Checkpoint",
+    "Copy",
+    "Cut",
     "Decoded",
     "DiskFull",
     "Drawn",
@@ -54,8 +56,10 @@ __all__ = [
     "converted",
     "copied",
     "cut",
+    "cut_parts",
     "entries",
     "fsync",
+    "height",
     "listing",
     "load_into",
     "local_part",

@@ -24,6 +24,9 @@ class Stored(NamedTuple):
     """Rows of a tensor that a checkpoint has under some name: all of them, or those of a rank."""
 
     row: int  # of the whole tensor, where they begin; counted as pieces do
+    first: int  # of those that the checkpoint has
+    rows: int
+    column: int  # of the whole tensor
     name: str
     checkpoint: Checkpoint
 
@@ -69,6 +72,7 @@ def converted(
                         source.row + first - source.first,
                         count,
                         stored.get(source.name, ()),
+                        shapes[target.name],
                         dtype,
                     )
     return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
@@ -86,17 +90,25 @@ def _spans(parts: Sequence[Part]) -> list[_Span]:
 
 
 def _pieces(
-    row: int, source_row: int, count: int, stored: Sequence[Stored], dtype: torch.dtype
+    row: int,
+    source_row: int,
+    count: int,
+    stored: Sequence[Stored],
+    shape: Sequence[int],
+    dtype: torch.dtype,
 ) -> list[Piece]:
-    """Rows [source_row, source_row + count) of what is stored, to be rows from `row` on."""
+    """Rows [source_row, source_row + count) of what is stored, to be rows from `row` on of a tensor
+    of that shape."""
     found = []
     for block in stored:
         info = block.checkpoint.tensors[block.name]
         first = max(source_row, block.row)
-        number = min(source_row + count, block.row + height(info.shape)) - first
+        number = min(source_row + count, block.row + block.rows) - first
         if number > 0:
-            read = partial(_read, block.checkpoint, block.name, dtype, first - block.row)
-            found.append(Piece(row + first - source_row, number, read))
+            start = block.first + first - block.row
+            read = partial(_read, block.checkpoint, block.name, dtype, start)
+            columns = None if info.shape[1:][-1:] == shape[1:][-1:] else info.shape[-1]
+            found.append(Piece(row + first - source_row, number, read, block.column, columns))
     return found
 
 

@@ -1,6 +1,5 @@
 """Parameters as the tensors of a checkpoint: what `loading` reads, the other way round."""
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -45,10 +44,10 @@ def entries(
                     f"{name} is {list(local.memory.shape)}, its value {list(value.shape)}"
                 )
             local = local._replace(memory=value)
-        replica, replicas = _replica(p, ranks)
         for part in layout[name]:
             shapes[part.name] = part.shape
             blocks = _blocks(part, local)
+            replica, replicas = _replica(p, part, ranks)
             if replicas > 1:  # shares begin at another one for each tensor: most are one group
                 groups = [block for whole in blocks for block in _cut(whole, dtype)]
                 blocks = groups[(replica - len(shapes)) % replicas :: replicas]
@@ -56,11 +55,11 @@ def entries(
     return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _replica(parameter: Tensor, ranks: Ranks) -> tuple[int, int]:
+def _replica(parameter: Tensor, part: Part, ranks: Ranks) -> tuple[int, int]:
     """Which of how many ranks that have the same rows this one is."""
     if not isinstance(parameter, DTensor):
-        return ranks.rank, ranks.size
-    mesh, number, count = parameter.device_mesh, 0, 1
+        return (ranks.rank, ranks.size) if part.copy is None else part.copy
+    mesh, (number, count) = parameter.device_mesh, part.copy or (0, 1)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return 0, 0
@@ -72,16 +71,14 @@ def _replica(parameter: Tensor, ranks: Ranks) -> tuple[int, int]:
 
 def _blocks(part: Part, local: Local) -> list[Piece]:
     """What this rank has of a part."""
-    single, per_row = len(part.shape) < 2, math.prod(part.shape[1:-1])
+    single = len(part.shape) < 2
     lines, found = Lines(local, single=single), []
-    for source, target, length in part.slices:
-        begin, end = target * per_row, (target + length) * per_row
-        for line, block in lines.within(begin, end):
+    for source, target, length in part.lines(local.shape):
+        for line, block in lines.within(target, target + length):
             rows = block.view(-1) if single else block
-            row = source * per_row + line - begin
             columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
-            read = partial(rows.narrow, 0)
-            found.append(Piece(row, len(rows), read, lines.column, columns))
+            column, read = part.column + lines.column, partial(rows.narrow, 0)
+            found.append(Piece(source + line - target, len(rows), read, column, columns))
     return found
 
 

@@ -106,19 +106,23 @@ def row_group(parameter: DTensor) -> dist.ProcessGroup:
 
 def own_slices(
     part: Part, shape: Sequence[int], local: Tensor, first: int
-) -> Iterator[tuple[int, Tensor]]:
-    """What this rank has of a part: rows of `local`, and which row of the part's tensor is first.
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """What this rank has of a part: blocks of `local`, and where in the part's tensor each begins.
 
     `shape` is the whole parameter's; `local` and `first` are what `own_rows` gives for it.
     """
     if not local.numel():
         return
-    rows = local.view(-1, *part.shape[1:])
-    first *= math.prod(shape[1 : len(shape) - len(part.shape) + 1])
+    dims = len(part.shape[1:])
+    rows = local.view(-1, *local.shape[local.dim() - dims :])
+    first *= math.prod(shape[1 : len(shape) - dims])
+    for dim, span in enumerate(part.spans, 1):
+        rows = rows.narrow(dim, span.target, span.length)
+    inner = tuple(span.source for span in part.row_spans)
     for source, target, count in part.slices:
         begin, end = max(target, first), min(target + count, first + len(rows))
         if begin < end:
-            yield source + begin - target, rows[begin - first : end - first]
+            yield (source + begin - target, *inner), rows[begin - first : end - first]
 
 
 class Lines:
@@ -127,12 +131,12 @@ class Lines:
     def __init__(self, local: Local, *, single: bool) -> None:
         """`single`: the tensors of the file have one dimension, so that lines are elements."""
         memory, shape, first = local
+        self.shape = shape
         self.starts: list[int] = []  # of the stretches, in lines of the whole
         if not memory.numel():  # of a rank outside the mesh it has not even the dimensions
             return
         dims = shape if single else shape[:-1]
         sizes = tuple(memory.shape)[: len(dims)]
-        self.width = 1 if single else shape[-1]
         self.column = 0 if single else first[-1]
         self.memory = memory.view(-1, 1 if single else memory.shape[-1])
         cut = max((i for i, n in enumerate(dims) if sizes[i] != n), default=0)
@@ -158,13 +162,12 @@ class Lines:
 
 def runs_of(part: Part, info: TensorInfo | Decoded, lines: Lines) -> Iterator[Run | Decoding]:
     """What has to be read of a part for the lines that this rank has."""
-    per_row = math.prod(part.shape[1:-1])
-    for source, target, length in part.slices:
-        begin, end = target * per_row, (target + length) * per_row
-        for line, out in lines.within(begin, end):
-            at = source * per_row + line - begin
+    width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
+    for source, target, length in part.lines(lines.shape):
+        for line, out in lines.within(target, target + length):
+            at = source + line - target
             if isinstance(info, TensorInfo):
-                offset = info.offset + at * lines.width * info.dtype.itemsize
-                yield Run(info.path, offset, info.dtype, lines.width, lines.column, out)
+                offset = info.offset + at * width * info.dtype.itemsize
+                yield Run(info.path, offset, info.dtype, width, column, out)
             else:
-                yield Decoding(info, at, lines.column, out)
+                yield Decoding(info, at, column, out)

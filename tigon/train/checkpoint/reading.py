@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
     who reads them.
     """
     layout = run_layout(model)
-    names = {part.name for parts in layout.values() for part in parts}
+    shapes = {part.name: part.shape for parts in layout.values() for part in parts}
     found: dict[str, list[Stored]] = {}
     files_of: dict[Path, Checkpoint] = {}
     for index, info in _metadata(checkpoint).storage_data.items():
@@ -83,15 +83,35 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
         path = Path(info.relative_path)
         if path not in files_of:
             files_of[path] = Checkpoint(str(path), read_header(path))
-        shape = files_of[path].tensors[index.fqn].shape
-        row = index.offset[0] * math.prod(shape[1:-1])
-        found.setdefault(index.fqn, []).append(Stored(row, index.fqn, files_of[path]))
-    for fault, wrong in (("lacks", names - found.keys()), ("also has", found.keys() - names)):
+        block = files_of[path].tensors[index.fqn].shape
+        whole = shapes.get(index.fqn, block)
+        if len(block) != len(whole):
+            raise ValueError(f"{checkpoint} does not fit the model: it resizes {index.fqn}")
+        for place in _places(tuple(index.offset), block, whole):
+            found.setdefault(index.fqn, []).append(Stored(*place, index.fqn, files_of[path]))
+    for fault, wrong in (
+        ("lacks", shapes.keys() - found.keys()),
+        ("also has", found.keys() - shapes),
+    ):
         if wrong:
             raise ValueError(
                 f"{checkpoint} does not fit the model: it {fault} {', '.join(sorted(wrong)[:3])}"
             )
     return found, layout
+
+
+def _places(
+    offsets: tuple[int, ...], block: Sequence[int], whole: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
+    """(row, first, rows, column) of what a block has of a tensor, as `Stored` counts them."""
+    column = offsets[-1] if len(offsets) > 1 else 0
+    per_row = math.prod(block[1:-1])
+    if tuple(block[1:-1]) == tuple(whole[1:-1]):
+        yield offsets[0] * per_row, 0, block[0] * per_row, column
+        return
+    for i in range(block[0]):  # [E, N, D] with some of each N
+        row = (offsets[0] + i) * math.prod(whole[1:-1]) + offsets[1]
+        yield row, i * per_row, per_row, column
 
 
 def _metadata(checkpoint: Path) -> Metadata:
@@ -143,13 +163,25 @@ def _check_names(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> N
 
 
 def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) -> bool:
-    """Whether each row is in a chunk; chunks have whole rows."""
-    row = 0
-    for chunk in sorted(chunks, key=lambda c: tuple(c.offsets)):
-        if chunk.offsets[0] > row or any(chunk.offsets[1:]) or chunk.sizes[1:] != shape[1:]:
+    """Whether each row is in chunks, those of tensor parallelism with shares of their rows."""
+    stripes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for chunk in chunks:
+        inner = tuple(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+        stripes.setdefault(inner, []).append((chunk.offsets[0], chunk.sizes[0]))
+    if not all(_covers(found, shape[0]) for found in stripes.values()):
+        return False
+    dims = zip(zip(*stripes, strict=True), shape[1:], strict=True)
+    return all(_covers(found, size) for found, size in dims)
+
+
+def _covers(spans: Iterable[tuple[int, int]], size: int) -> bool:
+    """Whether each of `size` is in spans of (first, number), which may have some alike."""
+    end = 0
+    for first, count in sorted(spans):
+        if first > end:
             return False
-        row = max(row, chunk.offsets[0] + chunk.sizes[0])
-    return row == shape[0]
+        end = max(end, first + count)
+    return end == size
 
 
 def _load_legacy(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None) -> None:

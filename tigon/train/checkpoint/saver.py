@@ -217,7 +217,7 @@ class _Stager(AsyncStager):
             for chunk, buffer in zip(rows.chunks, self.buffers[name], strict=True):
                 buffer.copy_(chunk.rows, non_blocking=chunk.rows.is_cuda)
                 on_gpu |= chunk.rows.is_cuda
-                chunks.append(Chunk(chunk.row, buffer))
+                chunks.append(Chunk(chunk.offsets, buffer))
             staged[name] = LocalRows(rows.shape, rows.dtype, chunks)
         if on_gpu:
             torch.cuda.synchronize()

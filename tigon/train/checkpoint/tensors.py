@@ -29,7 +29,7 @@ EMA = "ema."  # and those of averages
 
 
 class Chunk(NamedTuple):
-    row: int  # of the whole tensor, where these rows begin
+    offsets: tuple[int, ...]  # in the whole tensor, where these rows begin
     rows: Tensor
 
 
@@ -58,7 +58,7 @@ class LocalRows(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
-            ChunkStorageMetadata(self._offsets(chunk), torch.Size(chunk.rows.shape))
+            ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.rows.shape))
             for chunk in self.chunks
         ]
 
@@ -74,10 +74,7 @@ class LocalRows(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(c.rows for c in self.chunks if self._offsets(c) == index.offset)
-
-    def _offsets(self, chunk: Chunk) -> torch.Size:
-        return torch.Size([chunk.row] + [0] * (self.dim() - 1))
+        return next(c.rows for c in self.chunks if torch.Size(c.offsets) == index.offset)
 
 
 State = dict[str, LocalRows]
@@ -131,7 +128,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
             if isinstance(state, Tensor) and _same_rows(state, own):
                 rows.setdefault(kind, {})[name] = (state.detach(), first)
             elif isinstance(state, Tensor) and state.numel() == 1:
-                one = Chunk(0, state.detach().view(1))
+                one = Chunk((0,), state.detach().view(1))
                 for part in layout[name]:
                     found[f"{OPTIMIZER}{kind}.{part.name}"] = LocalRows((1,), one.rows.dtype, [one])
             else:
@@ -168,5 +165,5 @@ def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str
             name = prefix + part.name
             shapes[name], dtypes[name] = part.shape, held.dtype
             slices = own_slices(part, shape, held, first)
-            chunks.setdefault(name, []).extend(Chunk(row, rows) for row, rows in slices)
+            chunks.setdefault(name, []).extend(Chunk(at, rows) for at, rows in slices)
     return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}

@@ -63,6 +63,10 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         advised = False
         if not on_gpu(config):
             world.say("memory is estimated for GPUs, and this run is on a CPU")
+        elif (tensor := sizes_of(config, gpus).tensor) > 1:
+            world.say(
+                f"memory is not estimated where ranks share layers (parallel.tensor={tensor})"
+            )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)
             world.say("\n".join(table(found, gpus, world.device)))

@@ -66,7 +66,7 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
             seconds.append(time.perf_counter() - began)
             lengths, _ = run.data.lengths(step)
             tokens.append(int(lengths.sum()))
-            flops.append(cost(lengths))
+            flops.append(cost(lengths) * run.world.sizes.tensor)  # of which a rank has a share
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     time_of_one = fmean(seconds[half])

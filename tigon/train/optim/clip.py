@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.kernels.squared_norm import SquaredNorm
+from tigon.parallel import find_tensor
 from tigon.train.optim.fused import runs_fused
 from tigon.train.optim.low_precision import Stored
 from tigon.train.parallel import local
@@ -25,12 +26,12 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     given = [p for p in model.parameters() if p.grad is not None]
     if not all(map(runs_fused, given)):
         return clip_gradients(model, max_norm)
-    gradients = [g.contiguous() for g in _of_rank(given).values()]
+    gradients = [g.contiguous() for g in _counted(model)]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
         squares = optimizer.fused.squares(gradients)
-    norm = _over_ranks(squares, parameter).sqrt().float()
+    norm = _over_ranks(squares, model, parameter).sqrt().float()
     optimizer.scale = _factor(norm, max_norm) if max_norm else None
     return norm
 
@@ -44,8 +45,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """
     parameters = list(model.parameters())
     gradients = [*_of_rank(parameters).values()]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else ()
-    norm = _of_norms(norms, parameters[0])
+    counted = _counted(model)
+    norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else ()
+    norm = _of_norms(norms, model, parameters[0])
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
@@ -81,9 +83,9 @@ class NormInParts:
         parameters = list(model.parameters())
         norms = [self._norms[p] for p in parameters if p in self._norms]
         if not self._squares:
-            return _of_norms(norms, parameters[0])
+            return _of_norms(norms, model, parameters[0])
         squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
-        return _over_ranks(squares.sum(), parameters[0]).sqrt().float()
+        return _over_ranks(squares.sum(), model, parameters[0]).sqrt().float()
 
 
 def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
@@ -92,19 +94,28 @@ def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
     return {p: g for p, g in found.items() if g.numel()}
 
 
-def _of_norms(norms: Sequence[Tensor], parameter: Tensor) -> Tensor:
+def _counted(model: nn.Module) -> list[Tensor]:
+    """This rank's gradients; what several ranks have alike is counted on one."""
+    if (tensor := find_tensor(model)) is not None:
+        return tensor.counted(model)
+    return [*_of_rank(model.parameters()).values()]
+
+
+def _of_norms(norms: Sequence[Tensor], model: nn.Module, parameter: Tensor) -> Tensor:
     """The norm of all ranks' gradients, from the norm of each of this rank's."""
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
     if isinstance(parameter, DTensor):
-        norm = _over_ranks(norm.double().square(), parameter).sqrt().float()
+        norm = _over_ranks(norm.double().square(), model, parameter).sqrt().float()
     return norm
 
 
-def _over_ranks(squares: Tensor, parameter: Tensor) -> Tensor:
+def _over_ranks(squares: Tensor, model: nn.Module, parameter: Tensor) -> Tensor:
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
+    if (tensor := find_tensor(model)) is not None:
+        squares = tensor.ranks.sum(squares)
     return squares
 
 

@@ -258,7 +258,8 @@ def _stored(
     for name, p in model.named_parameters():
         _, first = own_rows(name, p)
         positions[p] = count + first * math.prod(p.shape[1:])
-        count += p.numel()
+        # What several ranks of tensor parallelism have must be rounded alike on all of them
+        count += math.prod(model.cuts[name].shape) if name in model.cuts else p.numel()
     return Stored(
         parameter_groups(model, config),
         rule,

@@ -1,0 +1,115 @@
+"""Models that two ranks load and generate with, against one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tigon
+from tests.small import EXPERTS, write_model
+from tests.train.ranks import Ranks
+from tigon.cli import main
+
+CALLS = {
+    "dynamic": {"cache_implementation": "dynamic"},
+    "static": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "quantized": {"cache_implementation": "quantized"},
+    "seeded": {"do_sample": True, "seed": 5, "num_return_sequences": 2},
+}
+UNSEEDED = {"do_sample": True, "temperature": 2.0, "cache_implementation": "static"}
+NEW = 24
+
+
+def prompts() -> dict[str, Tensor]:
+    """Of 3, 7 and 5 tokens, padded on the left."""
+    ids, real = torch.zeros(3, 7, dtype=torch.int64), torch.zeros(3, 7, dtype=torch.int64)
+    draw = torch.Generator().manual_seed(1)
+    for row, length in enumerate((3, 7, 5)):
+        ids[row, -length:] = torch.randint(5, 300, (length,), generator=draw)
+        real[row, -length:] = 1
+    return {"input_ids": ids, "attention_mask": real}
+
+
+def answers(model: tigon.CausalLM) -> dict[str, list[list[int]]]:
+    """Of each call; what ends a row is the fifth token of the first and the ninth of the second."""
+    free = model.generate(**prompts(), max_new_tokens=NEW, eos_token_id=None)
+    ends = [int(free[0, 7 + 4]), int(free[1, 7 + 8])]
+    how = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": 0}
+    found = {"free": free}
+    found |= {name: model.generate(**prompts(), **how, **call) for name, call in CALLS.items()}
+    return {name: tokens.tolist() for name, tokens in found.items()}
+
+
+def on_ranks(directory: str, models: list[str]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    rank, found = dist.get_rank(), {}
+    for name in models:
+        model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh)
+        found[name] = answers(model)
+        torch.manual_seed(rank)
+        drawn = model.generate(**prompts(), max_new_tokens=NEW, eos_token_id=None, **UNSEEDED)
+        found[name]["unseeded"] = drawn.tolist()
+        found[name]["elements"] = sum(p.numel() for p in model.parameters())
+        model.save_pretrained(f"{directory}/{name}-saved")
+    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("generation")
+    write_model(directory / "llama")
+    write_model(directory / "experts", **EXPERTS)
+    Ranks(2, on_ranks, str(directory), ["llama", "experts"]).finish()
+    return directory
+
+
+@pytest.mark.parametrize("name", ["llama", "experts"])
+def test_two_ranks_generate_what_one_does(saved, name):
+    alone = tigon.from_pretrained(saved / name)
+    expected = answers(alone)
+    both = [json.loads((saved / f"{rank}.json").read_text())[name] for rank in range(2)]
+    for found in both:
+        for call, tokens in expected.items():
+            assert found[call] == tokens, call
+    assert expected["dynamic"] != expected["free"]  # rows did end
+    assert both[0]["unseeded"] == both[1]["unseeded"]  # though the ranks' own states differ
+    whole = sum(p.numel() for p in alone.parameters())
+    assert all(found["elements"] < 0.55 * whole for found in both)
+    files = (saved / folder / "model.safetensors" for folder in (name, f"{name}-saved"))
+    ours, theirs = map(load_file, files)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in ours)
+
+
+def test_generate_starts_its_ranks(saved, capfd):
+    settings = ["generate", str(saved / "llama"), "the model", "--raw", "--max-new-tokens", "12"]
+    settings += ["--device", "cpu"]
+    assert main(settings) == 0
+    alone = capfd.readouterr().out
+    assert main([*settings, "--tp", "2"]) == 0
+    assert capfd.readouterr().out == alone
+    assert alone.strip()
+
+
+def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
+    with pytest.raises(ValueError, match="mmap=True is not there"):
+        tigon.from_pretrained(saved / "llama", mesh=world_of_one, mmap=True)
+    two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match=r"mesh has the dimensions \('a', 'b'\)"):
+        tigon.from_pretrained(saved / "llama", mesh=two)
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()

@@ -1,0 +1,177 @@
+"""Models cut over ranks against whole ones: losses, norms of gradients, parameters, logits.
+
+All families in one start of two ranks, and what four ranks have besides in another.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.train.ranks import Ranks
+from tigon.models import MODELS, CausalLM
+from tigon.parallel import cut_model, find_tensor
+from tigon.parallel.plan import check
+
+SIZES = {
+    "vocab_size": 211,  # odd
+    "hidden_size": 48,
+    "intermediate_size": 52,  # 8 divides neither this nor its half
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-3,
+    "pad_token_id": 3,
+}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 3}
+MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
+WINDOW = {"sliding_window": 7}
+# By name, the model type and what differs
+TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", WINDOW),
+    "ministral": ("ministral", WINDOW),
+    "ministral3": ("ministral3", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"attention_bias": True}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", WINDOW),
+    "gemma3": ("gemma3_text", WINDOW),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
+    "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", {}),  # norms over all heads together
+    "olmo3": ("olmo3", WINDOW),
+    "granite": ("granite", {"residual_multiplier": 0.7, "logits_scaling": 1.7}),
+    "glm4": ("glm4", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
+    "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+}
+FOUR = {
+    "kv heads on two ranks each": ("llama", {"attention_bias": True}),
+    "one kv head": ("qwen3", {"num_key_value_heads": 1}),
+    "one norm of keys that two ranks have": ("olmo2", {}),
+    "experts": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
+}
+
+
+def test_every_family_is_here():
+    assert {model_type for model_type, _ in TWO.values()} == set(MODELS)
+
+
+def random_model(model_type: str, changes: dict[str, Any]) -> CausalLM:
+    """Its norms and biases are random, and its matrices large enough that no error hides."""
+    torch.manual_seed(0)
+    kind = MODELS[model_type]
+    known = set(kind.config_class.__dataclass_fields__)
+    values = {n: v for n, v in (SIZES | changes).items() if n in known}
+    model = kind.from_config({"model_type": model_type, **values})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.08))
+    return model.train()
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """A padded batch, a packed row, and a padded one again; lengths that 2 does not divide."""
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for shape, packed in (((3, 9), False), ((1, 17), True), ((2, 7), False)):
+        ids = torch.randint(4, SIZES["vocab_size"], shape, generator=draw)
+        labels = ids.masked_fill(torch.rand(shape, generator=draw) < 0.3, -100)
+        batch = {"input_ids": ids, "labels": labels}
+        if packed:
+            batch["position_ids"] = torch.cat([torch.arange(n) for n in (6, 1, 10)])[None]
+        else:
+            real = torch.arange(shape[1]) >= torch.tensor([[2], [0], [5]])[: shape[0]]
+            batch |= {"attention_mask": real.long(), "labels": labels.masked_fill(~real, -100)}
+        found.append(batch)
+    return found
+
+
+def compare(directory: str, count: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Of each case, the largest differences; the first rank writes them."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (count,))
+    found = {}
+    for name, (model_type, changes) in cases.items():
+        one = random_model(model_type, changes)
+        cut = copy.deepcopy(one)
+        cut_model(cut, mesh)
+        own = torch.tensor(differences(one, cut))
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        found[name] = own.tolist()
+    if dist.get_rank() == 0:
+        Path(directory, f"{count}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def differences(one: CausalLM, cut: CausalLM) -> list[float]:
+    """Of loss, gradients' norm, logits and parameters, over three steps."""
+    tensor = find_tensor(cut)
+    assert tensor is not None
+    models = {
+        one: torch.optim.SGD(one.parameters(), 0.2),
+        cut: torch.optim.SGD(cut.parameters(), 0.2),
+    }
+    worst = [0.0] * 4
+    for step, batch in enumerate(batches()):
+        loss, norm, logits = {}, {}, {}
+        for model, optimizer in models.items():
+            model.activation_checkpointing = step == 1
+            out = model(**batch, return_logits=step == 2)
+            out.loss.backward()
+            if model is cut:
+                tensor.sum_gradients(cut)
+                squares = sum(g.square().sum() for g in tensor.counted(cut))
+                norm[model] = tensor.ranks.sum(squares).sqrt()
+            else:
+                norm[model] = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+            loss[model] = out.loss.detach()
+            with torch.no_grad():
+                given = {n: x for n, x in batch.items() if n != "labels"}
+                logits[model] = model(**given).logits if step < 2 else out.logits.detach()
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm[model])
+            optimizer.step()
+            optimizer.zero_grad()
+        for i, values in enumerate((loss, norm, logits)):
+            worst[i] = max(worst[i], float((values[one] - values[cut]).abs().max()))
+    whole = dict(one.named_parameters())
+    for name, p in cut.named_parameters():
+        worst[3] = max(
+            worst[3], float((p.detach() - cut.cuts[name].take(whole[name].detach())).abs().max())
+        )
+    return worst
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    directory = tmp_path_factory.mktemp("tensor")
+    results = {}
+    for count, cases in ((2, TWO), (4, FOUR)):
+        Ranks(count, compare, str(directory), count, cases).finish()
+        results |= json.loads((directory / f"{count}.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("case", [*TWO, *FOUR])
+def test_a_cut_model_is_as_a_whole_one(found, case):
+    loss, norm, logits, parameters = found[case]
+    assert loss < 1e-5 and norm < 2e-5 and logits < 3e-5 and parameters < 1e-5, found[case]
+
+
+def test_what_ranks_cannot_share_is_an_error():
+    model = random_model("llama", {})
+    with pytest.raises(ValueError, match="3 ranks cannot share 8 heads with 2 kv heads"):
+        check(model, 3)

@@ -1,0 +1,174 @@
+"""What ranks of tensor parallelism exchange within a forward pass, and in its backward pass.
+
+All ranks compute the same loss. The gradient of what they have alike is then the sum over ranks of
+what each finds, and that of a rank's own is what it finds.
+
+# R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_ops = torch.ops._c10d_functional
+
+
+class Ranks(NamedTuple):
+    """This rank among those of a group."""
+
+    group: str  # its name: copies of a model cannot hold the group itself
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: ProcessGroup) -> Self:
+        return cls(group.group_name, group.rank(), group.size())
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[n, ...] of each rank -> [R n, ...]."""
+        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
+
+    def scatter_sum(self, x: Tensor) -> Tensor:
+        """[R n, ...] -> of the sum over ranks, this one's [n, ...]."""
+        own = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+        return _ops.wait_tensor(own)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
+
+    def own(self, x: Tensor) -> Tensor:
+        """[R n, ...] -> this rank's [n, ...]."""
+        return x.tensor_split(self.size)[self.rank]
+
+
+class _Whole(torch.autograd.Function):
+    """What ranks have a share of, to what all have; each uses it for a part of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.scatter_sum(grad), None
+
+
+class _ShareOfSum(torch.autograd.Function):
+    """Each rank's summands, to a share of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.scatter_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather(grad), None
+
+
+class _Share(torch.autograd.Function):
+    """What all have, to a share; its whole gradient goes back to all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.own(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.gather(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    """Each rank's summands, to a sum of which all make the same: its gradient is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _SumForParts(torch.autograd.Function):
+    """Each rank's summands, to a sum that each uses for a part of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ranks.sum(grad), None
+
+
+class _PartOfGradient(torch.autograd.Function):
+    """What all ranks compute alike from what they have alike: each finds a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks.size, None
+
+
+def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, of which all make the same."""
+    return _Sum.apply(x, ranks)
+
+
+def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum over ranks, which each uses for what it alone has."""
+    return _SumForParts.apply(x, ranks)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The stream between blocks, of which each rank has some tokens, or, `whole`, all of them.
+
+    Some save the norms' time and the memory of what backward needs of them. A step of generation
+    has too few tokens to share.
+    """
+
+    ranks: Ranks
+    shape: tuple[int, int]  # B, T
+    whole: bool
+
+    def begin(self, x: Tensor) -> Tensor:
+        """[B, T, C], which all have -> the rank's [1, n, C], zeros behind the last token."""
+        if self.whole:
+            return x
+        return _Share.apply(self._padded(x), self.ranks)[None]
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The rank's [1, n, C] -> [B, T, C], which each rank uses for a part of the loss."""
+        if self.whole:
+            return x
+        rows = _Whole.apply(x.flatten(0, 1), self.ranks)
+        return rows[: self.shape[0] * self.shape[1]].view(*self.shape, -1)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Each rank's summands [B, T, C] -> of the sum, the rank's [1, n, C]."""
+        if self.whole:
+            return sum_over(x, self.ranks)
+        return _ShareOfSum.apply(self._padded(x), self.ranks)[None]
+
+    def alike(self, x: Tensor) -> Tensor:
+        """What all ranks computed alike, so that its gradient is counted once."""
+        return _PartOfGradient.apply(x, self.ranks)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """[B, T, C] -> [R n, C]."""
+        rows = x.flatten(0, 1)
+        missing = -len(rows) % self.ranks.size
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows

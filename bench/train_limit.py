@@ -19,11 +19,11 @@ from torch import nn
 import tigon
 from bench import timing
 from bench.harness import Record
-from bench.kernels import BF16, STREAMED
+from bench.kernels import BF16
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
-from tigon.layers import Attention, LMHead, RMSNorm, SparseMoE
-from tigon.layers.linear import GatedLinear
+from tigon.layers import Attention, LMHead, SparseMoE
+from tigon.plan.work import streamed
 
 COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
 # Of a parameter and its step, all in bf16: reads weight, gradient and two states, writes all but
@@ -69,7 +69,8 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     ]
     for row in layers:
         row["ms"] = row["count"] * (row["both"] + again * row["forward"])
-    moved = bytes_of(model, batch, again)
+    tokens = batch.ids.numel()
+    moved = streamed(model, tokens, again=again, learned=batch.supervised / tokens)
     parameters = sum(p.numel() for p in model.parameters())
     milliseconds = {
         PRODUCTS: sum(row["ms"] for row in products),
@@ -146,42 +147,3 @@ def attended(model: nn.Module, window: int | None, batch: Batch) -> Record:
 
     found = {"forward": took(lambda: attention(*leaves, **given)), "both": took(both)}
     return found | {"backend": next(iter(mask.plans.values())).choice.name}
-
-
-def bytes_of(model: Any, batch: Batch, again: int) -> dict[str, int]:
-    """That each kind of pass between the products has to move, forward and backward.
-
-    Each operator reads its inputs once and writes its outputs once, as bench/kernels.py counts.
-    """
-    c, tokens = model.config.hidden_size, batch.ids.numel()
-    vocab, found = model.lm_head.weight.shape[0], Counter[str]()
-
-    def add(kind: str, operator: str, elements: int, extra: int = 0) -> None:
-        (forward, backward), _ = STREAMED[operator]
-        found[kind] += BF16 * elements * ((1 + again) * forward + backward) + BF16 * extra
-
-    for block in model.model.layers:
-        norms = sum(isinstance(m, RMSNorm) and m.weight.numel() == c for m in block.modules())
-        for _ in range(2):
-            add("norms", "sandwich_norm" if norms == 4 else "rms_norm_residual", tokens * c)
-        for module in block.modules():
-            if isinstance(module, Attention):
-                heads, kv = module.heads + module.kv_heads, tokens * module.kv_heads
-                normed = module.q_norm is not None
-                operator, extra = (
-                    ("qk_norm_rope", 2 * kv * module.head_dim) if normed else ("rope", 0)
-                )
-                add("RoPE", operator, tokens * heads * module.head_dim, extra)
-            elif isinstance(module, GatedLinear):
-                add("activation", "gated_act", tokens * module.parts[0])
-            elif isinstance(module, SparseMoE):
-                rows = tokens * module.per_token
-                add("activation", "gated_act", rows * module.experts.down_proj.shape[-1])
-                # Outputs of the experts are added up for each token, and the gradient is spread
-                found["experts' rows"] += BF16 * (2 + again) * (rows + tokens) * c
-    tied = model.config.tie_word_embeddings
-    # Rows in and out, their gradients in; and a gradient of zeros to add them to
-    found["embedding"] += BF16 * (4 * tokens * c + (0 if tied else vocab * c))
-    # Each logit in once, its gradient out once
-    found["head"] += BF16 * 2 * batch.supervised * vocab
-    return dict(found)

@@ -55,3 +55,15 @@ def test_two_ranks(workspace, settings):
 def test_recomputed_blocks(workspace, settings):
     main(settings("recomputed", activation_checkpointing="true"))
     assert curves(workspace, "recomputed") == curves(workspace, "one")
+
+
+@pytest.mark.parametrize("more", [{}, {"lora.quantize": "nf4"}, {"task": "reward"}])
+def test_packed_and_padded(workspace, settings, more):
+    """All rows in each step; under an adapter, over four bits, and with a new head."""
+    name, all_rows = "-".join(map(str, more.values())), {"batch_size": 64, **more}
+    main(settings(f"packed{name}", **all_rows))
+    main(settings(f"padded{name}", packing="false", micro_batch_size=4, **all_rows))
+    for key in ("loss", "grad_norm"):
+        expected = workspace.metrics(f"packed{name}", key)
+        assert len(expected) == 4 and abs(expected[0] - expected[-1]) > 0.05
+        assert workspace.metrics(f"padded{name}", key) == pytest.approx(expected, rel=2e-4), key

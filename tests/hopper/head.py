@@ -73,7 +73,11 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "many tokens": {"V": 32000, "grad": True, "beta": 0.5},
     "one token": {"V": 1, "grad": True},
     "some of the tokens, forward, gradient": {"known": "masses", "grad": True},
+    "some of the tokens, reverse, capped": {"known": "masses", "beta": 1.0, "options": CAPPED},
     "some of the tokens, mixture": {"known": "masses", "beta": 0.5},
+    "some of many tokens, fp32, mixture, capped": {
+        "V": 32000, "dtype": FP32, "known": "masses", "beta": 0.5, "options": CAPPED,
+    },
     "some of the tokens, mixture, gradient": {"known": "mean", "beta": 0.5, "grad": True},
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ from tigon.kernels import (
     KL,
     CrossEntropy,
     Head,
+    HeadValue,
     LogProbs,
     VocabularyShard,
     kl_ref,
@@ -144,6 +145,7 @@ INTERPRETED = {  # on the four ranks, too, one of which has no rows: "all kinds"
     2: ("log-probabilities", "ties", "reverse KL per row", "bf16, all kinds"),
     4: ("all kinds",),
 }
+COMPILED = "per row"
 CUT, SUMMED = ("weight", "bias", "up"), ("hidden", "low")  # gradients
 
 
@@ -153,7 +155,12 @@ def objective(values: list[Tensor], b: Batch) -> Tensor:
     return torch.stack([(1 + 0.5 * i) * t for i, t in enumerate(terms)]).sum()
 
 
-def run(name: str, shard: VocabularyShard | None = None, width: int = V) -> dict[str, Tensor]:
+def run(
+    name: str,
+    shard: VocabularyShard | None = None,
+    width: int = V,
+    call: Callable[..., list[HeadValue]] = run_criteria,
+) -> dict[str, Tensor]:
     """Values, metrics and gradients; those of the weight and bias with padding."""
     make, settings = CASES[name]
     more = dict(settings)
@@ -163,7 +170,7 @@ def run(name: str, shard: VocabularyShard | None = None, width: int = V) -> dict
         more["vocabulary"] = shard
     learned = b.learned()
     hidden, weight, bias, low, up = learned.values()
-    found = run_criteria(hidden, weight, bias, make(b), added=(low, up), **more)
+    found = call(hidden, weight, bias, make(b), added=(low, up), **more)
     grads = torch.autograd.grad(objective([x.value for x in found], b), [*learned.values()])
     out = dict(zip(learned, grads, strict=True))
     for i, (value, metrics) in enumerate(found):
@@ -212,6 +219,10 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
     for path, names in (("reference", CASES), ("triton", INTERPRETED[shard.ranks])):
         with use(path):
             found[path] = {name: run(name, shard, width) for name in names}
+    if shard.ranks == 2:
+        compiled = torch.compile(run_criteria, fullgraph=True, backend="aot_eager")
+        with use("triton"):
+            found["compiled"] = {COMPILED: run(COMPILED, shard, width, compiled)}
     found["head"] = {"": run_head(shard, width)}
     torch.save(found, Path(directory, f"{dist.get_rank()}.pt"))
     dist.destroy_process_group()
@@ -309,7 +320,17 @@ def divergence(c: KL, z: Tensor, b: Batch) -> Tensor:
 def test_ranks_and_one_are_the_same(ranks: list[Found], path: str, name: str) -> None:
     if path == "triton" and name not in INTERPRETED[len(ranks)]:
         pytest.skip("compared on the other path")
-    found = joined([f[path][name] for f in ranks], WIDTHS[len(ranks)])
+    assert_same(ranks, path, name)
+
+
+def test_compiled(ranks: list[Found], path: str) -> None:
+    if path == "reference" or len(ranks) != 2:
+        pytest.skip("compiled with Triton's kernels, on two ranks")
+    assert_same(ranks, "compiled", COMPILED)
+
+
+def assert_same(ranks: list[Found], way: str, name: str) -> None:
+    found = joined([f[way][name] for f in ranks], WIDTHS[len(ranks)])
     peer, exact = run(name), truth(name)
     for key, x in peer.items():
         if key not in exact:  # accuracy and tokens

@@ -27,7 +27,7 @@ from tigon.train.config import Config
 from tigon.train.graphs import Graphs
 from tigon.train.lora import add_lora
 from tigon.train.model import finish
-from tigon.train.optim import build_optimizer
+from tigon.train.optim import InBackward, build_in_backward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
 LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
@@ -77,17 +77,20 @@ LONG = 8192
 TINY_TOKENS = 48
 VARLEN, LIGER = "torch_varlen", "Liger"
 GRAPHS = ("cuda_graphs=true",)
+IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
 CASES = {
     "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96),
     "Llama-3.2-1B 2 x 8192": Case("Llama-3.2-1B", 2, LONG, 1.18, 0.85, 0.95),
     "Llama-3.1-8B 2 x 8192, checkpointing": Case(
-        *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True
+        *("Llama-3.1-8B", 2, LONG, 1.15, 0.90), checkpointing=True, settings=IN_BACKWARD
     ),
     "Qwen3-4B 2 x 8192": Case("Qwen3-4B", 2, LONG, 1.14, 0.85, 0.98),
     "Gemma3-1B 2 x 8192": Case("Gemma3-1B", 2, LONG, 2.4, 0.75, 0.98, settings=GRAPHS),
     "Llama-3.2-1B 1 x 512": Case("Llama-3.2-1B", 1, 512, 2.5, settings=GRAPHS),
     "ragged chats, Llama-3.1-8B": Case(*("Llama-3.1-8B", 1, LONG, 1.35, 0.80), ragged=True),
-    "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9),
+    "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case(
+        *("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9), settings=IN_BACKWARD
+    ),
     "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
     "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
     "Llama-3.1-8B 2 x 4096 QLoRA": Case("Llama-3.1-8B", 2, 4096, 1.5, rank=16, quantize=True),
@@ -204,11 +207,14 @@ def parts_of(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def settings(case: Case, side: str, optimizer: str) -> Config:
-    """Of tigon.train: bf16 parameters and bf16 states, as the peer has."""
+    """Of tigon.train: bf16 parameters and bf16 states, as the peer has, and no clipping."""
     values = {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
     values |= {
         "optimizer": optimizer,
         "param_dtype": "bfloat16",
+        "max_grad_norm": 0,
+        "batch_size": case.rows,
+        "micro_batch_size": case.rows,
         "run_dir": "none",
         "model": "none",
     }
@@ -238,6 +244,13 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     if chosen.cuda_graphs and device != "cpu":
         Graphs(model)
     return model, adamw(model) if theirs else build_optimizer(model, chosen)
+
+
+def updates_of(case: Case, side: str, model: Any, optimizer: Any) -> InBackward | None:
+    """What updates Tigon's weights in backward, where the case has it; torch's AdamW does not."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return None
+    return build_in_backward(model, optimizer, settings(case, side, "adamw_bf16"))
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

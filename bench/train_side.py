@@ -27,8 +27,20 @@ from bench import train_limit
 from bench.compare_side import laps
 from bench.harness import Record, progress
 from bench.peers import imported
-from bench.train_cases import PEER, Batch, Case, Options, offered, options_of, ours, peer, shape_of
+from bench.train_cases import (
+    PEER,
+    Batch,
+    Case,
+    Options,
+    offered,
+    options_of,
+    ours,
+    peer,
+    shape_of,
+    updates_of,
+)
 from tigon.kernels import _attention_backends as backends
+from tigon.train.optim import InBackward
 from tigon.train.profile import STEP, by_kind, intervals, windows
 
 GIB = 2**30
@@ -67,17 +79,33 @@ def allocated() -> int:
 
 
 class Training:
-    """A model, its optimizer and the step that is measured: forward, backward, update."""
+    """A model, its optimizer and the step that is measured: forward, backward, update.
 
-    def __init__(self, model: Any, optimizer: Any, inputs: dict[str, Any]) -> None:
-        self.model, self.optimizer, self.inputs = model, optimizer, inputs
+    `updates`: with optimizer_in_backward, what makes the update in backward.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any, inputs: dict[str, Any], updates: InBackward | None = None
+    ) -> None:
+        self.model, self.optimizer, self.inputs, self.updates = model, optimizer, inputs, updates
 
     def step(self) -> Tensor:
         loss = self.model(**self.inputs).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.backward(loss)
+        self.update()
         return loss.detach()
+
+    def backward(self, loss: Tensor) -> Tensor | None:
+        """Returns the norm of the gradients, where they are gone after it."""
+        if self.updates is not None:
+            return self.updates.backward(loss)
+        loss.backward()
+        return None
+
+    def update(self) -> None:
+        if self.updates is None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
 
     def first(self) -> Record:
         """The first steps: losses, the first gradients' norm, and what memory each part takes."""
@@ -92,16 +120,17 @@ class Training:
             loss = self.model(**self.inputs).loss
             losses.append(loss.detach())
             parts["kept"] = allocated() - before
-            loss.backward()
+            known = self.backward(loss)
             del loss
             parts["gradients"] = allocated() - before
-            if number == 0:
+            if number == 0 and known is not None:
+                norm = float(known)
+            elif number == 0:
                 gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
                 norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
                 norm = float(torch.stack(norms).norm())
                 del gradients
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.update()
         gib = {name: size / GIB for name, size in parts.items()}
         return {"losses": [float(x) for x in losses], "gradient_norm": norm, "gib": gib}
 
@@ -149,7 +178,7 @@ class Sides:
         given = self.case, self.device, self.request.tiny
         if side != PEER:
             made = ours(given[0], side, *given[1:], self.request.optimizer)
-            return Training(*made, self.batch.ours())
+            return Training(*made, self.batch.ours(), updates_of(self.case, side, *made))
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
         return Training(

@@ -62,6 +62,8 @@ def test_settings_are_those_of_the_trainer() -> None:
     chosen = settings(CASES["Llama-3.1-8B 2 x 8192, checkpointing"], OURS, "adamw_bf16")
     assert chosen.activation_checkpointing is True and chosen.param_dtype == "bfloat16"
     assert (chosen.lr, chosen.beta2, chosen.weight_decay) == (1e-5, 0.999, 0.0)
+    assert chosen.optimizer_in_backward and not chosen.max_grad_norm
+    assert not settings(CASES[FIRST], OURS, "adamw_bf16").optimizer_in_backward
 
 
 def test_the_limit_counts_every_product_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:

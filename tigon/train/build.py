@@ -38,7 +38,14 @@ from tigon.train.model import (
     projections,
 )
 from tigon.train.objectives import Objective, find_objective
-from tigon.train.optim import Ema, build_ema, build_optimizer
+from tigon.train.optim import (
+    Ema,
+    InBackward,
+    build_ema,
+    build_in_backward,
+    build_optimizer,
+    check_ranks,
+)
 from tigon.train.optim.schedule import count
 from tigon.train.parallel import InputError, World
 from tigon.train.push import without_token
@@ -66,6 +73,7 @@ class Run:
     ema: Ema | None
     prompts: list[Prompt] = field(default_factory=list)  # of samples
     base: str = ""  # digest of the weights that an adapter is added to
+    in_backward: InBackward | None = None  # what updates the weights, if not a step after it
 
     @cached_property
     def feed(self) -> Feed:
@@ -151,6 +159,8 @@ def prepare(config: Config, world: World) -> Run:
 
     Until it returns nothing is written but the lock of the run directory.
     """
+    with world.together():
+        check_ranks(config, world.size)
     inputs = read_inputs(config, world)
     data, source = inputs.data, inputs.source
     chosen = decide(config, world, inputs.objective, source, world.size, world.device)
@@ -216,6 +226,7 @@ def make_run(
     return Run(
         config, world, objective, tokenizer, data, eval_data, model, optimizer, inputs.start,
         inputs.steps(config), inputs.state, saver, ema, list(prompts), base,
+        build_in_backward(model, optimizer, config),
     )  # fmt: skip
 
 

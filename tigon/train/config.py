@@ -88,6 +88,7 @@ class Config(
         check_precision(self)
         check_budget(self)
         check_graphs(self)
+        check_in_backward(self)
         check_lora(self)
         check_parallel(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
@@ -124,6 +125,42 @@ def check_graphs(config: Config) -> None:
             "cuda_graphs=true with activation_offload=true: copies to host memory take longer than "
             "Python does; leave one out"
         )
+
+
+def check_in_backward(config: Config) -> None:
+    """Raises ValueError for what needs all gradients at a time, or those of several backwards."""
+    if not config.optimizer_in_backward:
+        return
+    why = {
+        "max_grad_norm": (
+            config.max_grad_norm > 0,
+            "clipping needs the norm of all gradients before the first update: give "
+            "max_grad_norm=0",
+        ),
+        "optimizer": (
+            config.optimizer == "muon",
+            "its matrices are dealt to the ranks all together: give adamw, adamw_bf16, adamw_8bit "
+            "or sgd",
+        ),
+        "sharding": (
+            config.sharding == "gradients",
+            "its gradients are a rank's only when backward is over: give sharding=full",
+        ),
+        "cuda_graphs": (
+            config.cuda_graphs,
+            "graphs write gradients to memory that stays, so none would be saved: leave one out",
+        ),
+        "spike": (
+            config.spike_sigma > 0 and config.spike == "skip",
+            "a spike of the gradient's norm is known after the update, which cannot be skipped: "
+            "give spike=rollback or stop, or spike_sigma=0",
+        ),
+    }
+    for name, (wrong, hint) in why.items():
+        if wrong:
+            value = getattr(config, name)
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"optimizer_in_backward=true with {name}={shown}: {hint}")
 
 
 def check_lora(config: Config) -> None:
@@ -166,6 +203,7 @@ def check_parallel(config: Config) -> None:
         "lora": config.lora is not None,
         "fp8": config.fp8,
         "cuda_graphs": config.cuda_graphs,
+        "optimizer_in_backward": config.optimizer_in_backward,
         "activation_checkpointing": config.activation_checkpointing == "auto",
         "task": config.task == "reward",
     }

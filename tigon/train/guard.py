@@ -43,8 +43,11 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     state.skips = state.skips + 1 if trouble else 0
     if trouble is None or trouble.policy == "rollback":
         return trouble
+    if changed(run, loss):
+        why = "The weights were changed in backward, and not saved"
+        raise stop(run, step, trouble, why, "rollback")
     if trouble.policy == "stop":
-        raise stop(run, step, trouble, "The weights were not changed")
+        raise stop(run, step, trouble, "The weights were not changed", "skip or rollback")
     if state.skips > SKIPS:
         raise stop(run, step, trouble, f"The {SKIPS} steps before it were skipped too")
     if trouble.broken:
@@ -53,11 +56,18 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     return trouble
 
 
+def changed(run: Run, loss: float) -> bool:
+    """Whether the step's gradients have changed the weights: backward leaves them out only where
+    the loss is not finite."""
+    return run.in_backward is not None and math.isfinite(loss)
+
+
 def _trouble(run: Run, step: int, loss: float, grad_norm: float, own_loss: float) -> Trouble | None:
     config = run.config
     measured = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        size = largest_weight(run.model, run.world)
+        # Of weights that this step has changed, nobody knows how they were
+        size = 0.0 if changed(run, loss) else largest_weight(run.model, run.world)
         if is_broken(size):
             text = f"{measured}, with weights up to {size:.3g} from the steps before"
         else:
@@ -142,17 +152,16 @@ def rows(run: Run, step: int) -> str:
     return f"its rows are {', '.join(where[:8])}{more}"
 
 
-def stop(run: Run, step: int, trouble: Trouble, why: str) -> FloatingPointError:
-    """After so many steps; checkpoints of later ones were passed over when the run began."""
+def stop(run: Run, step: int, trouble: Trouble, why: str, instead: str = "") -> FloatingPointError:
+    """After so many steps; checkpoints of later ones were passed over when the run began.
+    `instead`: policies that would go on."""
     run.saver.wait()
     saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"), step)
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
     if trouble.broken:
         hint = "; the learning rate may be too high"
-    elif trouble.policy == "stop":
-        hint = f"; {trouble.kind}=skip or rollback would go on"
     else:
-        hint = ""
+        hint = f"; {trouble.kind}={instead} would go on" if instead else ""
     return FloatingPointError(f"{trouble.text}. {why}; {last}{hint}")
 
 

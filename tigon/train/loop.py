@@ -17,7 +17,7 @@ from tigon.train.optim import learning_rate
 from tigon.train.parallel import InputError, reshard
 from tigon.train.profile import Profiler
 from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
-from tigon.train.step import backward
+from tigon.train.step import backward, set_rates
 from tigon.train.stopping import Deadline
 
 
@@ -115,9 +115,10 @@ def steps(run: Run, record: Record) -> int:
 
 
 def update(run: Run, step: int) -> None:
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(run.config, step, run.steps) * group["lr_scale"]
-    run.optimizer.step()
+    """Of the weights, unless backward has done it, and of their average."""
+    if run.in_backward is None:
+        set_rates(run, step)
+        run.optimizer.step()
     if run.ema is not None:
         run.ema.update(run.model)
 
@@ -169,6 +170,8 @@ def evaluated_loss(run: Run, step: int) -> float | None:
 
 
 def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
+    if run.in_backward is not None:
+        run.in_backward.check()  # one that went on after an error must not save what it left
     if not run.world.most(run.world.signals.received):  # a signal leaves little time
         run.exporter.wait()  # what goes on from this checkpoint does not look for earlier exports
     record.sync()

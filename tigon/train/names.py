@@ -154,7 +154,7 @@ OTHERS = {
     "full_bf16": PURE,
     "optimizer_cpu_offload": OFFLOAD,
     "offload_optimizer": OFFLOAD,
-    "optimizer_in_bwd": "no: all gradients are clipped together; optimizer_offload saves memory",
+    "optimizer_in_bwd": "optimizer_in_backward",
     "cpu_offload": OFFLOAD,
     "fsdp_cpu_offload": OFFLOAD,
     "freeze": FREEZE,

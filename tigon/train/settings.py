@@ -246,6 +246,11 @@ class OptimizerSettings:
     optimizer_offload: bool = option(
         False, "keep optimizer states, and the average of ema_decay, in host memory; not with muon"
     )
+    optimizer_in_backward: bool = option(
+        False,
+        "update each block's weights in backward and free its gradients at once, which saves their "
+        "memory; needs max_grad_norm=0 and one micro-batch a step: docs/training.md",
+    )
     ema_decay: float = option(
         0.0, "of an average of the weights, exported to run_dir/hf-ema, such as 0.999; 0: none",
         least=0,

@@ -1,5 +1,6 @@
 """The passes of one step, over all micro-batches and ranks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,33 +10,49 @@ from torch import Tensor
 from tigon.parallel import find_tensor
 from tigon.train.build import Run
 from tigon.train.objectives import Part
-from tigon.train.optim import clip
+from tigon.train.optim import clip, learning_rate
 from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 
 def backward(run: Run, step: int) -> dict[str, float]:
     """Gradients of the step, clipped at once or by the update; its loss, this rank's part of it,
-    the gradients' norm before clipping, and what else the objective logs."""
+    the gradients' norm before clipping, and what else the objective logs. With
+    optimizer_in_backward the weights are updated, and there are no gradients."""
     world, model, objective = run.world, run.model, run.objective
     batches = [objective.resolve(model, rows) for rows in run.feed(step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = total(world, [objective.sums(model, batch) for batch in batches])
     watch = Watch(run, step + 1 - run.state.offset, training=True)
-    parts = []
+    parts, norm = [], None
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
         batch = watch.ask(batch)
         part = objective.loss(model, batch, sums)
-        part.loss.backward()
+        if run.in_backward is None:
+            part.loss.backward()
+        else:
+            set_rates(run, step - run.state.offset)
+            whole = world.sum(part.loss.detach().to(torch.double, copy=True))
+            norm = run.in_backward.backward(part.loss, whole)
         # What autograd knew of it goes: nodes of an eager pass must not be there in a capture
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
-    if (tensor := find_tensor(model)) is not None:
-        tensor.sum_gradients(model)
-    norm = clip(model, run.optimizer, run.config.max_grad_norm)
+    if norm is None:
+        if (tensor := find_tensor(model)) is not None:
+            tensor.sum_gradients(model)
+        norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own = torch.stack([part.loss.detach().double() for part in parts]).sum()
-    return numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts))
+    values = numbers({"grad_norm": norm, "own_loss": own} | summed(run, parts))
+    if run.in_backward is not None and not math.isfinite(values["loss"]):
+        run.in_backward.take_back()
+    return values
+
+
+def set_rates(run: Run, step: int) -> None:
+    """Learning rates of the update after so many steps."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(run.config, step, run.steps) * group["lr_scale"]
 
 
 def summed(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:

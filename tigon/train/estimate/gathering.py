@@ -56,6 +56,7 @@ class Gathering:
         self.ledger: Ledger = meter.ledger
         self.world, self.param_dtype, self.meter = world, param_dtype, meter
         self.reduce = True  # the gradients of this micro-batch
+        self.keeps = True  # shards of gradients, until backward is over
         self.buffer = 0  # of the last group gathered in forward
         self.reducing = 0  # of the last group whose gradients are reduced
         self.blocks = [Group(list(b.parameters()), world, dtype) for b in model.model.layers]
@@ -157,6 +158,8 @@ class Gathering:
                 sum(rounded(p, self.param_dtype) for p in group.trained) // self.world
             )
             self.ledger.remove(GRADIENTS, group.shard * (4 - self.param_dtype.itemsize) // 4)
+        if not self.keeps:
+            self.ledger.remove(GRADIENTS, group.shard * self.param_dtype.itemsize // 4)
 
     def _drop_gradients(self, group: Group) -> None:
         for parameter in group.trained:

@@ -24,7 +24,7 @@ from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch
 from tigon.train.estimate.reducing import Reducing
 from tigon.train.model import is_sharded, sum_dtype
 from tigon.train.objectives import Objective
-from tigon.train.optim import ema_bytes, freeze, hidden_matrices, state_bytes
+from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
 
 # What cuBLAS takes once for each of two threads, forward's and backward's, from sm_90 on
 CUBLAS = 2 * 32 * 2**20
@@ -117,6 +117,10 @@ def _weigh(
         gathering = Reducing(model, meter, world, sum_dtype(config), sharded)
     elif sharded is not None:
         gathering = Gathering(model, meter, world, model.dtype, sharded)
+        gathering.keeps = not config.optimizer_in_backward
+    elif config.optimizer_in_backward:
+        for part in parts_of(model):
+            _free_together(part, meter)
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -143,6 +147,21 @@ def _weigh(
             if gathering is not None:
                 gathering.end()
     return ledger
+
+
+def _free_together(part: list[nn.Parameter], meter: Meter) -> None:
+    """With optimizer_in_backward: gradients go when the last one of a part is there."""
+    missing = set(part)
+
+    def arrived(parameter: Any) -> None:
+        meter.relabel(parameter.grad, GRADIENTS)
+        missing.discard(parameter)
+        if not missing:
+            for p in part:
+                p.grad = None
+
+    for parameter in part:
+        parameter.register_post_accumulate_grad_hook(arrived)
 
 
 def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:

@@ -15,7 +15,7 @@ from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
 from tigon.train.flops import model_flops, peak_flops
 from tigon.train.model import compute_dtype, held_dtype, outline
-from tigon.train.optim import build_ema, build_optimizer, freeze
+from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.parallel import InputError, World
 
 # Settings that save memory, in the order of what they cost
@@ -40,6 +40,8 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
             f"{config.micro_batch_size} x {ranks} ranks with different rows"
         )
+    with world.together():
+        check_ranks(config, gpus)
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
         with world.together():

@@ -1,4 +1,6 @@
-"""Clipping of gradients."""
+"""The norm of all gradients, and clipping by it."""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -6,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tigon.kernels.squared_norm import SquaredNorm
 from tigon.parallel import find_tensor
 from tigon.train.optim.fused import runs_fused
 from tigon.train.optim.low_precision import Stored
@@ -28,7 +31,7 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
         squares = optimizer.fused.squares(gradients)
-    norm = _over_ranks(squares, model, parameter).sqrt().float()
+    norm = _over_ranks(squares, model).sqrt().float()
     optimizer.scale = _factor(norm, max_norm) if max_norm else None
     return norm
 
@@ -41,28 +44,75 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every rank calls this.
     """
     parameters = list(model.parameters())
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    gradients = [g for g in gradients if g.numel()]
-    norm = torch.zeros((), device=parameters[0].device)
-    if counted := _counted(model):
-        norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(parameters[0], DTensor):
-        norm = _over_ranks(norm.double().square(), model, parameters[0]).sqrt().float()
+    gradients, counted = [*_of_rank(parameters).values()], _counted(model)
+    norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else ()
+    norm = _of_norms(norms, model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
 
 
+class NormInParts:
+    """The same norm, of gradients of which a part is there at a time."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[Hashable, SquaredNorm] = {}  # which keep tables of each part
+        self._squares: list[Tensor] = []  # float64, of parts by kernel
+        self._norms: dict[Tensor, Tensor] = {}  # float32, of each of the other parameters
+
+    def begin(self) -> None:
+        self._squares, self._norms = [], {}
+
+    @torch.no_grad()
+    def add(self, name: Hashable, parameters: Sequence[Tensor], *, by_kernel: bool) -> None:
+        """The gradients of a part, which `name` tells from the others."""
+        found = _of_rank(parameters)
+        if not found:
+            return
+        if by_kernel:
+            kernel = self._kernels.setdefault(name, SquaredNorm())
+            self._squares.append(kernel([g.contiguous() for g in found.values()]))
+        else:
+            norms = torch._foreach_norm([*found.values()], 2, dtype=torch.float32)
+            self._norms |= zip(found, norms, strict=True)
+
+    @torch.no_grad()
+    def total(self, model: nn.Module) -> Tensor:
+        """Of all parts, which are gradients of the model's. Every rank calls this."""
+        parameters = list(model.parameters())
+        norms = [self._norms[p] for p in parameters if p in self._norms]
+        if not self._squares:
+            return _of_norms(norms, model)
+        squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
+        return _over_ranks(squares.sum(), model).sqrt().float()
+
+
+def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
+    """The gradients that are there, without the empty ones: a rank may have no rows of some."""
+    found = {p: local(p.grad) for p in parameters if p.grad is not None}
+    return {p: g for p, g in found.items() if g.numel()}
+
+
 def _counted(model: nn.Module) -> list[Tensor]:
-    """This rank's gradients; what several ranks have alike is counted on one."""
+    """This rank's gradients; what ranks of tensor parallelism have alike is counted on one."""
     if (tensor := find_tensor(model)) is not None:
         return tensor.counted(model)
-    found = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    return [g for g in found if g.numel()]  # a rank may have no rows of some
+    return [*_of_rank(model.parameters()).values()]
 
 
-def _over_ranks(squares: Tensor, model: nn.Module, parameter: Tensor) -> Tensor:
+def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
+    """The norm of all ranks' gradients, from the norm of each of this rank's."""
+    parameter = next(model.parameters())
+    norm = torch.zeros((), device=parameter.device)
+    if norms:
+        norm = torch.linalg.vector_norm(torch.stack([*norms]))
+    if isinstance(parameter, DTensor):
+        norm = _over_ranks(norm.double().square(), model).sqrt().float()
+    return norm
+
+
+def _over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
+    parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
     if (tensor := find_tensor(model)) is not None:

@@ -40,14 +40,15 @@ class Fused:
 
     def update(
         self,
-        index: int,
+        name: object,
         group: dict[str, Any],
         parameters: Sequence[Tensor],
         states: Mapping[Tensor, Mapping[str, Tensor]],
         positions: Mapping[Tensor, int],
         scale: Tensor | None,
     ) -> None:
-        """Of the group `index`; each parameter has its gradient, and has counted this step."""
+        """Of parameters of a group, together known as `name`; each has its gradient, and has
+        counted this step."""
         own = [p for p in parameters if local(p).numel()]
         if not own:
             return
@@ -62,7 +63,7 @@ class Fused:
                 *(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"]),
                 *(step, stream(self.seed, step)),
             )
-            kernel((index, number), slots, settings, scale)
+            kernel((name, number), slots, settings, scale)
 
     def _kernel_on(self, device: torch.device) -> FusedAdamW:
         if self._kernel is None:

@@ -4,14 +4,12 @@ R rows, C columns: a rank's part of a parameter as a matrix.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw as torch_adamw
-from torch.optim.sgd import sgd as torch_sgd
 
 from tigon.models import CausalLM
 from tigon.splitmix import sixteen
@@ -22,6 +20,7 @@ from tigon.train.optim.fused import Fused, runs_fused
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
 from tigon.train.optim.rounding import draws, round_stochastically
+from tigon.train.optim.rules import SGD, AdamW, Rule
 from tigon.train.parallel import local
 from tigon.weights import own_rows
 
@@ -38,83 +37,6 @@ class Piece(NamedTuple):
     states: States  # [R, ...]
     position: int  # of its first element among all of the model
     step: int  # from 1
-
-
-class Rule(Protocol):
-    """An update of tensors in place, all float32."""
-
-    states: Sequence[str]
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None:
-        """`steps`: those that were done before."""
-        ...
-
-
-class AdamW:
-    states: Sequence[str] = ("exp_avg", "exp_avg_sq")
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        torch_adamw(
-            weights,
-            gradients,
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-class SGD:
-    def __init__(self, momentum: float) -> None:
-        self.states: Sequence[str] = ("momentum_buffer",) if momentum else ()
-
-    def __call__(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: Mapping[str, list[Tensor]],
-        steps: list[Tensor],
-    ) -> None:
-        # torch begins with the gradient, and so does a momentum of zeros
-        momenta: list[Tensor | None] = [None] * len(weights)
-        if self.states:
-            momenta = [*states["momentum_buffer"]]
-        torch_sgd(
-            weights,
-            gradients,
-            momenta,
-            fused=True,
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=False,
-        )
 
 
 class Stored(Optimizer):
@@ -169,20 +91,38 @@ class Stored(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = closure() if closure is not None else None
         scale, self.scale = self.scale, None
+        parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
+        self.update(parts, scale=scale)
+        return loss
+
+    @torch.no_grad()
+    def update(
+        self,
+        parts: Iterable[tuple[int, Sequence[Tensor]]],
+        name: object = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """A step of those among some parameters that have a gradient, which stays.
+
+        `parts`: parameters by the index of their group. `name`: theirs together, by which the
+        kernel knows its tables again. `scale`: what gradients are multiplied by, on the device.
+        """
         buckets = []
-        for i, group in enumerate(self.param_groups):
-            given = [p for p in group["params"] if p.grad is not None]
+        for i, parameters in parts:
+            group = self.param_groups[i]
+            given = [p for p in parameters if p.grad is not None]
             self._count(given)
             # Fused updates do not: a backward pass that needs the weights as they were raises
             torch.autograd.graph.increment_version([local(p) for p in given])
             if self.fused is not None:
                 by_kernel = [p for p in given if runs_fused(p)]
-                self.fused.update(i, group, by_kernel, self.state, self.positions, scale)
+                key = name, i
+                self.fused.update(key, group, by_kernel, self.state, self.positions, scale)
                 if len(by_kernel) == len(given):
                     continue
                 given = [p for p in given if not runs_fused(p)]
             if scale is not None and given:
-                torch._foreach_mul_([local(p.grad) for p in given], scale)
+                torch._foreach_mul_([local(p.grad) for p in given if p.grad is not None], scale)
             self._update_whole(group, [p for p in given if p not in self.converted])
             pieces = self._pieces([p for p in given if p in self.converted])
             buckets += [(group, bucket) for bucket in _buckets(pieces)]
@@ -190,7 +130,11 @@ class Stored(Optimizer):
             [[t for piece in bucket for t in piece.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),
         )
-        return loss
+
+    def take_back(self, parameters: Sequence[Tensor]) -> None:
+        """Their last updates, by a scale of NaN, changed nothing: they do not count as steps."""
+        if parameters:
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
 
     def _count(self, parameters: Sequence[Tensor]) -> None:
         """One more step of each; before the first, states of zeros."""

@@ -1,0 +1,156 @@
+"""`optimizer_in_backward`: backward updates weights block by block, and frees their gradients.
+
+Learning rate, step and random bits of an update are those that it has after backward, so weights
+and states have the same bits. Sources: torchtune's optimizer_in_bwd, and torch's tutorial on
+register_post_accumulate_grad_hook.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tigon.models import CausalLM
+from tigon.parallel import in_order
+from tigon.train.config import Config
+from tigon.train.optim.clip import NormInParts
+from tigon.train.optim.fused import runs_fused
+from tigon.train.optim.low_precision import Stored
+
+
+@dataclass
+class Part:
+    """Parameters that are updated together, by one launch where the kernel runs."""
+
+    number: int
+    parameters: list[nn.Parameter]
+    groups: dict[int, list[Tensor]] = field(default_factory=dict)  # by index of the optimizer's
+    missing: int = 0  # gradients of this backward that are to come
+
+
+class InBackward:
+    """Updates a model's parameters while `backward` goes through it, and keeps no gradient.
+
+    A step has one forward and one backward. Any other backward leaves gradients as ever.
+    """
+
+    def __init__(self, model: CausalLM, optimizer: Stored) -> None:
+        """The optimizer has all parameters that are trained, and sets no gradient itself."""
+        self.model, self.optimizer, self.norm = model, optimizer, NormInParts()
+        self.under_way = False  # also after a backward that has failed
+        self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
+        self._waited: bool | None = None  # `finite`, on the host
+        self.parts = [Part(i, each) for i, each in enumerate(parts_of(model))]
+        self._updated: list[Tensor] = []
+        index = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for part in self.parts:
+            for p in part.parameters:
+                part.groups.setdefault(index[p], []).append(p)
+                p.register_post_accumulate_grad_hook(lambda _, part=part: self._arrived(part))
+
+    def backward(self, loss: Tensor, total: Tensor | None = None) -> Tensor:
+        """From `loss`: each parameter that gets a gradient has its update. Returns the norm of all
+        gradients, over all ranks.
+
+        `total`: the loss over all ranks, where that is another. Where it is not finite, no weight
+        and no state changes; `take_back` is then called, once the host knows. RuntimeError if the
+        backward before this one has failed. Every rank calls this.
+        """
+        self.check()
+        self.under_way = True
+        self.norm.begin()
+        self._updated = []
+        whole = loss if total is None else total
+        self.finite = whole.detach().isfinite()
+        # The kernel changes nothing where this is NaN, and nobody waits for the device
+        self.scale = torch.where(self.finite, 1.0, math.nan).float()
+        self._waited = None
+        for part in self.parts:
+            part.missing = len(part.parameters)
+        loss.backward()
+        for part in self.parts:  # of which some have had none
+            self._update(part)
+        self.under_way = False
+        return self.norm.total(self.model)
+
+    def take_back(self) -> None:
+        """After a loss that was not finite: the update that changed nothing is no step."""
+        self.optimizer.take_back(self._updated)
+        self._updated = []
+
+    def check(self) -> None:
+        """RuntimeError where weights are updated in part."""
+        if self.under_way:
+            raise RuntimeError(
+                "optimizer_in_backward: a backward pass has failed, and left weights of which some "
+                "have its update and some have not: begin again, from a checkpoint"
+            )
+
+    def _arrived(self, part: Part) -> None:
+        """After a parameter has its gradient, of all its uses."""
+        if not self.under_way:
+            return
+        part.missing -= 1
+        if part.missing < 0:
+            raise RuntimeError(
+                "optimizer_in_backward: a backward pass has given a parameter a second gradient, "
+                "after its update: leave optimizer_in_backward out"
+            )
+        if not part.missing:
+            self._update(part)
+
+    @torch.no_grad()
+    def _update(self, part: Part) -> None:
+        given = [p for p in part.parameters if p.grad is not None]
+        if not given:
+            return
+        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, given))
+        self.norm.add(part.number, given, by_kernel=by_kernel)
+        if by_kernel or self._is_finite():
+            scale = self.scale if by_kernel else None
+            self.optimizer.update(part.groups.items(), part.number, scale)
+            self._updated += given
+        for p in given:
+            p.grad = None
+
+    def _is_finite(self) -> bool:
+        """Waits for the device, once in a backward."""
+        if self._waited is None:
+            self._waited = bool(self.finite)
+        return self._waited
+
+
+def build_in_backward(
+    model: CausalLM, optimizer: torch.optim.Optimizer, config: Config
+) -> InBackward | None:
+    if not config.optimizer_in_backward:
+        return None
+    assert isinstance(optimizer, Stored)  # Config says so
+    return InBackward(model, optimizer)
+
+
+def parts_of(model: CausalLM) -> list[list[nn.Parameter]]:
+    """The trained parameters of the embedding, of each block, and of the last norm with the head.
+    What is shared is of the first that has it."""
+    found: list[list[nn.Parameter]] = []
+    seen: set[nn.Parameter] = set()
+    pieces: list[list[nn.Module]] = [*in_order(model), [model]]
+    for modules in pieces:
+        every = dict.fromkeys(p for module in modules for p in module.parameters())
+        found.append([p for p in every if p.requires_grad and p not in seen])
+        seen |= every.keys()
+    return [part for part in found if part]
+
+
+def check_ranks(config: Config, ranks: int) -> None:
+    """Raises ValueError where a step has several micro-batches, whose gradients add up."""
+    count = config.batch_size // (config.micro_batch_size * ranks)
+    if config.optimizer_in_backward and count > 1:
+        raise ValueError(
+            "optimizer_in_backward=true updates weights in the only backward pass of a step, and "
+            f"batch_size={config.batch_size} with micro_batch_size={config.micro_batch_size} has "
+            f"{count} on {'one rank' if ranks == 1 else f'each of {ranks} ranks'}: give "
+            f"micro_batch_size={config.batch_size // ranks}, or "
+            f"batch_size={config.micro_batch_size * ranks}"
+        )

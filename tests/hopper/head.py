@@ -8,7 +8,7 @@ import torch
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, zeros
 from tigon.kernels._cross_entropy_rows import loss_rows
-from tigon.kernels._divergence_rows import divergence_rows
+from tigon.kernels._divergence_rows import divergence_rows, logit_masses
 from tigon.kernels._logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
 
 
@@ -51,6 +51,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "many tokens": {"V": 32000, "grad": True},
     "one token": {"V": 1, "grad": True},
+    "some of the tokens": {"options": ALL, "metrics": ("target", "total", "entropy"), "size": 1000},
+    "some of the tokens, gradient added, known mass": {
+        "options": ALL, "grad": True, "add": True, "known": True, "size": 1000,
+    },
 }  # fmt: skip
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "forward": {},
@@ -68,6 +72,13 @@ DIVERGENCES: dict[str, dict[str, Any]] = {
     "mixture, normalized, gradient": {"beta": 0.5, "normalized": True, "grad": True},
     "many tokens": {"V": 32000, "grad": True, "beta": 0.5},
     "one token": {"V": 1, "grad": True},
+    "some of the tokens, forward, gradient": {"known": "masses", "grad": True},
+    "some of the tokens, reverse, capped": {"known": "masses", "beta": 1.0, "options": CAPPED},
+    "some of the tokens, mixture": {"known": "masses", "beta": 0.5},
+    "some of many tokens, fp32, mixture, capped": {
+        "V": 32000, "dtype": FP32, "known": "masses", "beta": 0.5, "options": CAPPED,
+    },
+    "some of the tokens, mixture, gradient": {"known": "mean", "beta": 0.5, "grad": True},
 }  # fmt: skip
 
 
@@ -80,13 +91,14 @@ def _loss_rows(
     add: bool = False,
     known: bool = False,
     holes: bool = False,
+    size: int | None = None,
 ) -> None:
     logits, targets = zeros(8, V, dtype=dtype), zeros(8, dtype=torch.int64)
     one = zeros(8, dtype=FP32)
     out = torch.zeros_like(logits)
     gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
     mass = (one, one) if known else None
-    loss_rows(logits, targets, options, metrics, gradient, mass, holes=holes)
+    loss_rows(logits, targets, options, metrics, gradient, mass, holes=holes, size=size)
 
 
 def _divergence_rows(
@@ -97,8 +109,14 @@ def _divergence_rows(
     grad: bool = False,
     add: bool = False,
     normalized: bool = False,
+    known: str = "",
 ) -> None:
     student, teacher = zeros(8, V, dtype=dtype), zeros(8, V, dtype=dtype)
     one, out = zeros(8, dtype=FP32), torch.zeros_like(student)
     gradient = Gradient(one, out, torch.zeros_like(out) if add else None) if grad else None
-    divergence_rows(student, teacher, options, options, beta, gradient, normalized=normalized)
+    more: dict[str, Any] = {"normalized": normalized}
+    if known:
+        more["masses"] = logit_masses(student, teacher, options, options)
+    if known == "mean":
+        more["mean"] = zeros(8, dtype=FP32)
+    divergence_rows(student, teacher, options, options, beta, gradient, **more)

@@ -22,13 +22,17 @@ from tigon.kernels import (
     KL,
     CrossEntropy,
     Head,
+    HeadValue,
     LogProbs,
     VocabularyShard,
     kl_ref,
     run_criteria,
     use,
 )
+from tigon.kernels._vocabulary import join_logits
+from tigon.kernels.criteria import active_rows
 from tigon.kernels.cross_entropy import METRICS, Options, scale_and_cap
+from tigon.layers import LMHead
 
 N, C, D, V, K = 23, 8, 5, 131, 6
 CAPPED = Options(softcap=4.0, logit_scale=0.7)
@@ -56,7 +60,12 @@ class Batch:
         self.teacher = Head(make(V, D), make(V), Options(softcap=5.0))
         self.logprobs, self.tokens = self.teacher_logits().float().log_softmax(-1).topk(K)
         self.tokens[3, 2:] = -1
+        self.low, self.up = make(N, 3), make(V, 3)
         self.ups = torch.randn(N, generator=random, device="cpu")
+
+    def learned(self) -> dict[str, Tensor]:
+        names = ("hidden", "weight", "bias", "low", "up")
+        return {name: getattr(self, name).requires_grad_() for name in names}
 
     def teacher_logits(self) -> Tensor:
         weight, bias, options = self.teacher
@@ -70,6 +79,7 @@ class Batch:
             return torch.cat((x[shard.first : shard.first + shard.rows], padding))
 
         self.weight, self.bias = rows(self.weight, 3.0), rows(self.bias, 1e3)
+        self.up = rows(self.up, 3.0)
         weight, bias, options = self.teacher
         self.teacher = Head(rows(weight, 3.0), rows(bias, 1e3), options)
 
@@ -131,16 +141,12 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
         {"ties": True, "options": Options(softcap=0.5)},
     ),
 }
-INTERPRETED = (
-    "sum, capped, in chunks",
-    "log-probabilities",
-    "bf16, several",
-    "ties",
-    "all kinds",
-    "forward KL",
-    "reverse KL per row",
-    "bf16, all kinds",
-)
+INTERPRETED = {  # on the four ranks, too, one of which has no rows: "all kinds"
+    2: ("log-probabilities", "ties", "reverse KL per row", "bf16, all kinds"),
+    4: ("all kinds",),
+}
+COMPILED = "per row"
+CUT, SUMMED = ("weight", "bias", "up"), ("hidden", "low")  # gradients
 
 
 def objective(values: list[Tensor], b: Batch) -> Tensor:
@@ -149,7 +155,12 @@ def objective(values: list[Tensor], b: Batch) -> Tensor:
     return torch.stack([(1 + 0.5 * i) * t for i, t in enumerate(terms)]).sum()
 
 
-def run(name: str, shard: VocabularyShard | None = None, width: int = V) -> dict[str, Tensor]:
+def run(
+    name: str,
+    shard: VocabularyShard | None = None,
+    width: int = V,
+    call: Callable[..., list[HeadValue]] = run_criteria,
+) -> dict[str, Tensor]:
     """Values, metrics and gradients; those of the weight and bias with padding."""
     make, settings = CASES[name]
     more = dict(settings)
@@ -157,12 +168,41 @@ def run(name: str, shard: VocabularyShard | None = None, width: int = V) -> dict
     if shard is not None:
         b.cut(shard, width)
         more["vocabulary"] = shard
-    leaves = [x.requires_grad_() for x in (b.hidden, b.weight, b.bias)]
-    found = run_criteria(*leaves, make(b), **more)
-    grads = torch.autograd.grad(objective([x.value for x in found], b), leaves)
-    out = dict(zip(("hidden", "weight", "bias"), grads, strict=True))
+    learned = b.learned()
+    hidden, weight, bias, low, up = learned.values()
+    found = call(hidden, weight, bias, make(b), added=(low, up), **more)
+    grads = torch.autograd.grad(objective([x.value for x in found], b), [*learned.values()])
+    out = dict(zip(learned, grads, strict=True))
     for i, (value, metrics) in enumerate(found):
         out |= {f"value {i}": value.detach()} | {f"{n} {i}": x for n, x in metrics.items()}
+    return out
+
+
+def run_head(shard: VocabularyShard | None = None, width: int = V) -> dict[str, Tensor]:
+    """What a head returns, with a head as the teacher, and gradients."""
+    b, out = Batch(), {}
+    if shard is not None:
+        b.cut(shard, width)
+    student = LMHead(C, width, bias=True, softcap=4.0, logit_scale=0.7)
+    teacher = LMHead(D, width, bias=True, softcap=5.0).requires_grad_(False)
+    student.vocabulary = teacher.vocabulary = shard
+    student.load_state_dict({"weight": b.weight, "bias": b.bias})
+    teacher.load_state_dict({"weight": b.teacher.weight, "bias": b.teacher.bias})
+    b.hidden.requires_grad_()
+    of_teacher = {"teacher_hidden": b.teacher_hidden, "teacher": teacher, "beta": 0.3}
+    criteria = [_smoothed(b), KL(targets=b.targets, **of_teacher)]
+    active = active_rows(b.targets)
+    for name, more in {"fused": {"active": active}, "logits": {"return_logits": True}}.items():
+        found = student(b.hidden, criteria, at=b.hidden[:3], **more)
+        loss = objective([x.value for x in found.values], b)
+        out |= {f"value {name} {i}": x.value.detach() for i, x in enumerate(found.values)}
+        out[f"at {name}"] = found.logits_at
+        if found.logits is not None:
+            assert found.logits.is_contiguous()
+            out["logits"] = found.logits.detach()
+            loss = loss + found.logits.square().mean()
+        grads = torch.autograd.grad(loss, (b.hidden, student.weight, student.bias))
+        out |= zip((f"{x} {name}" for x in ("hidden", "weight", "bias")), grads, strict=True)
     return out
 
 
@@ -176,9 +216,14 @@ def rank(directory: str, widths: Mapping[int, int]) -> None:
     assert group is not None
     shard = VocabularyShard.of(group, first, min(width, V - first), V)
     found = {}
-    for path, names in (("reference", CASES), ("triton", INTERPRETED)):
+    for path, names in (("reference", CASES), ("triton", INTERPRETED[shard.ranks])):
         with use(path):
             found[path] = {name: run(name, shard, width) for name in names}
+    if shard.ranks == 2:
+        compiled = torch.compile(run_criteria, fullgraph=True, backend="aot_eager")
+        with use("triton"):
+            found["compiled"] = {COMPILED: run(COMPILED, shard, width, compiled)}
+    found["head"] = {"": run_head(shard, width)}
     torch.save(found, Path(directory, f"{dist.get_rank()}.pt"))
     dist.destroy_process_group()
 
@@ -199,14 +244,16 @@ def joined(found: list[dict[str, Tensor]], width: int) -> dict[str, Tensor]:
     """What all ranks found, as one rank would have it."""
     out = dict(found[0])
     for name, x in out.items():
-        if name not in ("hidden", "weight", "bias"):
-            assert all(torch.equal(x, other[name]) for other in found), name
-    out["hidden"] = torch.stack([f["hidden"].double() for f in found]).sum(0).to(out["hidden"])
-    for name in ("weight", "bias"):
-        whole = torch.cat([f[name] for f in found])
-        assert whole.shape[0] == width * len(found)
-        assert not whole[V:].any(), f"padding has a gradient of the {name}"
-        out[name] = whole[:V]
+        parts = [f[name] for f in found]
+        if name.startswith(SUMMED):
+            out[name] = torch.stack(parts).double().sum(0).to(x)
+        elif name.startswith(CUT):
+            whole = torch.cat(parts)
+            assert whole.shape[0] == width * len(found)
+            assert not whole[V:].any(), f"padding has a gradient of the {name}"
+            out[name] = whole[:V]
+        else:
+            assert all(torch.equal(x, other) for other in parts), name
     return out
 
 
@@ -215,11 +262,13 @@ def truth(name: str) -> dict[str, Tensor]:
     make, settings = CASES[name]
     b = Batch(settings.get("dtype", torch.float32), settings.get("ties", False))
     criteria = make(b)
-    leaves = [x.double().requires_grad_() for x in (b.hidden, b.weight, b.bias)]
-    z = scale_and_cap(F.linear(*leaves), settings.get("options", Options()))
+    learned = {name: x.detach().double().requires_grad_() for name, x in b.learned().items()}
+    hidden, weight, bias, low, up = learned.values()
+    raw = F.linear(hidden, weight, bias) + low @ up.T
+    z = scale_and_cap(raw, settings.get("options", Options()))
     values = [defined(c, z, b) for c in criteria]
-    grads = torch.autograd.grad(objective(values, b), leaves)
-    out = dict(zip(("hidden", "weight", "bias"), grads, strict=True))
+    grads = torch.autograd.grad(objective(values, b), [*learned.values()])
+    out = dict(zip(learned, grads, strict=True))
     out |= {f"value {i}": v.detach() for i, v in enumerate(values)}
     logp, index = z.detach().log_softmax(-1), b.targets.clamp(min=0)[:, None]
     lse, valid = z.detach().logsumexp(-1), b.targets != -100
@@ -269,9 +318,19 @@ def divergence(c: KL, z: Tensor, b: Batch) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_and_one_are_the_same(ranks: list[Found], path: str, name: str) -> None:
-    if path == "triton" and name not in INTERPRETED:
+    if path == "triton" and name not in INTERPRETED[len(ranks)]:
         pytest.skip("compared on the other path")
-    found = joined([f[path][name] for f in ranks], WIDTHS[len(ranks)])
+    assert_same(ranks, path, name)
+
+
+def test_compiled(ranks: list[Found], path: str) -> None:
+    if path == "reference" or len(ranks) != 2:
+        pytest.skip("compiled with Triton's kernels, on two ranks")
+    assert_same(ranks, "compiled", COMPILED)
+
+
+def assert_same(ranks: list[Found], way: str, name: str) -> None:
+    found = joined([f[way][name] for f in ranks], WIDTHS[len(ranks)])
     peer, exact = run(name), truth(name)
     for key, x in peer.items():
         if key not in exact:  # accuracy and tokens
@@ -282,3 +341,28 @@ def test_ranks_and_one_are_the_same(ranks: list[Found], path: str, name: str) ->
         else:  # rounded logits are what the peer is off by, also where its dtype is fp32
             off, eps = relative_error(peer[key], x), torch.finfo(peer[key].dtype).eps
             assert relative_error(found[key], x) <= 2 * off + 4 * eps < 0.1, key
+
+
+def test_a_head_whose_logits_are_joined(ranks: list[Found], path: str) -> None:
+    found = joined([f["head"][""] for f in ranks], WIDTHS[len(ranks)])
+    with use("reference"):
+        expected = run_head()
+    assert found["logits"].shape == (N, V)
+    for key, x in expected.items():
+        torch.testing.assert_close(found[key], x, msg=key)
+
+
+def test_bad_shards(path: str) -> None:
+    shard = VocabularyShard("none", ranks=2, first=66, rows=65, size=V)
+    hidden, weight, logits = torch.zeros(3, C), torch.zeros(60, C), torch.zeros(3, 65)
+    targets = torch.zeros(3).long()
+    with pytest.raises(ValueError, match="60 rows, and its shard 65"):
+        run_criteria(hidden, weight, None, [LogProbs(targets=targets)], vocabulary=shard)
+    with pytest.raises(ValueError, match="for a head's weight"):
+        run_criteria(logits, None, None, [LogProbs(targets=targets)], vocabulary=shard)
+    with pytest.raises(ValueError, match=r"label 131 at \[0\]"):
+        run_criteria(
+            hidden, torch.zeros(66, C), None, [LogProbs(targets=targets + V)], vocabulary=shard
+        )
+    with pytest.raises(ValueError, match="rows 66 to 131 of 131 are no whole part of 65 rows"):
+        join_logits(logits, shard)

@@ -57,7 +57,9 @@ def test_a_model_with_experts_comes_back(world, tmp_path):
 def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
     """As a rank of a tensor-parallel group has them; DCP's own writer keeps the last one only."""
     whole = torch.arange(24.0).view(8, 3)
-    pieces = [saver.Chunk(row, whole[row : row + count]) for row, count in ((0, 2), (5, 3), (2, 3))]
+    pieces = [
+        saver.Chunk((row, 0), whole[row : row + count]) for row, count in ((0, 2), (5, 3), (2, 3))
+    ]
     (tmp_path / "to").mkdir()
     written: dict[str, str] = {}
     dcp.save(
@@ -68,7 +70,7 @@ def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
     for name, digest in written.items():
         assert integrity.checksum(tmp_path / "to" / name) == digest
     found = torch.zeros(8, 3)  # read on another layout
-    halves = [saver.Chunk(0, found[:4]), saver.Chunk(4, found[4:])]
+    halves = [saver.Chunk((0, 0), found[:4]), saver.Chunk((4, 0), found[4:])]
     reader = dcp.HuggingFaceStorageReader(str(tmp_path / "to"))
     dcp.load({"x": LocalRows((8, 3), torch.float32, halves)}, storage_reader=reader)
     assert torch.equal(found, whole)

@@ -227,9 +227,9 @@ def _divergence_kernel(
                 if NORMALIZED:
                     d = -q * slope
                 _store(out, before, at, V, d, z, slope, head)
-        tl.store(loss + row, tl.sum(total, axis=0) / LOG2E)
-        if means is not None:
+        if means is not None:  # after the loss, Triton 3.9's compiler would crash
             tl.store(means + row, tl.sum(mean_g, axis=0))
+        tl.store(loss + row, tl.sum(total, axis=0) / LOG2E)
 
     if row_scale is not None and not FORWARD:
         mean = tl.sum(mean_g, axis=0)

@@ -64,10 +64,10 @@ class LMHead(nn.Module):
     ) -> Any:
         """A HeadOutput: logits without criteria or where asked for, else criteria in chunks.
 
-        With `return_logits` the criteria are of those logits, which nobody overwrites. Of the
-        hidden states `at` the logits come too, without a gradient. `logits_bytes` replaces the
-        head's own. As a teacher's head it is called by the student's pass: `lend` then gets weight
-        and bias while they are gathered, and its result is returned.
+        With `return_logits` the criteria are of those logits, which nobody overwrites, unless ranks
+        share the vocabulary. Of the hidden states `at` the logits come too, without a gradient.
+        `logits_bytes` replaces the head's own. As a teacher's head it is called by the student's
+        pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
         """
         copy = None if self.copies is None else self.copies.active()
         # Once: a parametrised weight is computed at each access
@@ -87,13 +87,17 @@ class LMHead(nn.Module):
             with torch.no_grad():
                 logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
         more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
-        if criteria and not return_logits:
-            more["added"] = None if low is None else _factors(hidden, low)
-            more |= {"active": active, "vocabulary": self.vocabulary}
-            values = run_criteria(hidden, weight, self.bias, criteria, **more)
-            return HeadOutput(values, None, logits_at)
+        of_logits = return_logits and self.vocabulary is None
+        values: list[HeadValue] = []
+        if criteria and not of_logits:
+            of_head: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
+            of_head["added"] = None if low is None else _factors(hidden, low)
+            values = run_criteria(hidden, weight, self.bias, criteria, **more, **of_head)
+            if not return_logits:
+                return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
-        values = run_criteria(raw, None, None, criteria, **more)
+        if of_logits:
+            values = run_criteria(raw, None, None, criteria, **more)
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:

@@ -207,6 +207,7 @@ def check_parallel(config: Config) -> None:
         "lora": config.lora is not None,
         "fp8": config.fp8,
         "cuda_graphs": config.cuda_graphs,
+        "optimizer_in_backward": config.optimizer_in_backward,
         "activation_checkpointing": config.activation_checkpointing == "auto",
         "task": config.task == "reward",
     }

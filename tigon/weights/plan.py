@@ -131,7 +131,7 @@ class Lines:
     def __init__(self, local: Local, *, single: bool) -> None:
         """`single`: the tensors of the file have one dimension, so that lines are elements."""
         memory, shape, first = local
-        self.shape = shape
+        self.shape, self.column = shape, 0
         self.starts: list[int] = []  # of the stretches, in lines of the whole
         if not memory.numel():  # of a rank outside the mesh it has not even the dimensions
             return

@@ -31,7 +31,7 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
         squares = optimizer.fused.squares(gradients)
-    norm = _over_ranks(squares, model, parameter).sqrt().float()
+    norm = _over_ranks(squares, model).sqrt().float()
     optimizer.scale = _factor(norm, max_norm) if max_norm else None
     return norm
 
@@ -44,10 +44,9 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every rank calls this.
     """
     parameters = list(model.parameters())
-    gradients = [*_of_rank(parameters).values()]
-    counted = _counted(model)
+    gradients, counted = [*_of_rank(parameters).values()], _counted(model)
     norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else ()
-    norm = _of_norms(norms, model, parameters[0])
+    norm = _of_norms(norms, model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
@@ -83,9 +82,9 @@ class NormInParts:
         parameters = list(model.parameters())
         norms = [self._norms[p] for p in parameters if p in self._norms]
         if not self._squares:
-            return _of_norms(norms, model, parameters[0])
+            return _of_norms(norms, model)
         squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
-        return _over_ranks(squares.sum(), model, parameters[0]).sqrt().float()
+        return _over_ranks(squares.sum(), model).sqrt().float()
 
 
 def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
@@ -95,23 +94,25 @@ def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
 
 
 def _counted(model: nn.Module) -> list[Tensor]:
-    """This rank's gradients; what several ranks have alike is counted on one."""
+    """This rank's gradients; what ranks of tensor parallelism have alike is counted on one."""
     if (tensor := find_tensor(model)) is not None:
         return tensor.counted(model)
     return [*_of_rank(model.parameters()).values()]
 
 
-def _of_norms(norms: Sequence[Tensor], model: nn.Module, parameter: Tensor) -> Tensor:
+def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
     """The norm of all ranks' gradients, from the norm of each of this rank's."""
+    parameter = next(model.parameters())
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
     if isinstance(parameter, DTensor):
-        norm = _over_ranks(norm.double().square(), model, parameter).sqrt().float()
+        norm = _over_ranks(norm.double().square(), model).sqrt().float()
     return norm
 
 
-def _over_ranks(squares: Tensor, model: nn.Module, parameter: Tensor) -> Tensor:
+def _over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
+    parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
     if (tensor := find_tensor(model)) is not None:

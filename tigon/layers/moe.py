@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tigon.kernels.gated_act import Activation
 from tigon.kernels.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.lora_grouped_mlp import lora_grouped_mlp
+from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
@@ -36,9 +37,15 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(experts, dim, intermediate))
         self.act: Activation = act
         self.lora: Adapters | None = None  # one of which may be added to the matrices
+        self.shard: ExpertShard | None = None  # None: this rank has all experts
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked."""
+        if self.shard is not None:
+            return self.shard.run(self._own, x, experts, weights)
+        return self._own(x, experts, weights)
+
+    def _own(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         matrices = self.gate_up_proj, self.down_proj
         if self.lora is not None and (own := self.lora.active()) is not None:
             return lora_grouped_mlp(x, *matrices, own.low(*matrices), experts, weights, self.act)

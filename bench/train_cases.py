@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import tigon
 from bench.attention_cases import lognormal
@@ -255,7 +256,11 @@ def updates_of(case: Case, side: str, model: Any, optimizer: Any) -> InBackward 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, fused=True, **ADAM)
+    sharded = [p for p in trained if isinstance(p, DTensor)]
+    plain = [p for p in trained if not isinstance(p, DTensor)]
+    # One launch takes no DTensors beside plain tensors
+    groups = [{"params": some} for some in (sharded, plain) if some]
+    return torch.optim.AdamW(groups, fused=True, **ADAM)
 
 
 @dataclass(frozen=True)

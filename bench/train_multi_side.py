@@ -1,4 +1,4 @@
-"""A rank of a side of bench/train_multi.py: OUT SIDE ATTENTION setting=value ...
+"""A rank of a side of bench/train_multi.py or parallel.py: OUT SIDE ATTENTION setting=value ...
 
 Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer's loader, and have
 the same weights, drawn by name.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
@@ -32,14 +32,16 @@ from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.parallel import World, local
 from tigon.train.step import backward
+from tigon.weights import own_rows
 
 TIGON, PEER = "tigon", "peer"
+TENSOR_PEER = f"{PEER}-tensor"
 FIRST = 3  # steps that are not timed
 CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 
 
 @torch.no_grad()
-def fill(model: Any, world: World) -> None:
+def fill(model: Any) -> None:
     """Each parameter's own rows of what its names draw; norms change nothing."""
     layout = model.layout()
     for name, parameter in model.named_parameters():
@@ -47,19 +49,19 @@ def fill(model: Any, world: World) -> None:
         if parameter.dim() == 1:
             own.fill_(1.0)
             continue
-        parts = [draw(part.name, part.shape, own.device) for part in layout[name]]
-        whole = torch.cat(parts)
-        if isinstance(parameter, DTensor):  # by rows, as torch.chunk divides them
-            rows = -(-len(whole) // world.size)
-            whole = whole[rows * world.rank : rows * (world.rank + 1)]
-        own.copy_(whole)
+        parts = dict.fromkeys((part.name, part.shape) for part in layout[name])
+        whole = torch.cat([draw(*part, own.device) for part in parts])
+        if name in model.cuts:
+            whole = model.cuts[name].take(whole.view(model.cuts[name].shape))
+        _, first = own_rows(name, parameter)
+        own.copy_(whole.view(-1, *own.shape[1:])[first : first + len(own)])
 
 
 def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
     inputs = read_inputs(config, world)
     model = random_model(config, world)
-    fill(model, world)
+    fill(model)
     run = make_run(
         config, world, inputs, model, build_optimizer(model, config), build_ema(model, config)
     )
@@ -77,8 +79,8 @@ def tigon(config: Config, world: World, count: int) -> Record:
     return found | {"losses": losses[:FIRST], "attention": sorted({s[0] for s in backends._said})}
 
 
-def peer(config: Config, world: World, count: int, reshard: bool, attention: str) -> Record:
-    """transformers + Liger under FSDP2: forward, backward, update."""
+def peer(config: Config, world: World, count: int, side: str, attention: str) -> Record:
+    """transformers + Liger under FSDP2 or torch's tensor parallelism: forward, backward, update."""
     inputs = read_inputs(config, world)
     batches = [inputs.data.micro_batches(n)[0].input_ids for n in range(FIRST + count + 1)]
     inputs.data.close()
@@ -86,9 +88,12 @@ def peer(config: Config, world: World, count: int, reshard: bool, attention: str
     shape = json.loads(Path(config.init).read_text())
     liger = installed("liger-kernel") is not None and world.device.type == "cuda"
     model = peer_model(shape, "llama", Options(attention), str(world.device), liger)
-    for block in model.model.layers:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(model, reshard_after_forward=False)
+    if side == TENSOR_PEER:
+        divide(model, world)
+    else:
+        for block in model.model.layers:
+            fully_shard(block, reshard_after_forward=side == f"{PEER}-reshard")
+        fully_shard(model, reshard_after_forward=False)
     optimizer, losses = adamw(model.train()), []
 
     def step() -> None:
@@ -103,9 +108,21 @@ def peer(config: Config, world: World, count: int, reshard: bool, attention: str
     return timed(step, world, count) | {"losses": losses, "attention": [attention]}
 
 
+def divide(model: Any, world: World) -> None:
+    """Each block's products over the ranks, as transformers' plan of the family has them; all else
+    every rank has whole."""
+    assert world.meshes is not None and world.meshes.tensor is not None
+    for block in model.model.layers:
+        plan: dict[str, Any] = {}
+        for name, module in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+            plan |= {f"{name}.{each}_proj": ColwiseParallel() for each in module}
+        plan |= {f"{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+        parallelize_module(block, world.meshes.tensor, plan)
+
+
 def mean(loss: Tensor, world: World) -> float:
-    """Over all ranks, which have as many targets."""
-    return float(world.sum(loss.double())) / world.size
+    """Over all ranks with other rows, which have as many targets."""
+    return float(world.sum(loss.double())) / world.data.size
 
 
 def timed(step: Callable[[], None], world: World, count: int) -> Record:
@@ -128,11 +145,11 @@ def main(out: str, side: str, attention: str, *arguments: str) -> None:
     config = load(None, arguments)
     assert config.steps is not None
     count = config.steps - FIRST
-    with start(config.device) as world:
+    with start(config.device, parallel=config.parallel) as world:
         if side == TIGON:
             found = tigon(config, world, count)
         else:
-            found = peer(config, world, count - 1, side == f"{PEER}-reshard", attention)
+            found = peer(config, world, count - 1, side, attention)
         if world.main:
             Path(out).write_text(json.dumps(found))
         dist.barrier()

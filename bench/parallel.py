@@ -1,0 +1,173 @@
+"""Training steps of one model divided over two GPUs in each way, beside one GPU and transformers.
+
+bf16 weights, gradients and states; the same weights and rows on every side. The peer of tensor
+parallelism is transformers + Liger under torch's parallelize_module, with transformers' plan of
+Llama: products of attention and MLPs are divided, the rest every rank computes whole. Rates are
+tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 layers) are put
+beside Tigon's own FSDP2, since transformers divides experts for inference alone.
+
+    python bench/parallel.py                 # about 400 s; starts the processes itself
+    python bench/parallel.py --rounds 1 tensor
+"""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from bench import harness
+from bench.estimates import run_ranks
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.train_cases import LLAMA_8B, MODELS, PEER
+from bench.train_multi import SIDE, settings, write_inputs
+from bench.train_multi import Side as Ranks
+from bench.train_multi_side import TENSOR_PEER
+from bench.train_step import libraries
+from tests.small import EXPERTS as SMALL_EXPERTS
+from tests.small import LLAMA
+from tigon.train.parallel_settings import Parallel
+
+GPUS, TOKENS = 2, 8192
+EXPERTS = MODELS["Qwen3-30B-A3B"][2]
+
+
+@dataclass(frozen=True)
+class Side:
+    kind: str  # as bench/train_multi_side.py calls it
+    rows: int  # of a step
+    tokens: int = TOKENS  # of a row
+    gpus: int = GPUS
+    parallel: str = ""  # the dimension that has both GPUs
+    experts: bool = False
+    beside: str = ""  # the side whose rate is compared
+    aim: float | None = None
+
+
+ONE, LONG = "tigon, one GPU", "tigon, one GPU, a row of 16,384"
+TORCH = f"{PEER}, parallelize_module"
+FSDP = "tigon, experts, FSDP2"
+SIDES = {
+    ONE: Side("tigon", 1, gpus=1),
+    TORCH: Side(TENSOR_PEER, 1, parallel="tensor"),
+    "tigon, tensor": Side("tigon", 1, parallel="tensor", beside=TORCH, aim=1.1),
+    LONG: Side("tigon", 1, 2 * TOKENS, gpus=1),
+    "tigon, context, a row of 16,384": Side(
+        "tigon", 1, 2 * TOKENS, parallel="context", beside=LONG
+    ),
+    FSDP: Side("tigon", GPUS, experts=True),
+    "tigon, experts, expert": Side(
+        "tigon", GPUS, parallel="expert", experts=True, beside=FSDP, aim=1.1
+    ),
+}
+
+
+def offered() -> dict[str, Side]:
+    """Those whose dimension this Tigon has."""
+    known = ("", *Parallel.__dataclass_fields__)
+    return {name: side for name, side in SIDES.items() if side.parallel in known}
+
+
+def arguments(root: Path, side: Side, tiny: bool) -> list[str]:
+    tokens = 32 * side.tokens // TOKENS if tiny else side.tokens
+    more = [f"batch_size={side.rows}", f"seq_len={tokens}"]
+    more += [f"parallel.{side.parallel}={side.gpus}"] if side.parallel else []
+    return settings(root, Ranks(side.kind, side.gpus, tuple(more)), tiny)
+
+
+def prepare(root: Path, side: Side, tiny: bool) -> None:
+    shape = (SMALL_EXPERTS if tiny else EXPERTS) if side.experts else (LLAMA if tiny else LLAMA_8B)
+    (root / "config.json").write_text(json.dumps(shape))
+
+
+def measure(job: Job) -> None:
+    tiny = job.options.tiny
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        write_inputs(root, tiny)
+        for number in range(job.options.rounds):
+            for name in job.only:
+                side, rows = SIDES[name], job.record["sides"].setdefault(name, [])
+                progress(f"round {number + 1} of {job.options.rounds}: {name}")
+                began = time.monotonic()
+                prepare(root, side, tiny)
+                way = "sdpa" if tiny or side.kind != TENSOR_PEER else "flash_attention_4"
+                given = [side.kind, way, *arguments(root, side, tiny)]
+                found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
+                if "error" in found:
+                    progress(f"{name}: {found['error'][:300]}")
+                rows.append(found | {"seconds": time.monotonic() - began})
+                job.add()
+
+
+def rate(record: Record, name: str) -> float | None:
+    """Tokens per second and GPU."""
+    values = [row["ms"] for row in record["sides"].get(name, ()) if "ms" in row]
+    side = SIDES[name]
+    return 1e3 * side.rows * side.tokens / side.gpus / median(values) if values else None
+
+
+def ratio(record: Record, name: str, other: str) -> float | None:
+    own, of_other = rate(record, name), rate(record, other)
+    return own / of_other if own and of_other else None
+
+
+def verdicts(record: Record) -> list[str]:
+    said = []
+    for name, side in SIDES.items():
+        if side.aim is not None:
+            value = ratio(record, name, side.beside)
+            said.append(verdict(f"{name} over {side.beside}", value, side.aim))
+    firsts = {n: rows[0]["losses"][0] for n, rows in record["sides"].items() if "ms" in rows[0]}
+    for alike in ({ONE, TORCH, "tigon, tensor"}, {LONG, "tigon, context, a row of 16,384"}):
+        found = [firsts[name] for name in alike if name in firsts]
+        if found and max(found) - min(found) > 2e-3 * max(found):
+            said.append(f"WRONG: first losses differ: {firsts}")
+    return said
+
+
+def show(record: Record) -> str:
+    rows = []
+    for name, side in SIDES.items():
+        each = record["sides"].get(name, [])
+        speed = rate(record, name)
+        if speed is None:
+            rows += [[name, harness.failure(each[0])]] if each else []
+            continue
+        sizes = [row["allocated_gib"] for row in each if "allocated_gib" in row]
+        beside = ratio(record, name, side.beside) if side.beside else None
+        cells = [f"{speed:,.0f}", figure(max(sizes, default=None)), figure(beside)]
+        rows.append([name, *cells, side.beside])
+    head = ("side", "tok/s of a GPU", "peak GiB", "ratio", "beside")
+    title = f"{heading(record, record['libraries'])}; {record['rounds']} rounds."
+    return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
+
+
+def run(job: Job) -> str:
+    options = job.options
+    if not options.tiny and torch.cuda.device_count() < GPUS:
+        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
+    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "rounds": options.rounds}
+    job.record |= {"libraries": libraries(options.tiny), "sides": {}}
+    measure(job)
+    return show(job.record)
+
+
+OPTIONS = (
+    ("cases", {"nargs": "*", "help": "as --only"}),
+    ("--rounds", {"type": int, "default": 3}),
+    ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
+    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
+)
+DOCUMENT = "docs/parallel.md"
+BENCH = Bench("parallel", __doc__, run, show, tuple(offered()), DOCUMENT, options=OPTIONS)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

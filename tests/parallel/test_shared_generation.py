@@ -1,6 +1,7 @@
 """Models that two ranks load and generate with, against one process."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,12 @@ def answers(model: tigon.CausalLM) -> dict[str, list[list[int]]]:
     return {name: tokens.tolist() for name, tokens in found.items()}
 
 
-def on_ranks(directory: str, models: list[str]) -> None:
+def on_ranks(directory: str, models: list[str], device: str = "cpu") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    mesh = init_device_mesh(device, (2,))
     rank, found = dist.get_rank(), {}
     for name in models:
         model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh)

@@ -22,7 +22,7 @@ from tigon.train.optim.offload import Memory
 from tigon.train.optim.rounding import draws, round_stochastically
 from tigon.train.optim.rules import SGD, AdamW, Rule
 from tigon.train.parallel import local
-from tigon.weights import own_rows
+from tigon.weights import Cut, own_rows
 
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
 ROWS = 64  # pieces have a multiple of these: a CPU's vectors then begin where they would in a whole
@@ -254,12 +254,13 @@ def _stored(
     **defaults: Any,
 ) -> Optimizer:
     positions: dict[Tensor, int] = {}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     count = 0
     for name, p in model.named_parameters():
         _, first = own_rows(name, p)
         positions[p] = count + first * math.prod(p.shape[1:])
         # What several ranks of tensor parallelism have must be rounded alike on all of them
-        count += math.prod(model.cuts[name].shape) if name in model.cuts else p.numel()
+        count += math.prod(cuts[name].shape) if name in cuts else p.numel()
     return Stored(
         parameter_groups(model, config),
         rule,

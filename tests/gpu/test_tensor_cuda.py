@@ -1,0 +1,45 @@
+"""Two GPUs that share each layer (NCCL) against one: curves, and tokens from CUDA graphs."""
+
+import json
+
+import pytest
+import torch
+
+import tigon
+from tests.parallel.test_shared_generation import answers, on_ranks
+from tests.small import EXPERTS, write_model
+from tests.train.conftest import workspace
+from tests.train.ranks import Ranks, train_on
+from tigon.train import main
+
+__all__ = ["workspace"]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "experts"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+def test_curves(workspace, family, dtype, tolerance):
+    same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "device": "cuda", "dtype": dtype}
+    if family == "experts":
+        same["model"] = write_model(workspace.root / f"experts-{dtype}", **EXPERTS)
+    runs = [f"{family}-{dtype}-{ways}" for ways in ("one", "two")]
+    main(workspace.settings(runs[0], **same))
+    train_on(2, workspace.settings(runs[1], **same | {"parallel.tensor": 2}))
+    for key in ("loss", "grad_norm"):
+        one, two = (workspace.metrics(run, key) for run in runs)
+        assert len(one) == 8
+        assert two == pytest.approx(one, rel=tolerance), key
+
+
+def test_tokens(tmp_path):
+    write_model(tmp_path / "llama")
+    write_model(tmp_path / "experts", **EXPERTS)
+    Ranks(2, on_ranks, str(tmp_path), ["llama", "experts"], "cuda").finish()
+    for name in ("llama", "experts"):
+        expected = answers(tigon.from_pretrained(tmp_path / name, device="cuda"))
+        for rank in range(2):
+            found = json.loads((tmp_path / f"{rank}.json").read_text())[name]
+            assert {call: found[call] for call in expected} == expected

@@ -108,8 +108,8 @@ class LMHead(nn.Module):
             raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
         if self.vocabulary is None:
             return raw
-        missing = self.vocabulary.share - raw.shape[-1]  # the last rank has fewer rows
-        return join_logits(F.pad(raw, (0, missing)) if missing else raw, self.vocabulary)
+        missing = self.vocabulary.share - raw.shape[-1]  # of the last rank
+        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, self.vocabulary)
 
 
 def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:

@@ -53,11 +53,13 @@ def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, Quanti
             yield f"{path}.weight", module, module.quantised
 
 
-def count_parameters(model: LanguageModel) -> int:
-    """All numbers of the model, those in few bits and of other ranks too."""
+def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
+    """All numbers of the model, those in few bits and of other ranks too; or those frozen alone."""
     few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model))
     shapes = (
-        model.cuts[n].shape if n in model.cuts else p.shape for n, p in model.named_parameters()
+        model.cuts[n].shape if n in model.cuts else p.shape
+        for n, p in model.named_parameters()
+        if not (frozen and p.requires_grad)
     )
     return few + sum(map(math.prod, shapes))
 

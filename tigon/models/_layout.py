@@ -49,7 +49,7 @@ class Names(NamedTuple):
 def layout(model: nn.Module, names: Names, stacked_experts: bool) -> Layout:
     """Every parameter, quantised weights too, and the checkpoint tensors that its rows are of.
 
-    Those that tensor parallelism has cut are described by the model's `cuts`.
+    Those that tensor or expert parallelism has cut are described by the model's `cuts`.
     """
     found: Layout = {}
     cuts: Mapping[str, Cut] = getattr(model, "cuts", {})

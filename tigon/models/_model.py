@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
         self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
         self.active_adapter: str | None = None  # the one that is added
         self.trained_without: set[str] = set()  # what trained before there were any
-        self.cuts: dict[str, Cut] = {}  # by parameter, what a rank of tensor parallelism has of it
+        self.cuts: dict[str, Cut] = {}  # by parameter, what this rank has of it
         self.model = self.make_decoder(config)
         if config.labels:
             self.lm_head = LMHead(config.hidden_size, config.labels)

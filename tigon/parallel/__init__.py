@@ -1,6 +1,7 @@
 """Models divided over ranks, in dimensions of a mesh."""
 
 from tigon.parallel.context import check_context, share_context
+from tigon.parallel.expert import check_experts, share_experts
 from tigon.parallel.gradients import find_tensor
 from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
@@ -13,6 +14,7 @@ __all__ = [
     "Place",
     "Sizes",
     "check_context",
+    "check_experts",
     "cut_model",
     "find_tensor",
     "find_zero",
@@ -20,5 +22,6 @@ __all__ = [
     "in_order",
     "shard_gradients",
     "share_context",
+    "share_experts",
     "tensor_dimension",
 ]

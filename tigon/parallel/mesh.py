@@ -24,6 +24,7 @@ class Sizes:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1  # of the shards: neighbours that divide experts, and no factor of the ranks
 
     @property
     def data(self) -> int:
@@ -49,6 +50,8 @@ class Meshes:
     weights: DeviceMesh  # for fully_shard: the ranks that divide the weights, or (replicate, those)
     tensor: DeviceMesh | None  # of one dimension; None where it has one rank
     context: DeviceMesh | None
+    expert: DeviceMesh | None  # neighbours that divide the experts of each layer
+    experts: DeviceMesh  # for fully_shard, of experts: the ranks that have the same of them
     loss: dist.ProcessGroup  # the ranks with different rows, whose sums are added up
 
     @classmethod
@@ -60,16 +63,25 @@ class Meshes:
         if sizes.context > 1:
             parts = (sizes.fsdp, sizes.context)
             context = whole["shard"]._unflatten(0, parts, ("fsdp", "context"))["context"]
+        weights = whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"]
+        expert, experts = None, weights
+        if sizes.expert > 1:
+            parts = (sizes.shards // sizes.expert, sizes.expert)
+            apart = whole._unflatten(1, parts, ("same", "expert"))
+            expert = apart["expert"]
+            experts = apart["replicate", "same"] if sizes.replicate > 1 else apart["same"]
         rows = dist.group.WORLD
         if (same := sizes.context * sizes.tensor) > 1:
-            apart = torch.arange(sizes.ranks).view(-1, same).T.tolist()
-            rows, _ = dist.new_subgroups_by_enumeration(apart)
+            lists = torch.arange(sizes.ranks).view(-1, same).T.tolist()
+            rows, _ = dist.new_subgroups_by_enumeration(lists)
         assert rows is not None
         return cls(
             sizes,
             Place(dist.get_rank() // (sizes.context * sizes.tensor), sizes.data),
-            whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"],
+            weights,
             whole["tensor"] if sizes.tensor > 1 else None,
             context,
+            expert,
+            experts,
             rows,
         )

@@ -199,23 +199,34 @@ def check_parallel(config: Config) -> None:
             f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "
             "which has all weights on each rank: give sharding=full"
         )
-    if config.parallel.tensor == 1:
-        return
-    wrong = {
+    tensor, expert = config.parallel.tensor, config.parallel.expert
+    if min(tensor, expert) > 1:
+        raise ValueError(
+            f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
+            "of each expert on each rank: leave one out"
+        )
+    neither = {
         "sharding": config.sharding != "full",
-        "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
         "lora": config.lora is not None,
-        "fp8": config.fp8,
         "cuda_graphs": config.cuda_graphs,
         "optimizer_in_backward": config.optimizer_in_backward,
-        "activation_checkpointing": config.activation_checkpointing == "auto",
-        "task": config.task == "reward",
+        "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
     }
-    for name in filter(wrong.get, wrong):
-        value = "a group" if name == "lora" else str(getattr(config, name)).lower()
-        raise ValueError(
-            f"{name}={value} is not there for parallel.tensor={config.parallel.tensor}: change one"
-        )
+    wrong = {
+        f"parallel.tensor={tensor}": neither
+        | {
+            "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
+            "fp8": config.fp8,
+            "task": config.task == "reward",
+        },
+        f"parallel.expert={expert}": neither | {"optimizer": config.optimizer == "muon"},
+    }
+    for dimension, found in wrong.items():
+        if dimension.endswith("=1"):
+            continue
+        for name in filter(found.get, found):
+            value = "a group" if name == "lora" else str(getattr(config, name)).lower()
+            raise ValueError(f"{name}={value} is not there for {dimension}: change one")
 
 
 def check_precision(config: Config) -> None:

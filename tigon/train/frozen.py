@@ -1,10 +1,10 @@
 """Models that a run reads and does not train: references and teachers."""
 
 from tigon.models import MODELS, CausalLM, build, load_weights, materialize
-from tigon.parallel import cut_model, share_context
+from tigon.parallel import cut_model, share_context, share_experts
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.model import compute_dtype
+from tigon.train.model import compute_dtype, has_experts
 from tigon.train.parallel import World, meshes_of, shard
 from tigon.weights import Repository
 
@@ -24,6 +24,9 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
     if world.size > 1:
         if (context := meshes_of(world).context) is not None:
             share_context(model, context)
+        expert = meshes_of(world).expert
+        if expert is not None and has_experts(model):
+            share_experts(model, expert)
         shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)

@@ -24,7 +24,7 @@ from tigon.models import (
     scored,
     torch_dtype,
 )
-from tigon.parallel import cut_model, find_zero, shard_gradients, share_context
+from tigon.parallel import cut_model, find_zero, shard_gradients, share_context, share_experts
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
@@ -123,6 +123,8 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
         cut_model(model, tensor)
     if (context := meshes_of(world).context) is not None:
         share_context(model, context)
+    if (expert := meshes_of(world).expert) is not None:
+        share_experts(model, expert)
     if config.sharding == "full":
         shard(model, world, compute)
     else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tigon.layers import Experts
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, Place, Sizes, find_zero
 from tigon.train.board import LATE, Board, told
@@ -146,15 +147,19 @@ def start(
 
 def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
     """FSDP2 over the ranks that divide the weights: a group for each block, and one for embedding,
-    last norm and head.
+    last norm and head. Experts that ranks share have one of their own in each block, over the ranks
+    that have the same.
 
     Those three share a group because embedding and head may share a weight. Gradients are summed,
     not averaged: the loss is already divided by the denominator of the whole step.
     """
-    mesh = meshes_of(world).weights
+    mesh, same = meshes_of(world).weights, meshes_of(world).experts
     # Inputs are not cast: RoPE's tables and loss weights keep their precision
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for block in model.model.layers:
+        for module in block.modules():
+            if isinstance(module, Experts) and module.shard is not None:
+                fully_shard(module, mesh=same, mp_policy=policy)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
     fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -9,7 +9,7 @@ from tigon.strict import setting
 
 @dataclass(frozen=True)
 class Parallel:
-    """How many ranks each dimension has; their product is the number of all ranks."""
+    """How many ranks each dimension has; their product, without `expert`, is the number of all."""
 
     replicate: int = setting(1, "groups of ranks that have all weights, each", least=1)
     fsdp: int | None = setting(
@@ -17,13 +17,22 @@ class Parallel:
     )
     context: int = setting(1, "ranks that divide the tokens of a row", least=1)
     tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", least=1)
+    expert: int = setting(
+        1, "of the fsdp x context ranks, those that divide the experts of each layer", least=1
+    )
 
     def sizes(self, ranks: int) -> Sizes:
-        """ValueError for a number of ranks that is not the product."""
+        """ValueError for a number of ranks that is not the product, or that `expert` does not
+        divide."""
         others = self.replicate * self.context * self.tensor
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
-        sizes = Sizes(self.replicate, fsdp, self.context, self.tensor)
+        sizes = Sizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
         if sizes.ranks == ranks:
+            if sizes.shards % self.expert:
+                raise ValueError(
+                    f"parallel.expert={self.expert} does not divide the ranks that share the "
+                    f"weights, fsdp {fsdp} x context {self.context}"
+                )
             return sizes
         numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
         numbers["tensor"] = self.tensor

@@ -77,7 +77,7 @@ Layout = dict[str, tuple[Part, ...]]  # parameter -> the tensors that it has row
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank of tensor parallelism has of a parameter: pieces of one dimension."""
+    """What a rank of tensor or expert parallelism has of a parameter: pieces of one dimension."""
 
     shape: tuple[int, ...]  # of the whole
     dim: int
@@ -108,14 +108,16 @@ def _cut_part(part: Part, own: Cut) -> Iterator[Part]:
             yield replace(part, spans=tuple(spans), copy=copy)
         return
     by_copy: dict[Copy, list[Rows]] = {}
-    size = own.shape[own.dim]
+    inner = math.prod(own.shape[own.dim + 1 : lead])  # rows for each index of the dimension
+    size = own.shape[own.dim] * inner
     for source, target, length in part.slices:
         for outer in range(target // size, -(-(target + length) // size)):
             for piece, copy in own.pieces:
-                begin = outer * size + piece.source
-                first, end = max(target, begin), min(target + length, begin + piece.length)
+                begin = outer * size + piece.source * inner
+                first = max(target, begin)
+                end = min(target + length, begin + piece.length * inner)
                 if first < end:
-                    at = outer * own.length + piece.target + first - begin
+                    at = (outer * own.length + piece.target) * inner + first - begin
                     own_rows = Rows(source + first - target, at, end - first)
                     by_copy.setdefault(copy, []).append(own_rows)
     for copy, found in (by_copy or {Copy(): []}).items():

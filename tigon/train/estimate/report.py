@@ -9,7 +9,7 @@ from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
-from tigon.parallel import check_context
+from tigon.parallel import check_context, check_experts
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -52,6 +52,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             check_context(model, sizes_of(config, gpus).context)
+            check_experts(model, sizes_of(config, gpus).expert)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
         idle = without_effect(config, inputs.steps(config), device)
@@ -66,6 +67,10 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         elif (tensor := sizes_of(config, gpus).tensor) > 1:
             world.say(
                 f"memory is not estimated where ranks share layers (parallel.tensor={tensor})"
+            )
+        elif (expert := sizes_of(config, gpus).expert) > 1:
+            world.say(
+                f"memory is not estimated where ranks share experts (parallel.expert={expert})"
             )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)

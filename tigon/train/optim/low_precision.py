@@ -258,9 +258,12 @@ def _stored(
     count = 0
     for name, p in model.named_parameters():
         _, first = own_rows(name, p)
+        cut = cuts.get(name)
+        if cut is not None and cut.dim == 0 and len(cut.pieces) == 1:
+            first += cut.pieces[0][0].source
         positions[p] = count + first * math.prod(p.shape[1:])
         # What several ranks of tensor parallelism have must be rounded alike on all of them
-        count += math.prod(cuts[name].shape) if name in cuts else p.numel()
+        count += p.numel() if cut is None else math.prod(cut.shape)
     return Stored(
         parameter_groups(model, config),
         rule,

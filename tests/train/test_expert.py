@@ -1,0 +1,114 @@
+"""Runs whose ranks share experts (gloo, FSDP2) against one process, and runs that go on from them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.small import EXPERTS, write_model
+from tests.train.ranks import Ranks
+from tests.train.test_context import rows_of
+from tigon.train import load, main, prepare, start, train
+from tigon.train.export import convert_checkpoint
+from tigon.train.parallel_settings import Parallel
+
+SAME = {"steps": 3, "seq_len": 67, "batch_size": 4, "max_grad_norm": 0.1, "export": "true"}
+SAME |= {"router_aux_loss_coef": 0.5, "ema_decay": 0.5, "save_every": 2, "keep_last": 0}
+QWEN = EXPERTS | {"num_experts": 8}
+SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8, "intermediate_size": 40},
+    "qwen2_moe": QWEN | SHARED,
+    "qwen3_moe": QWEN,
+}
+# The ranks of each, what they share, and how many experts a rank has
+WAYS: dict[str, tuple[int, dict[str, int]]] = {
+    "two": (2, {"expert": 2}),
+    "four": (4, {"expert": 2}),
+    "all": (4, {"expert": 4}),
+    "replicas": (4, {"replicate": 2, "expert": 2}),
+    "context": (4, {"context": 2, "expert": 2}),
+}
+CASES = [(way, name) for way in ("two", "four") for name in FAMILIES]
+CASES += [(way, "qwen3_moe") for way in ("all", "replicas", "context")]
+CASES += [("two", "8bit"), ("four", "bf16")]
+CHANGES = {
+    "8bit": {"optimizer": "adamw_8bit"},
+    "bf16": {"param_dtype": "bfloat16", "accumulate_fp32": "true"},
+}
+
+
+def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
+    torch.set_num_threads(1)
+    with start("cpu", parallel=Parallel(**parallel)) as world:
+        for settings in runs:
+            assert train(prepare(load(None, settings), world)) == 0
+
+
+@pytest.fixture(scope="module")
+def settings(workspace) -> Any:
+    models = {
+        name: write_model(workspace.root / name, **changes) for name, changes in FAMILIES.items()
+    }
+
+    def of(way: str, name: str, **changes: Any) -> list[str]:
+        parallel = json.dumps(WAYS[way][1]) if way in WAYS else "null"
+        own = {"model": models.get(name, models["qwen3_moe"]), "parallel": parallel}
+        return workspace.settings(f"{name}-{way}", **SAME | CHANGES.get(name, {}) | own | changes)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def runs(workspace, settings) -> None:
+    for name in (*FAMILIES, *CHANGES):
+        main(settings("one", name))
+    saved = "checkpoints/step-00000002"
+    for way, (count, parallel) in WAYS.items():
+        every = [settings(way, name) for w, name in CASES if w == way]
+        if way == "two":
+            source, back = (workspace.root / run for run in ("qwen3_moe-one", "back-two"))
+            every.append(settings(way, "qwen3_moe", resume=source / saved, run_dir=back))
+        Ranks(count, run_all, parallel, every).finish(400)
+    source = workspace.root / "qwen3_moe-four" / saved
+    main(settings("one", "qwen3_moe", resume=source, run_dir=workspace.root / "on-one"))
+
+
+def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
+    """Everything that is logged of the steps from `first` on, and both exports."""
+    expected, found = rows_of(workspace, one)[first:], rows_of(workspace, other)
+    assert len(found) == len(expected) > 0
+    for old, new in zip(expected, found, strict=True):
+        assert {"loss", "grad_norm", "aux_loss"} <= new.keys()
+        assert new == pytest.approx(old, rel=1e-5, abs=1e-7)
+    for export in ("hf", "hf-ema"):
+        files = (workspace.root / run / export / "model.safetensors" for run in (one, other))
+        old, new = map(load_file, files)
+        assert old.keys() == new.keys()
+        for name, weight in old.items():
+            torch.testing.assert_close(new[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("way", "name"), [c for c in CASES if c[1] != "bf16"])
+def test_ranks_that_share_experts_are_as_one(workspace, runs, way, name):
+    assert_same(workspace, f"{name}-one", f"{name}-{way}")
+
+
+def test_one_rank_goes_on_from_ranks_that_share_experts_and_back(workspace, runs):
+    assert_same(workspace, "qwen3_moe-one", "on-one", 2)
+    assert_same(workspace, "qwen3_moe-one", "back-two", 2)
+
+
+def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
+    run = workspace.root / "mixtral-four"
+    convert_checkpoint(run / "checkpoints/step-00000003", str(workspace.root / "converted"))
+    exported, converted = (
+        load_file(directory / "model.safetensors")
+        for directory in (run / "hf", workspace.root / "converted")
+    )
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(exported[name], converted[name]) for name in exported)

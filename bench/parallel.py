@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -83,7 +84,8 @@ def arguments(root: Path, side: Side, tiny: bool) -> list[str]:
 
 
 def prepare(root: Path, side: Side, tiny: bool) -> None:
-    shape = (SMALL_EXPERTS if tiny else EXPERTS) if side.experts else (LLAMA if tiny else LLAMA_8B)
+    experts = SMALL_EXPERTS | {"num_experts": 4} if tiny else EXPERTS
+    shape = experts if side.experts else (LLAMA if tiny else LLAMA_8B)
     (root / "config.json").write_text(json.dumps(shape))
 
 
@@ -103,20 +105,27 @@ def measure(job: Job) -> None:
                 found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
                 if "error" in found:
                     progress(f"{name}: {found['error'][:300]}")
-                rows.append(found | {"seconds": time.monotonic() - began})
+                when = {"run": job.record["date"], "commit": job.record["commit"]}
+                rows.append(found | when | {"seconds": time.monotonic() - began})
                 job.add()
 
 
-def rate(record: Record, name: str) -> float | None:
-    """Tokens per second and GPU."""
-    values = [row["ms"] for row in record["sides"].get(name, ()) if "ms" in row]
-    side = SIDES[name]
-    return 1e3 * side.rows * side.tokens / side.gpus / median(values) if values else None
+def rates(record: Record, name: str) -> dict[tuple[str, int], float]:
+    """Tokens per second and GPU, by run and round."""
+    side, found, of_run = SIDES[name], {}, Counter[str]()
+    for row in record["sides"].get(name, ()):
+        key = row["run"], of_run[row["run"]]
+        of_run[row["run"]] += 1
+        if "ms" in row:
+            found[key] = 1e3 * side.rows * side.tokens / side.gpus / row["ms"]
+    return found
 
 
 def ratio(record: Record, name: str, other: str) -> float | None:
-    own, of_other = rate(record, name), rate(record, other)
-    return own / of_other if own and of_other else None
+    """Of rates in the same run; None: the two were never in one."""
+    own, of_other = rates(record, name), rates(record, other)
+    both = [own[key] / of_other[key] for key in own if key in of_other]
+    return median(both) if both else None
 
 
 def verdicts(record: Record) -> list[str]:
@@ -125,7 +134,7 @@ def verdicts(record: Record) -> list[str]:
         if side.aim is not None:
             value = ratio(record, name, side.beside)
             said.append(verdict(f"{name} over {side.beside}", value, side.aim))
-    firsts = {n: rows[0]["losses"][0] for n, rows in record["sides"].items() if "ms" in rows[0]}
+    firsts = {n: r[0]["losses"][0] for n, r in record["sides"].items() if r and "ms" in r[0]}
     for alike in ({ONE, TORCH, "tigon, tensor"}, {LONG, "tigon, context, a row of 16,384"}):
         found = [firsts[name] for name in alike if name in firsts]
         if found and max(found) - min(found) > 2e-3 * max(found):
@@ -137,16 +146,17 @@ def show(record: Record) -> str:
     rows = []
     for name, side in SIDES.items():
         each = record["sides"].get(name, [])
-        speed = rate(record, name)
-        if speed is None:
+        speeds = rates(record, name).values()
+        if not speeds:
             rows += [[name, harness.failure(each[0])]] if each else []
             continue
         sizes = [row["allocated_gib"] for row in each if "allocated_gib" in row]
         beside = ratio(record, name, side.beside) if side.beside else None
-        cells = [f"{speed:,.0f}", figure(max(sizes, default=None)), figure(beside)]
-        rows.append([name, *cells, side.beside])
-    head = ("side", "tok/s of a GPU", "peak GiB", "ratio", "beside")
-    title = f"{heading(record, record['libraries'])}; {record['rounds']} rounds."
+        cells = [f"{median(speeds):,.0f}", figure(max(sizes, default=None)), figure(beside)]
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in each if "ms" in row))
+        rows.append([name, *cells, side.beside, commits])
+    head = ("side", "tok/s of a GPU", "peak GiB", "ratio, in one run", "beside", "commit")
+    title = f"{heading(record, record['libraries'])}, the last run."
     return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
 
 
@@ -154,9 +164,16 @@ def run(job: Job) -> str:
     options = job.options
     if not options.tiny and torch.cuda.device_count() < GPUS:
         raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
-    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "rounds": options.rounds}
-    job.record |= {"libraries": libraries(options.tiny), "sides": {}}
+    if options.out is None and not options.tiny:
+        job.out = harness.RESULTS / job.out.name
+    known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
+    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}"}
+    job.record |= {"libraries": libraries(options.tiny)}
+    # Sides that this run leaves out stay as they were
+    old = {} if options.tiny else known.get("sides", {})
+    job.record["sides"] = {name: rows for name, rows in old.items() if name not in job.only}
     measure(job)
+    job.whole = set(offered()) <= set(job.record["sides"]) and not options.tiny
     return show(job.record)
 
 

@@ -1,7 +1,6 @@
 """Runs whose ranks share experts (gloo, FSDP2) against one process, and runs that go on from them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -64,9 +64,7 @@ SIDES = {
         "tigon", 1, 2 * TOKENS, parallel="context", beside=LONG
     ),
     FSDP: Side("tigon", GPUS, experts=True),
-    "tigon, experts, expert": Side(
-        "tigon", GPUS, parallel="expert", experts=True, beside=FSDP, aim=1.1
-    ),
+    "tigon, experts, expert": Side("tigon", GPUS, parallel="expert", experts=True, beside=FSDP),
 }
 
 

@@ -21,6 +21,7 @@ from bench import (
     measure,
     moe,
     padding,
+    parallel,
     preference,
     recipes,
     timing,
@@ -36,6 +37,7 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
+BENCHES += (parallel,)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

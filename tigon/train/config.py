@@ -210,16 +210,22 @@ def check_parallel(config: Config) -> None:
         "lora": config.lora is not None,
         "cuda_graphs": config.cuda_graphs,
         "optimizer_in_backward": config.optimizer_in_backward,
-        "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
     }
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
             "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
             "fp8": config.fp8,
+            "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
             "task": config.task == "reward",
         },
-        f"parallel.expert={expert}": neither | {"optimizer": config.optimizer == "muon"},
+        f"parallel.expert={expert}": neither
+        | {
+            "optimizer": config.optimizer == "muon",
+            # A rank without padding recomputes a block at another time than one with padding, and
+            # the exchanges of the two would wait for each other
+            "activation_checkpointing": bool(config.activation_checkpointing),
+        },
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

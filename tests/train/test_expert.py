@@ -1,10 +1,7 @@
 """Runs whose ranks share experts (gloo, FSDP2) against one process; runs that go on from them."""
 
 import json
-<<<<<<< HEAD
-=======
 import re
->>>>>>> expert
 from typing import Any
 
 import pytest
@@ -56,8 +53,6 @@ def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
 def settings(workspace) -> Any:
     models = {
         name: write_model(workspace.root / name, **changes) for name, changes in FAMILIES.items()
-<<<<<<< HEAD
-=======
     }
 
     pairs = preferences.write(workspace.root / "pairs.jsonl", preferences.pairs(9, 5))
@@ -65,7 +60,6 @@ def settings(workspace) -> Any:
         "8bit": {"optimizer": "adamw_8bit"},
         "dpo": {"task": "dpo", "data": pairs, "reference": models["qwen2_moe"]},
         "qwen2_moe": {"eval_data": workspace.held_out, "sample_prompts": "[a model]"},
->>>>>>> expert
     }
 
     def of(way: str, name: str, **changes: Any) -> list[str]:

@@ -5,6 +5,7 @@ Without transformers, whose import would take each rank seconds.
 # B batch, T tokens
 """
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,7 @@ def compared(case: dict[str, Any], ranks: Any) -> dict[str, float]:
     model.activation_checkpointing = case.get("recomputed", False)
     alone = found(model, case["call"], case["batch"])
     share_context(model, ranks)
+    model = copy.deepcopy(model)  # which knows the ranks too
     together = found(model, case["call"], case["batch"])
     assert alone.keys() == together.keys(), alone.keys() ^ together.keys()
     errors = {}

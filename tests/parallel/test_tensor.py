@@ -19,6 +19,7 @@ from tigon.layers import collectives
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import cut_model, find_tensor
 from tigon.parallel.plan import check
+from tigon.train.optim.clip import clip_gradients
 
 SIZES = {
     "vocab_size": 211,  # odd
@@ -135,8 +136,7 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
             out.loss.backward()
             if model is cut:
                 tensor.sum_gradients(cut)
-                squares = sum(g.square().sum() for g in tensor.counted(cut))
-                norm[model] = tensor.ranks.sum(squares).sqrt()
+                norm[model] = clip_gradients(cut, 0)
             else:
                 norm[model] = nn.utils.get_total_norm([p.grad for p in one.parameters()])
             loss[model] = out.loss.detach()

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.train.ranks import Ranks
+from tigon.layers import collectives
 from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.moe import Experts
 
@@ -50,7 +51,7 @@ def on_rank(directory: str) -> None:
         with torch.no_grad():
             for mine, all_of in zip(own.parameters(), whole.parameters(), strict=True):
                 mine.copy_(all_of[rank * each : (rank + 1) * each])
-        own.shard = ExpertShard(dist.group.WORLD, E)
+        own.shard = ExpertShard(collectives.Ranks.of(dist.group.WORLD), E)
         x, chosen, weights = parts[rank]
         found = results(own(x, chosen, weights), x, weights)
         found += [p.grad for p in own.parameters() if p.grad is not None]

@@ -5,6 +5,7 @@ Without transformers, whose import would take each rank seconds.
 # B batch, T tokens
 """
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -196,7 +197,7 @@ def found(model: CausalLM, call: str, batch: str) -> Result:
     gradients = {f"d {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
     for x in gradients.values():
         if model.context is not None:
-            dist.all_reduce(x, group=model.context.group)
+            x.copy_(model.context.sum(x))
     model.zero_grad()
     return {name: x.detach() for name, x in (values | gradients).items()}
 
@@ -207,6 +208,7 @@ def compared(case: dict[str, Any], ranks: Any) -> dict[str, float]:
     model.activation_checkpointing = case.get("recomputed", False)
     alone = found(model, case["call"], case["batch"])
     share_context(model, ranks)
+    model = copy.deepcopy(model)  # which knows the ranks too
     together = found(model, case["call"], case["batch"])
     assert alone.keys() == together.keys(), alone.keys() ^ together.keys()
     errors = {}

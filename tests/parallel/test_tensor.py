@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.train.ranks import Ranks
-from tigon.models import MODELS, CausalLM
+from tigon.layers import collectives
+from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import cut_model, find_tensor
 from tigon.parallel.plan import check
+from tigon.train.optim.clip import clip_gradients
 
 SIZES = {
     "vocab_size": 211,  # odd
@@ -134,8 +136,7 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
             out.loss.backward()
             if model is cut:
                 tensor.sum_gradients(cut)
-                squares = sum(g.square().sum() for g in tensor.counted(cut))
-                norm[model] = tensor.ranks.sum(squares).sqrt()
+                norm[model] = clip_gradients(cut, 0)
             else:
                 norm[model] = nn.utils.get_total_norm([p.grad for p in one.parameters()])
             loss[model] = out.loss.detach()
@@ -175,3 +176,12 @@ def test_what_ranks_cannot_share_is_an_error():
     model = random_model("llama", {})
     with pytest.raises(ValueError, match="3 ranks cannot share 8 heads with 2 kv heads"):
         check(model, 3)
+
+
+def test_a_cut_model_takes_no_adapter():
+    """Or layers whose products ranks add up would leave it out."""
+    model = random_model("llama", {})
+    model.model.tensor = collectives.Ranks("", 0, 2)
+    with pytest.raises(ValueError, match="no adapters on a model whose layers ranks share"):
+        model.add_adapter(LoraConfig(rank=2))
+    assert not model.adapters

@@ -13,7 +13,7 @@ from tigon.layers.moe import Balance, Experts, Routed, SparseMoE, balance, tally
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.quantised import Fp8Weight, Nf4Weight, QuantisedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
-from tigon.layers.shard import ContextGroup, Shard
+from tigon.layers.shard import Shard
 from tigon.layers.state import MakeStates, Quantize, State
 from tigon.layers.static_cache import StaticCache
 
@@ -24,7 +24,6 @@ __all__ = [
     "Balance",
     "Cache",
     "Context",
-    "ContextGroup",
     "Copies",
     "Embedding",
     "Experts",

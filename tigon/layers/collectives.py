@@ -1,4 +1,4 @@
-"""What ranks of tensor parallelism exchange within a forward pass, and in its backward pass.
+"""What ranks that share a model or its rows exchange in a forward pass, and in its backward pass.
 
 All ranks compute the same loss. The gradient of what they have alike is then the sum over ranks of
 what each finds, and that of a rank's own is what it finds.
@@ -6,6 +6,7 @@ what each finds, and that of a rank's own is what it finds.
 # R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -14,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tigon.kernels._triton import refuse_second_derivative
+
 _ops = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):
-    """This rank among those of a group."""
+    """This rank among those of a group. Tensors on the meta device need none."""
 
     group: str  # its name: copies of a model cannot hold the group itself
     rank: int
@@ -30,19 +33,35 @@ class Ranks(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """[n, ...] of each rank -> [R n, ...]."""
-        return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
+        return _waited(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """[R n, ...] -> of the sum over ranks, this one's [n, ...]."""
-        own = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
-        return _ops.wait_tensor(own)
+        return _waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group))
 
     def sum(self, x: Tensor) -> Tensor:
-        return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
+        return _waited(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
     def own(self, x: Tensor) -> Tensor:
         """[R n, ...] -> this rank's [n, ...]."""
         return x.tensor_split(self.size)[self.rank]
+
+    def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        """The first `sent[0]` rows of x go to the first rank, and so on, and `received[0]` come
+        from it."""
+        out = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), self.group)
+        return _waited(out)
+
+
+def _waited(x: Tensor) -> Tensor:
+    """The stream waits for it, not the host."""
+    return x if x.is_meta else _ops.wait_tensor(x)
+
+
+def _ranks(ctx: Any) -> Ranks:
+    """Of a backward pass."""
+    refuse_second_derivative("an exchange between ranks")
+    return ctx.ranks
 
 
 class _Whole(torch.autograd.Function):
@@ -55,7 +74,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.scatter_sum(grad), None
+        return _ranks(ctx).scatter_sum(grad), None
 
 
 class _ShareOfSum(torch.autograd.Function):
@@ -68,7 +87,7 @@ class _ShareOfSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.gather(grad), None
+        return _ranks(ctx).gather(grad), None
 
 
 class _Share(torch.autograd.Function):
@@ -77,11 +96,24 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.own(x)
+        return ranks.own(x).clone()  # a view would keep the memory of all
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.gather(grad), None
+        return _ranks(ctx).gather(grad), None
+
+
+class _All(torch.autograd.Function):
+    """What ranks have a share of, to what all have and make the same of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _ranks(ctx).own(grad), None
 
 
 class _Sum(torch.autograd.Function):
@@ -106,7 +138,7 @@ class _SumForParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(grad), None
+        return _ranks(ctx).sum(grad), None
 
 
 class _PartOfGradient(torch.autograd.Function):
@@ -120,6 +152,34 @@ class _PartOfGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad / ctx.ranks.size, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the ranks that need them; their gradients go the same way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, ranks: Ranks, received: Sequence[int], sent: Sequence[int]
+    ) -> Tensor:
+        ctx.ranks, ctx.sizes = ranks, (sent, received)
+        return ranks.exchange(x, received, sent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ranks(ctx).exchange(grad, *ctx.sizes), None, None, None
+
+
+def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
+    """[n, ...] of each rank -> [R n, ...], of which all make the same."""
+    return _All.apply(x, ranks)
+
+
+def exchange(
+    x: Tensor, ranks: Ranks, received: Sequence[int] = (), sent: Sequence[int] = ()
+) -> Tensor:
+    """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
+    ones = [1] * ranks.size
+    return _Exchange.apply(x, ranks, received or ones, sent or ones)
 
 
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:

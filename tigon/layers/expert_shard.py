@@ -4,48 +4,22 @@
 # E experts of all ranks, p ranks, C model dim
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tigon.kernels._triton import refuse_second_derivative
 from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.grouped_mlp import sorted_slots
-
-Sizes = Sequence[int]
-
-
-def _exchange(rows: Tensor, received: Sizes, sent: Sizes, group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), list(received), list(sent), group=group)
-    return out
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: Sizes, sent: Sizes, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes = sent, received
-        ctx.group = group
-        return _exchange(rows, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        refuse_second_derivative("an exchange of rows between ranks")
-        received, sent = ctx.sizes
-        return _exchange(grad, received, sent, ctx.group), None, None, None
+from tigon.layers.collectives import Ranks, exchange
 
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """The group whose rank r has the experts from r E / p to (r + 1) E / p."""
+    """Ranks of which rank r has the experts from r E / p to (r + 1) E / p."""
 
-    group: dist.ProcessGroup
+    ranks: Ranks
     experts: int  # E
 
     def run(
@@ -61,18 +35,19 @@ class ExpertShard:
         numbers begin at 0. Every rank of the group calls it as often; one may have no tokens. No
         token is dropped, so the host waits for the device once, to learn how many rows come.
         """
-        k, ranks = experts.shape[1], dist.get_world_size(self.group)
+        k, ranks = experts.shape[1], self.ranks.size
         each = self.experts // ranks
         order, inverse, ends = sorted_slots(experts, self.experts)
         counts = torch.diff(ends, prepend=ends.new_zeros(1))  # [E]
-        arriving = torch.empty_like(counts)  # [p, E / p]: what each rank sends to own experts
-        dist.all_to_all_single(arriving, counts, group=self.group)
+        evenly = [each] * ranks
+        # [p, E / p]: what each rank sends to own experts
+        arriving = self.ranks.exchange(counts, evenly, evenly)
         sums = torch.stack((arriving.view(ranks, each), counts.view(ranks, each))).sum(2)
         received, sent = sums.tolist()
         numbers = torch.arange(each, device=x.device).repeat(ranks)
         chosen = numbers.repeat_interleave(arriving, output_size=sum(received))
 
-        rows = _Exchange.apply(spread_rows(x, inverse, k), received, sent, self.group)
-        scales = _Exchange.apply(weights.flatten()[order], received, sent, self.group)
+        rows = exchange(spread_rows(x, inverse, k), self.ranks, received, sent)
+        scales = exchange(weights.flatten()[order], self.ranks, received, sent)
         y = own(rows, chosen[:, None], scales[:, None])
-        return combine_rows(_Exchange.apply(y, sent, received, self.group), inverse, k)
+        return combine_rows(exchange(y, self.ranks, sent, received), inverse, k)

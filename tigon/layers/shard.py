@@ -10,87 +10,19 @@ gives their output back. Source: DeepSpeed Ulysses, Jacobs et al. (arXiv 2309.14
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch 2.13's name, and the one before
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-class ContextGroup(NamedTuple):
-    """The ranks that have the same rows, each some of their tokens.
-
-    Whatever is computed of `sum` and `gather` must be the same on all of them: each takes its own
-    part of the gradient.
-    """
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None = None  # None: for tensors without values
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks; differentiable."""
-        return _Sum.apply(x, self)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """[B, S, ...] of each rank -> [B, n S, ...]; differentiable."""
-        return _Gather.apply(x, self)
-
-    def exchange(self, x: Tensor) -> Tensor:
-        """x[r] goes to rank r, and y[r] comes from it: [n, ...] -> [n, ...]; differentiable."""
-        return _Exchange.apply(x, self)
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: ContextGroup) -> Tensor:
-        total = x.clone()
-        if not x.is_meta:
-            dist.all_reduce(total, group=to.group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: ContextGroup) -> Tensor:
-        ctx.to = to
-        parts = x.new_empty(to.size, *x.shape)
-        if not x.is_meta:
-            ALL_GATHER(parts.flatten(0, 1), x.contiguous(), group=to.group)
-        return parts.transpose(0, 1).flatten(1, 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.to.size, 1)[ctx.to.rank], None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, to: ContextGroup) -> Tensor:
-        ctx.to = to
-        y = torch.empty_like(x)
-        if not x.is_meta:
-            dist.all_to_all_single(y, x, group=to.group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradient.contiguous(), ctx.to), None
+from tigon.layers.collectives import Ranks, exchange, gather_all, sum_over
 
 
 @dataclass(frozen=True)
 class Shard:
     """This rank's tokens in one pass."""
 
-    to: ContextGroup
+    to: Ranks  # those with the same rows
     tokens: int  # T
     positions: Tensor  # [B or 1, T], of whole rows
     real: Tensor | None = None  # bool [B, S], False on padding; None: there is none
@@ -114,8 +46,12 @@ class Shard:
         return F.pad(mine, (0, 0) * (x.dim() - 2) + (0, short), value=fill)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The inverse: [B, S, ...] -> [B, T, ...] on every rank."""
-        return self.to.gather(x)[:, : self.tokens]
+        """The inverse: [B, S, ...] -> [B, T, ...] on every rank, which all make the same of."""
+        return gather_all(x[None], self.to).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks, which all make the same of it."""
+        return sum_over(x, self.to)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, S, H, D], k and v [B, S, K, D] -> all T tokens of this rank's heads.
@@ -129,7 +65,7 @@ class Shard:
         k, v = (x.repeat_interleave(copies, 2) if copies > 1 else x for x in (k, v))
         parts = [x.unflatten(2, (n, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         sizes = [part.shape[3] for part in parts]
-        y = self.to.exchange(torch.cat(parts, 3))  # [n, B, S, h, D], of the shard of each rank
+        y = exchange(torch.cat(parts, 3), self.to)  # [n, B, S, h, D], of the shard of each rank
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
 
@@ -137,7 +73,7 @@ class Shard:
         """[B, T, h, D], of this rank's heads -> [B, S, H, D], of its tokens."""
         x = F.pad(x, (0, 0, 0, 0, 0, self.behind)) if self.behind else x
         x = x.unflatten(1, (self.to.size, -1)).transpose(0, 1).contiguous()
-        return self.to.exchange(x).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return exchange(x, self.to).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def exchanged_heads(heads: int, kv_heads: int, ranks: int) -> int:

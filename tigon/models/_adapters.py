@@ -66,6 +66,8 @@ def check_new(model: LanguageModel, name: str) -> None:
     if name in model.adapters:
         raise ValueError(f"there is an adapter {name!r}: delete_adapter({name!r}) removes it")
     _check_free(model)
+    if model.tensor_ranks is not None:
+        raise ValueError("there are no adapters on a model whose layers ranks share (mesh=)")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("the model is sharded: add adapters before it is")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
-from tigon.layers import ContextGroup, LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.collectives import Ranks
 from tigon.models._arguments import (
     BATCH,
@@ -54,7 +54,7 @@ class LanguageModel(nn.Module):
         self.activation_offload = False  # what backward needs waits in host memory
         self.graphs: Callable[..., Any] | None = None  # called in place of `model`, to replay it
         self.attention: Backend = "auto"
-        self.context: ContextGroup | None = None  # the ranks that share the tokens of each row
+        self.context: Ranks | None = None  # the ranks that share the tokens of each row
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
         # variable-length attention

@@ -16,7 +16,8 @@ from tigon.kernels._check import check
 from tigon.kernels._run_criteria import HeadValue
 from tigon.kernels.criteria import Criterion
 from tigon.kernels.cross_entropy import IGNORE_INDEX
-from tigon.layers import ContextGroup, Shard
+from tigon.layers import Shard
+from tigon.layers.collectives import Ranks
 from tigon.layers.head import HeadOutput
 from tigon.models._batch import Batch
 from tigon.models._targets import Targets
@@ -60,7 +61,7 @@ class Split(Whole):
     Hidden states alone stay [B, S, C]. Gradients are this rank's part: they add up over the group.
     """
 
-    def __init__(self, batch: Batch, group: ContextGroup):
+    def __init__(self, batch: Batch, group: Ranks):
         self.whole = batch
         self.shard = Shard(group, batch.shape[1], batch.position_ids)
         real = batch.real
@@ -127,7 +128,7 @@ class Split(Whole):
         token = token - self.shard.to.rank * self.shard.size
         mine = (token >= 0) & (token < self.shard.size)
         found = hidden.detach()[row, token.clamp(0, self.shard.size - 1)]
-        return self.shard.to.sum(torch.where(mine[:, None], found, 0))
+        return self.shard.sum(torch.where(mine[:, None], found, 0))
 
     def head(self, found: HeadOutput, criteria: Iterable[Criterion], of: Targets) -> HeadOutput:
         logits, values = found.logits, list(zip(criteria, found.values, strict=True))
@@ -141,7 +142,7 @@ class Split(Whole):
             if name == "accuracy":  # a mean over the targets
                 assert c.targets is not None
                 count = (c.targets != IGNORE_INDEX).sum()
-                right, count = self.shard.to.sum(torch.stack([x * count, count])).unbind()
+                right, count = self.shard.sum(torch.stack([x * count, count])).unbind()
                 metrics[name] = right / count.clamp(min=1)
             else:
                 metrics[name] = self._all(x, of)
@@ -149,12 +150,12 @@ class Split(Whole):
 
     def _all(self, x: Tensor, of: Targets) -> Tensor:
         """A sum over this rank's tokens, or a value of each."""
-        return of.take(self.shard.gather(x)) if x.dim() else self.shard.to.sum(x)
+        return of.take(self.shard.gather(x)) if x.dim() else self.shard.sum(x)
 
     def tallies(self, tallies: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.shard.to.sum(torch.stack(list(tallies))).unbind() if tallies else tallies
+        return self.shard.sum(torch.stack(list(tallies))).unbind() if tallies else tallies
 
 
-def split(batch: Batch, group: ContextGroup | None) -> Whole:
+def split(batch: Batch, group: Ranks | None) -> Whole:
     """Passes with a cache are not split: every rank makes all of them."""
     return Whole(batch) if group is None or batch.cache is not None else Split(batch, group)

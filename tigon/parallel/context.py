@@ -2,7 +2,8 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.layers import Attention, ContextGroup
+from tigon.layers import Attention
+from tigon.layers.collectives import Ranks
 from tigon.layers.shard import too_few_heads
 from tigon.models import CausalLM
 
@@ -15,7 +16,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
     ValueError for a model that cannot be divided so.
     """
     check_context(model, mesh.size())
-    model.context = ContextGroup(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+    model.context = Ranks.of(mesh.get_group())
 
 
 def check_context(model: CausalLM, ranks: int) -> None:

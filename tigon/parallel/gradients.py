@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
-from tigon.weights import Part, own_rows, own_slices
+from tigon.weights import Copy, own_rows, own_slices
 
 
 class TensorParallel:
@@ -22,9 +22,11 @@ class TensorParallel:
     def __init__(self, model: CausalLM, mesh: DeviceMesh) -> None:
         self.ranks = Ranks.of(mesh.get_group())
         self.layout = model.layout(stacked_experts=True)
-        counts = {part.copy.of for parts in self.layout.values() for part in parts if part.copy}
+        of = {n: {p.copy.of for p in parts if p.copy} - {1} for n, parts in self.layout.items()}
+        self.copied = {name for name, counts in of.items() if counts}  # in part, perhaps
+        counts: set[int] = set().union(*of.values())
         self.alike = {self.ranks.size: self.ranks}
-        for count in sorted(counts - {1, self.ranks.size}):
+        for count in sorted(counts - {self.ranks.size}):
             first = self.ranks.rank // count * count
             neighbours = mesh.mesh.tolist()[first : first + count]
             group = dist.new_group(neighbours, use_local_synchronization=True)
@@ -38,29 +40,42 @@ class TensorParallel:
         Every rank calls this.
         """
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.alike}
-        for part, block in self._blocks(model):
-            if part.copy is not None and part.copy.of > 1:
-                blocks[part.copy.of].append(block)
+        for name, p, gradient in _gradients(model):
+            if name in self.copied:
+                for copy, block in self._blocks(name, p, gradient):
+                    if copy.of > 1:
+                        blocks[copy.of].append(block)
         for count, ranks in self.alike.items():
             if found := blocks[count]:
                 total = ranks.sum(torch.cat([block.flatten() for block in found]))
                 each = total.split([block.numel() for block in found])
-                for block, own in zip(found, each, strict=True):
-                    block.copy_(own.view_as(block))
+                torch._foreach_copy_(
+                    found, [x.view_as(b) for b, x in zip(found, each, strict=True)]
+                )
 
     def counted(self, model: nn.Module) -> list[Tensor]:
         """The gradients on this rank, and none that an earlier one has too."""
-        return [b for part, b in self._blocks(model) if part.copy is None or not part.copy.number]
+        found = []
+        for name, p, gradient in _gradients(model):
+            if name in self.copied:
+                blocks = self._blocks(name, p, gradient)
+                found += [block for copy, block in blocks if not copy.number]
+            elif gradient.numel():
+                found.append(gradient)
+        return found
 
-    def _blocks(self, model: nn.Module) -> Iterator[tuple[Part, Tensor]]:
-        for name, p in model.named_parameters():
-            if p.grad is None:
-                continue
-            gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            _, first = own_rows(name, p)
-            for part in self.layout[name]:
-                for _, block in own_slices(part, p.shape, gradient, first):
-                    yield part, block
+    def _blocks(self, name: str, p: Tensor, gradient: Tensor) -> Iterator[tuple[Copy, Tensor]]:
+        _, first = own_rows(name, p)
+        for part in self.layout[name]:
+            for _, block in own_slices(part, p.shape, gradient, first):
+                yield part.copy or Copy(), block
+
+
+def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of each parameter that has one: its name, it, and what this rank has of its gradient."""
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
 def find_tensor(model: nn.Module) -> TensorParallel | None:

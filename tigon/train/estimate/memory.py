@@ -16,7 +16,7 @@ from torch import nn
 
 from tigon.data import MicroBatch
 from tigon.kernels import use
-from tigon.layers import ContextGroup
+from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import Sizes
 from tigon.train.config import Config, sizes_of
@@ -76,7 +76,7 @@ def estimate(
     sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
     world = sizes.shards
     if sizes.context > 1:
-        model.context = ContextGroup(0, sizes.context)
+        model.context = Ranks("", 0, sizes.context)
     hidden = hidden_matrices(model)
     states = average = 0.0
     for name, parameter in model.named_parameters():

@@ -106,7 +106,7 @@ def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
-    if isinstance(parameter, DTensor):
+    if isinstance(parameter, DTensor) or find_tensor(model) is not None:
         norm = _over_ranks(norm.double().square(), model).sqrt().float()
     return norm
 

@@ -53,11 +53,13 @@ def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, Quanti
             yield f"{path}.weight", module, module.quantised
 
 
-def count_parameters(model: LanguageModel) -> int:
-    """All numbers of the model, those in few bits and of other ranks too."""
-    few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model))
+def count_parameters(model: LanguageModel, trained: bool = False) -> int:
+    """All numbers of the model, those in few bits and of other ranks too; or those trained alone."""
+    few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model) if not trained)
     shapes = (
-        model.cuts[n].shape if n in model.cuts else p.shape for n, p in model.named_parameters()
+        model.cuts[n].shape if n in model.cuts else p.shape
+        for n, p in model.named_parameters()
+        if p.requires_grad or not trained
     )
     return few + sum(map(math.prod, shapes))
 

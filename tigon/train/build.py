@@ -187,7 +187,7 @@ def prepare(config: Config, world: World) -> Run:
         world.say(f"resumed from {source}")
     steps = inputs.steps(config)
     size = count_parameters(model)
-    frozen = size - sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = size - count_parameters(model, trained=True)
     still = f", {frozen:,} of them frozen" if frozen else ""
     where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""

@@ -54,7 +54,7 @@ def quantised_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, Quanti
 
 
 def count_parameters(model: LanguageModel, trained: bool = False) -> int:
-    """All numbers of the model, those in few bits and of other ranks too; or those trained alone."""
+    """All numbers of the model, those in few bits and of other ranks too; or only those trained."""
     few = sum(math.prod(weight.shape) for _, _, weight in quantised_layers(model) if not trained)
     shapes = (
         model.cuts[n].shape if n in model.cuts else p.shape

@@ -47,6 +47,8 @@ def test_help_names_every_setting_with_its_default():
     [
         ("learning_rate=1", "unknown setting 'learning_rate'; here: lr"),
         ("learing_rate=1", "unknown setting 'learing_rate'; if 'learning_rate' is meant, here: lr"),
+        ("tensor_parallel_size=2", "here: parallel.tensor$"),
+        ("parallelism.context_parallel_degree=2", "here: parallel.context$"),
         ("gradient_accumulation_steps=4", "batch_size: rows of a step over all ranks"),
         ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
         ("report_to=wandb", "log_to: tensorboard, wandb"),

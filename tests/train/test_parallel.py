@@ -50,7 +50,8 @@ def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     main(workspace.settings(f"{name}-fewer", **steps, resume=source))
     assert_same_run(workspace, f"{name}-one", f"{name}-fewer", "hf-ema")
     two = steps | {"parallel.tensor": 2, "resume": workspace.root / f"{name}-one" / saved}
-    train_on(2, workspace.settings(f"{name}-two", **two), OMP_NUM_THREADS="1")
+    said = train_on(2, workspace.settings(f"{name}-two", **two), OMP_NUM_THREADS="1")
+    assert " parameters, on 2 x cpu" in said  # none of them frozen
     assert_same_run(workspace, f"{name}-one", f"{name}-two", "hf-ema")
     # The same files as those that the run exported, from its checkpoint
     last = workspace.root / f"{name}-four/checkpoints/step-00000005"
@@ -79,16 +80,24 @@ def test_the_product_is_the_number_of_ranks():
     assert Parallel(replicate=2).sizes(8) == Sizes(2, 4)
     assert Parallel(replicate=2, fsdp=2, tensor=2).sizes(8) == Sizes(2, 2, 1, 2)
     for settings, ranks, said in (
-        (Parallel(replicate=2, fsdp=3), 4, "replicate 2 x fsdp 3 is 6, which is not"),
-        (Parallel(replicate=3), 4, "replicate 3 is 3, which does not divide"),
-        (Parallel(fsdp=2), 1, "fsdp 2 is 2, which is not the number of ranks, 1"),
+        (
+            Parallel(replicate=2, fsdp=3),
+            4,
+            "replicate 2 x fsdp 3 = 6 is not the number of ranks, 4: start 6 processes",
+        ),
+        (
+            Parallel(replicate=3),
+            4,
+            "replicate 3 does not divide the number of ranks, 4: start a multiple of 3",
+        ),
+        (Parallel(fsdp=2), 1, "fsdp 2 is not the number of ranks, 1: start 2 processes"),
     ):
         with pytest.raises(ValueError, match=said):
             settings.sizes(ranks)
 
 
 def test_a_run_on_another_number_of_ranks_says_so(workspace):
-    with pytest.raises(SystemExit, match=r"parallel: replicate 2 is 2, which does not divide the"):
+    with pytest.raises(SystemExit, match=r"parallel: replicate 2 does not divide the number"):
         main(workspace.settings("none", **{"parallel.replicate": 2}))
     assert not (workspace.root / "none").exists()
 

@@ -175,7 +175,8 @@ def check(model: CausalLM, ranks: int) -> None:
             if q % ranks or (kv % ranks and ranks % kv):
                 raise ValueError(
                     f"{ranks} ranks cannot share {q} heads with {kv} kv heads: the number of ranks "
-                    "must divide the heads, and divide the kv heads or be a multiple of them"
+                    "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
+                    "or be a multiple of them"
                 )
     if model.adapters:
         raise ValueError("tensor parallelism is not there for adapters")

@@ -13,6 +13,8 @@ SHARDING = (
     "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
     "sharding=gradients leaves each rank all weights"
 )
+TENSOR = "parallel.tensor"
+CONTEXT = "parallel.context"
 STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 EIGHT_BITS = "fp8=true, whose scales are of rows"
@@ -44,6 +46,20 @@ OTHERS = {
     "reshard_after_forward": STAGE,
     "fsdp_reshard_after_forward": STAGE,
     "data_parallel_shard_degree": STAGE,
+    "tensor_parallel_degree": TENSOR,
+    "tensor_parallel_size": TENSOR,
+    "tensor_parallel_dim": TENSOR,
+    "tensor_model_parallel_size": TENSOR,
+    "tp": TENSOR,
+    "tp_size": TENSOR,
+    "context_parallel_degree": CONTEXT,
+    "context_parallel_size": CONTEXT,
+    "context_parallel_dim": CONTEXT,
+    "cp": CONTEXT,
+    "cp_size": CONTEXT,
+    "data_parallel_replicate_degree": "parallel.replicate",
+    "data_parallel_replicate_dim": "parallel.replicate",
+    "dp_replicate_size": "parallel.replicate",
     "use_distributed_optimizer": STAGE,
     "zero_optimization": STAGE,
     "zero_stage": STAGE,

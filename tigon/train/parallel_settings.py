@@ -38,8 +38,10 @@ class Parallel:
         numbers["tensor"] = self.tensor
         named = [f"{name} {size}" for name, size in numbers.items() if size not in (None, 1)]
         product = math.prod(size for size in numbers.values() if size is not None)
-        is_not = "is not" if self.fsdp is not None else "does not divide"
+        exact = self.fsdp is not None
+        equals = f" = {product}" if len(named) > 1 else ""
         raise ValueError(
-            f"parallel: {' x '.join(named) or 'fsdp 1'} is {product}, which {is_not} the number of "
-            f"ranks, {ranks}"
+            f"parallel: {' x '.join(named) or 'fsdp 1'}{equals} "
+            f"{'is not' if exact else 'does not divide'} the number of ranks, {ranks}: start "
+            f"{'' if exact else 'a multiple of '}{product} processes (--nproc), or change parallel"
         )

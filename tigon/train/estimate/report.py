@@ -93,7 +93,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
     every = count_parameters(model)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = count_parameters(model, trained=True)
     active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
     size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"
     if active < every:

@@ -44,7 +44,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             f"{config.micro_batch_size} x {ranks} ranks with different rows"
         )
     with world.together():
-        check_ranks(config, gpus)
+        check_ranks(config, ranks)
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
         with world.together():

@@ -172,6 +172,10 @@ def test_several_micro_batches_are_refused(workspace):
         main(workspace.settings("several", **ON))
     with pytest.raises(SystemExit, match=said):
         main([*workspace.settings("several", **ON), "--dry-run"])
+    # Two ranks that share the tokens of rows have the same micro-batches
+    shared = ON | {"parallel.context": 2, "micro_batch_size": 2}
+    with pytest.raises(AssertionError, match="has 2 on one rank: give micro_batch_size=4, or "):
+        train_on(2, workspace.settings("several", **shared))
 
 
 RUN = {"steps": 6, "batch_size": 2, "micro_batch_size": 2, "save_every": 2, "keep_last": 0}

@@ -99,5 +99,6 @@ def _embedded_together(
     padding = None if padding_idx is None else padding_idx - shard.first
     if padding is not None and not 0 <= padding < shard.rows:
         padding = None
-    x = F.embedding(own.where(here, 0), weight, padding).masked_fill(~here[..., None], 0)
+    outside = (ids < 0) | (ids >= shard.size)  # an error on every rank, as of a whole weight
+    x = F.embedding(own.where(here | outside, 0), weight, padding).masked_fill(~here[..., None], 0)
     return sum_over(x, Ranks(shard.group, shard.first // shard.share, shard.ranks))

@@ -223,7 +223,7 @@ class LanguageModel(nn.Module):
         batch, targets = self._resolve(input_ids, given, batch, targets)
         batch.check_cache()
         of_head, of_routing = self._metrics(given.get("metrics"), targets)
-        part = split(batch, self.context)
+        part = split(batch, self.context, self.config.vocab_size)
         asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
         x = mine.inputs_embeds
         x = self.model.embed_tokens(mine.input_ids) if x is None else x

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._check import check
+from tigon.kernels._logits import check_targets
 from tigon.kernels._run_criteria import HeadValue
 from tigon.kernels.criteria import Criterion
 from tigon.kernels.cross_entropy import IGNORE_INDEX
@@ -61,8 +62,8 @@ class Split(Whole):
     Hidden states alone stay [B, S, C]. Gradients are this rank's part: they add up over the group.
     """
 
-    def __init__(self, batch: Batch, group: Ranks):
-        self.whole = batch
+    def __init__(self, batch: Batch, group: Ranks, vocab: int):
+        self.whole, self.vocab = batch, vocab
         self.shard = Shard(group, batch.shape[1], batch.position_ids)
         real = batch.real
         if self.shard.behind and real is None:
@@ -90,6 +91,7 @@ class Split(Whole):
         labels, weights = counted.labels, counted.weights
         self._check_once(counted.kept)
         if labels is not None:
+            check_targets(labels, self.vocab)  # on all ranks, or the others would wait for one
             labels = self.shard.part(counted.place(labels, IGNORE_INDEX), IGNORE_INDEX)
         if weights is not None:
             weights = self.shard.part(counted.place(weights, 0))
@@ -156,6 +158,6 @@ class Split(Whole):
         return self.shard.sum(torch.stack(list(tallies))).unbind() if tallies else tallies
 
 
-def split(batch: Batch, group: Ranks | None) -> Whole:
-    """Passes with a cache are not split: every rank makes all of them."""
-    return Whole(batch) if group is None or batch.cache is not None else Split(batch, group)
+def split(batch: Batch, group: Ranks | None, vocab: int) -> Whole:
+    """Passes with a cache are not split: every rank makes all of them. `vocab`: V."""
+    return Whole(batch) if group is None or batch.cache is not None else Split(batch, group, vocab)

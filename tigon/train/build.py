@@ -160,7 +160,7 @@ def prepare(config: Config, world: World) -> Run:
     Until it returns nothing is written but the lock of the run directory.
     """
     with world.together():
-        check_ranks(config, world.size)
+        check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
     data, source = inputs.data, inputs.source
     chosen = decide(config, world, inputs.objective, source, world.size, world.device)

@@ -44,7 +44,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             f"{config.micro_batch_size} x {ranks} ranks with different rows"
         )
     with world.together():
-        check_ranks(config, gpus)
+        check_ranks(config, ranks)
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
         with world.together():
@@ -93,7 +93,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
     every = count_parameters(model)
-    trained = count_parameters(model, trained=True)
+    trained = every - count_parameters(model, frozen=True)
     active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
     size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"
     if active < every:

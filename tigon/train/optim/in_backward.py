@@ -144,7 +144,8 @@ def parts_of(model: CausalLM) -> list[list[nn.Parameter]]:
 
 
 def check_ranks(config: Config, ranks: int) -> None:
-    """Raises ValueError where a step has several micro-batches, whose gradients add up."""
+    """Raises ValueError where a step has several micro-batches, whose gradients add up. `ranks`:
+    those with different rows; ranks that share rows have the same micro-batches."""
     count = config.batch_size // (config.micro_batch_size * ranks)
     if config.optimizer_in_backward and count > 1:
         raise ValueError(

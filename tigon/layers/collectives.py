@@ -77,30 +77,35 @@ class _Whole(torch.autograd.Function):
         return _ranks(ctx).scatter_sum(grad), None
 
 
+def _as_row(x: Tensor) -> Tensor:
+    """[n, C] -> [1, n, C], no view: FSDP2 warns of views among what a block returns."""
+    return torch.ops.aten._unsafe_view(x, [1, *x.shape])
+
+
 class _ShareOfSum(torch.autograd.Function):
-    """Each rank's summands, to a share of the sum."""
+    """Each rank's summands [R n, C], to a share of the sum [1, n, C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.scatter_sum(x)
+        return _as_row(ranks.scatter_sum(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).gather(grad), None
+        return _ranks(ctx).gather(grad[0]), None
 
 
 class _Share(torch.autograd.Function):
-    """What all have, to a share; its whole gradient goes back to all."""
+    """What all have [R n, C], to a share [1, n, C]; its whole gradient goes back to all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return ranks.own(x).clone()  # a view would keep the memory of all
+        return _as_row(ranks.own(x).clone())  # a view would keep the memory of all
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).gather(grad), None
+        return _ranks(ctx).gather(grad[0]), None
 
 
 class _All(torch.autograd.Function):
@@ -208,7 +213,7 @@ class Stream:
         """[B, T, C], which all have -> the rank's [1, n, C], zeros behind the last token."""
         if self.whole:
             return x
-        return _Share.apply(self._padded(x), self.ranks)[None]
+        return _Share.apply(self._padded(x), self.ranks)
 
     def gathered(self, x: Tensor) -> Tensor:
         """The rank's [1, n, C] -> [B, T, C], which each rank uses for a part of the loss."""
@@ -221,7 +226,7 @@ class Stream:
         """Each rank's summands [B, T, C] -> of the sum, the rank's [1, n, C]."""
         if self.whole:
             return sum_over(x, self.ranks)
-        return _ShareOfSum.apply(self._padded(x), self.ranks)[None]
+        return _ShareOfSum.apply(self._padded(x), self.ranks)
 
     def alike(self, x: Tensor) -> Tensor:
         """What all ranks computed alike, so that its gradient is counted once."""

@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.layers import Experts
+from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.models import CausalLM
 from tigon.weights import Copy, Cut, Rows
@@ -28,7 +29,7 @@ def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
             cut = Cut(tuple(whole.shape), 0, ((Rows(rank * own, 0, own), Copy()),))
             model.cuts[f"{path}.{name}"] = cut
             setattr(module, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-        module.shard = ExpertShard(mesh.get_group(), experts)
+        module.shard = ExpertShard(Ranks.of(mesh.get_group()), experts)
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:

@@ -67,9 +67,13 @@ class Measured:
         gpu, _ = find_gpu(GPU)
         read = next(f for f in FAMILIES.values() if f.__name__ == family).config_class
         shapes = Shapes(read.from_dict(values), torch.bfloat16)
-        ranks, config = self.layout.data, load(None, [*SETTINGS, *self.settings])
-        rows = self.rows * ranks
-        return Job(shapes, config, ranks, gpu, constants, self.tokens, rows)
+        config = load(None, [*SETTINGS, "max_grad_norm=0", *self.settings])
+        rows = self.rows * self.layout.data
+        return Job(shapes, config, self.gpus, gpu, constants, self.tokens, rows)
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.data * self.layout.context * self.layout.tensor
 
 
 def results(name: str) -> Record:
@@ -100,6 +104,15 @@ def measured() -> list[Measured]:
         gpus = f" on {ways.data} GPUs" if ways.data > 1 else ""
         given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
         found.append(Measured(label + gpus, *given))
+    sides = results("parallel")["sides"]
+    for name, (ways, tokens) in {
+        "tensor": (Layout(1, 1, 1, 2), 8192),
+        "context, a row of 16,384": (Layout(1, 1, 2, 1), 16384),
+    }.items():
+        ms = median(row["ms"] for row in sides[f"tigon, {name}"])
+        gib = max(row["allocated_gib"] for row in sides[f"tigon, {name}"])
+        label = f"Llama-3.1-8B 1 x {tokens}, {name.partition(',')[0]}=2 on 2 GPUs"
+        found.append(Measured(label, "Llama-3.1-8B", 1, tokens, ways, ms, gib, {}))
     return found
 
 
@@ -157,7 +170,7 @@ def fit() -> Constants:
         exposed=0.0,
         **ASSUMED,
     )
-    alone = [c for c in cases if c.layout.data == 1]
+    alone = [c for c in cases if c.gpus == 1]
     rest = median(c.ms / 1e3 / step_of(c.job(constants), c.layout).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
     several = [c for c in cases if c.layout.data > 1]

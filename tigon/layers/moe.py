@@ -111,8 +111,10 @@ def tally(routed: Routed, real: Tensor | None) -> Tensor:
     not be kept, and the same on every run: nothing is added by atomics.
     """
     chosen = torch.zeros_like(routed.probs).scatter(1, routed.experts, 1.0)
-    kept = [t if real is None else t * real.reshape(-1, 1) for t in (chosen, routed.probs)]
-    return torch.stack([t.sum(0) for t in kept])
+    # Multiplied in any case: a rank without padding must not compute a block again, and exchange
+    # rows with the others, at another point of backward than they do
+    counts = torch.ones_like(chosen[:, :1]) if real is None else real.reshape(-1, 1)
+    return torch.stack([(t * counts).sum(0) for t in (chosen, routed.probs)])
 
 
 def balance(tallies: Sequence[Tensor], per_token: int) -> Balance:

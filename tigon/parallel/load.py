@@ -52,11 +52,14 @@ def from_pretrained(
 
 def tensor_dimension(mesh: DeviceMesh) -> DeviceMesh:
     """Of one dimension; ValueError if it is not clear which."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f'mesh={mesh!r} is no DeviceMesh: give init_device_mesh("cuda", (2,))')
     if mesh.ndim == 1:
         return mesh
     if "tensor" not in (mesh.mesh_dim_names or ()):
+        names = mesh.mesh_dim_names or "without names"
         raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}: give one of one dimension, or name "
-            'one of them "tensor"'
+            f"mesh has {mesh.ndim} dimensions, {names}: give one of one dimension, or name one of "
+            'them "tensor"'
         )
     return mesh["tensor"]

@@ -59,6 +59,8 @@ def read_job(
 
 def check(config: Config) -> None:
     """Raises ValueError for settings whose time nobody has measured for this."""
+    if config.parallel is not None:
+        raise ValueError("parallel: a plan finds the layout itself; leave it out")
     for name in ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay"):
         if getattr(config, name):
             raise ValueError(f"{name}: a plan knows nothing of its time; leave it out")

@@ -153,15 +153,15 @@ def updated(model: CausalLM, config: Config) -> float:
 
 def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
     """Collectives of a micro-batch inside its blocks. Each branch gathers its tokens and reduces
-    its output over the tensor ranks, forward and backward, and gathers them once more for the
-    gradient of its weight; attention exchanges tokens for heads over the context ranks."""
+    its output over the tensor ranks, forward and backward; attention exchanges tokens for heads over
+    the context ranks."""
     gpu, k = job.gpu, job.constants
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
     hidden = BF16 * tokens * model.config.hidden_size
     layers = len(model.model.layers)
     # Two branches of each block; embedding and head
-    found = tensor.gather(hidden, gpu, k) * (layers * 2 * (5 + 2 * layout.again) + 4)
+    found = tensor.gather(hidden, gpu, k) * (layers * 2 * (4 + 2 * layout.again) + 4)
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
         kv = max(mixer.kv_heads, layout.context)  # each rank needs one
         for heads in (mixer.heads + 2 * kv, mixer.heads):

@@ -84,13 +84,13 @@ class Config(
             check_repository(self.push_to_hub)
             if not self.export:
                 raise ValueError(f"push_to_hub={self.push_to_hub} needs export=true")
+        check_parallel(self)
         check_optimizer(self)
         check_precision(self)
         check_budget(self)
         check_graphs(self)
         check_in_backward(self)
         check_lora(self)
-        check_parallel(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
 
@@ -222,17 +222,15 @@ def check_parallel(config: Config) -> None:
         f"parallel.expert={expert}": neither
         | {
             "optimizer": config.optimizer == "muon",
-            # A rank without padding recomputes a block at another time than one with padding, and
-            # the exchanges of the two would wait for each other
-            "activation_checkpointing": bool(config.activation_checkpointing),
+            "activation_checkpointing": config.activation_checkpointing == "auto",
         },
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):
             continue
         for name in filter(found.get, found):
-            value = "a group" if name == "lora" else str(getattr(config, name)).lower()
-            raise ValueError(f"{name}={value} is not there for {dimension}: change one")
+            said = name if name == "lora" else f"{name}={str(getattr(config, name)).lower()}"
+            raise ValueError(f"{said} is not there for {dimension}: leave one of them out")
 
 
 def check_precision(config: Config) -> None:

@@ -112,6 +112,12 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
     )
 
 
+def _kept(model: CausalLM) -> int:
+    """Blocks whose tensors are there at once: those not computed again, and one that is."""
+    layers, every = len(model.model.layers), int(model.activation_checkpointing)
+    return layers if not every else layers - len(range(0, layers, every)) + 1
+
+
 def _weigh(
     model: CausalLM,
     objective: Objective,
@@ -124,8 +130,13 @@ def _weigh(
     ledger, world = Ledger(), sizes.shards
     stream = config.micro_batch_size * config.seq_len, model.config.hidden_size
     meter = Meter(ledger, tensors_of(model), Divided(*stream, tensor) if tensor > 1 else None)
-    if tensor > 1:  # what is gathered for a product, and what one has made before it is reduced
-        ledger.add("communication", 2 * math.prod(stream) * model.dtype.itemsize)
+    if tensor > 1:
+        whole = math.prod(stream) * model.dtype.itemsize
+        # What is gathered for a product, and what one has made before it is reduced
+        ledger.add("communication", 2 * whole)
+        # Backward keeps what was gathered for two products of each block, a share of which the
+        # meter sees
+        ledger.add("activations", round(_kept(model) * 2 * whole * (1 - 1 / tensor)))
     watch_head(meter, model.lm_head)
     gathering: Gathering | Reducing | None = None
     if sharded is not None and config.sharding == "gradients":

@@ -153,8 +153,8 @@ def updated(model: CausalLM, config: Config) -> float:
 
 def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
     """Collectives of a micro-batch inside its blocks. Each branch gathers its tokens and reduces
-    its output over the tensor ranks, forward and backward; attention exchanges tokens for heads over
-    the context ranks."""
+    its output over the tensor ranks, forward and backward; attention exchanges tokens for heads
+    over the context ranks."""
     gpu, k = job.gpu, job.constants
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context

@@ -107,8 +107,10 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
     with pytest.raises(ValueError, match="mmap=True is not there"):
         tigon.from_pretrained(saved / "llama", mesh=world_of_one, mmap=True)
     two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-    with pytest.raises(ValueError, match=r"mesh has the dimensions \('a', 'b'\)"):
+    with pytest.raises(ValueError, match=r"mesh has 2 dimensions, \('a', 'b'\): give one"):
         tigon.from_pretrained(saved / "llama", mesh=two)
+    with pytest.raises(ValueError, match="mesh=2 is no DeviceMesh"):
+        tigon.from_pretrained(saved / "llama", mesh=2)
 
 
 @pytest.fixture

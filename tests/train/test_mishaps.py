@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tigon.train.checkpoint import files, retention
 from tigon.train.checkpoint.retention import Keep, Saved
 from tigon.train.claim import claim
 from tigon.train.config_file import load
+from tigon.train.parallel import World
 from tigon.train.record import read_metrics
 
 
@@ -54,7 +54,8 @@ def test_predictions_on_a_full_disk_leave_no_part_of_any_rank(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(predictions, "merge", full)
-    world = SimpleNamespace(rank=0, size=2, main=True, barrier=lambda: None)
+    world = World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(World, "barrier", lambda world: None)
     with (
         pytest.raises(OSError, match=r"became full while .*predictions-step-00000003.jsonl was"),
         predictions.Predictions(tmp_path, 3, None, world) as file,

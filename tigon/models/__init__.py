@@ -9,6 +9,7 @@ from tigon.models._adapters import adapter_parameters, begin_adapter
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
+from tigon.models._decoder import recomputed_blocks
 from tigon.models._description import config_file, describe, read_config
 from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
 from tigon.models._fit import misfits
@@ -73,6 +74,7 @@ __all__ = [
     "quantised_bytes",
     "read_config",
     "read_quantisation",
+    "recomputed_blocks",
     "scored",
     "split_gguf",
     "torch_dtype",

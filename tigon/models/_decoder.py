@@ -31,6 +31,13 @@ from tigon.models._config import Config
 from tigon.splitmix import mixed, signed
 
 
+def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection[int]:
+    """The indices of blocks that are computed again; n: every n-th, 0 or False: none."""
+    if not isinstance(setting, int):
+        return setting
+    return range(0, layers, setting) if setting else ()
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and final norm; parameters carry Hugging Face's names.
 
@@ -131,9 +138,7 @@ class Decoder(nn.Module):
             states = cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
         learns = cache is None and torch.is_grad_enabled()
-        if isinstance(recompute, int):
-            recompute = range(0, len(layers), recompute) if recompute else ()
-        recomputed = recompute if learns else ()
+        recomputed = recomputed_blocks(recompute, len(layers)) if learns else ()
         offloading = None
         if offload and learns:
             offloading = Offload(x.device, [t for r in ropes for t in r if t is not None])

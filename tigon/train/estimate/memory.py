@@ -17,7 +17,7 @@ from torch import nn
 from tigon.data import MicroBatch
 from tigon.kernels import use
 from tigon.layers.collectives import Ranks
-from tigon.models import CausalLM, quantised_bytes
+from tigon.models import CausalLM, quantised_bytes, recomputed_blocks
 from tigon.parallel import Sizes
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
@@ -114,8 +114,9 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
 
 def _kept(model: CausalLM) -> int:
     """Blocks whose tensors are there at once: those not computed again, and one that is."""
-    layers, every = len(model.model.layers), int(model.activation_checkpointing)
-    return layers if not every else layers - len(range(0, layers, every)) + 1
+    layers = len(model.model.layers)
+    again = len(recomputed_blocks(model.activation_checkpointing, layers))
+    return layers - again + bool(again)
 
 
 def _weigh(

@@ -59,7 +59,7 @@ def test_models_train_the_adapter_alone(name: str, monkeypatch: pytest.MonkeyPat
     small = {k: v for k, v in LLAMA.items() if k in adapters.LLAMA_8B}
     small |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     kind, values, config, few = MODELS[name]
-    values |= {k: v for k, v in small.items() if k in values and k != "model_type"}
+    values = values | {k: v for k, v in small.items() if k in values and k != "model_type"}
     monkeypatch.setitem(MODELS, name, (kind, values, config, few))
     made = adapters.model(name, 2, device="cpu")
     ids = torch.randint(0, 100, (1, 9))

@@ -104,15 +104,27 @@ def measured() -> list[Measured]:
         gpus = f" on {ways.data} GPUs" if ways.data > 1 else ""
         given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
         found.append(Measured(label + gpus, *given))
-    sides = results("parallel")["sides"]
-    for name, (ways, tokens) in {
-        "tensor": (Layout(1, 1, 1, 2), 8192),
-        "context, a row of 16,384": (Layout(1, 1, 2, 1), 16384),
-    }.items():
-        ms = median(row["ms"] for row in sides[f"tigon, {name}"])
-        gib = max(row["allocated_gib"] for row in sides[f"tigon, {name}"])
-        label = f"Llama-3.1-8B 1 x {tokens}, {name.partition(',')[0]}=2 on 2 GPUs"
-        found.append(Measured(label, "Llama-3.1-8B", 1, tokens, ways, ms, gib, {}))
+    return [*found, *divided()]
+
+
+LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
+DIVIDED = {
+    "tensor": (LLAMA_8B, Layout(1, 1, 1, 2), 8192, "tensor=2"),
+    "context, a row of 16,384": (LLAMA_8B, Layout(1, 1, 2, 1), 16384, "context=2"),
+    "experts, FSDP2": (EXPERTS, Layout(1, 2, 1, 1), 8192, "FSDP2"),
+    "experts, expert": (EXPERTS, Layout(1, 2, 1, 1, expert=2), 8192, "expert=2"),
+}
+
+
+def divided() -> list[Measured]:
+    """Of bench/parallel.py; nothing is fitted to them."""
+    found, sides = [], results("parallel")["sides"]
+    for name, (model, layout, tokens, said) in DIVIDED.items():
+        rows = sides[f"tigon, {name}"]
+        ms = median(row["ms"] for row in rows)
+        gib = max(row["allocated_gib"] for row in rows)
+        label = f"{model} 1 x {tokens}, {said} on 2 GPUs"
+        found.append(Measured(label, model, 1, tokens, layout, ms, gib, {}))
     return found
 
 
@@ -125,7 +137,7 @@ def fit() -> Constants:
     forward = forwards(results("train_step"))
     for case, job in works.values():
         layout, profile = case.layout, case.profile
-        work = job.shapes.work(layout.rows, case.tokens, 1, 1, layout.again)
+        work = job.shapes.work(layout.rows, case.tokens, again=layout.again)
         shape = [
             (n * 2 * a * b * c, n * BF16 * (a * b + b * c + a * c))
             for (a, b, c), n in work.products.items()
@@ -173,7 +185,7 @@ def fit() -> Constants:
     alone = [c for c in cases if c.gpus == 1]
     rest = median(c.ms / 1e3 / step_of(c.job(constants), c.layout).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
-    several = [c for c in cases if c.layout.data > 1]
+    several = [c for c in cases if c.layout.data > 1 and c.model == LLAMA_8B]
     shares = []
     for case in several:
         step = step_of(case.job(replace(constants, exposed=1.0)), case.layout)

@@ -16,17 +16,18 @@ from tigon.cli import main
 from tigon.models import MODELS
 from tigon.plan import Constants, Job, Layout, find_gpu, make_plan, read_job, show, step_of, weigh
 from tigon.plan.gpu import CONSTANTS, GPU, gpus
-from tigon.plan.layout import misfit
+from tigon.plan.layout import meshes, misfit
 from tigon.plan.search import always
 from tigon.plan.step import Group, computed
-from tigon.plan.work import build, narrow, work_of
+from tigon.plan.work import Shapes, work_of
 from tigon.train.estimate import Estimate
 from tigon.train.flops import model_flops
 
-TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.05
+TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
-DIVIDED_WITHIN = 0.2  # of tensor parallelism, whose copies around collectives are not planned
+# Of tensor and expert parallelism, whose copies and waits around collectives are not planned
+DIVIDED_WITHIN = 0.22
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SIZE |= {"max_position_embeddings": 2**20}
@@ -52,13 +53,12 @@ def test_what_was_measured_is_predicted() -> None:
         "gradients",
     }
     for one in found:
-        divided = one.case.layout.tensor > 1
+        divided = max(one.case.layout.tensor, one.case.layout.expert) > 1
         within = DIVIDED_WITHIN if divided else TIME_WITHIN
         assert abs(one.time_error) < within, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
-        assert abs(one.memory_error) < (GRAPHS_WITHIN if graphs or divided else MEMORY_WITHIN), (
-            one.case.name
-        )
+        within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
+        assert abs(one.memory_error) < within, one.case.name
 
 
 def test_the_constants_are_those_of_the_fit() -> None:
@@ -83,13 +83,13 @@ def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> No
 
 def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
     """T tokens, C wide: qkv, o, gate and up, down, and the head."""
-    t, c, work = 1024, 640, job(1).shapes.work(2, 1024, 1, 1, 0.0)
+    t, c, work = 1024, 640, job(1).shapes.work(2, 1024)
     shapes = {(1024, c): 4, (c, 512): 4, (8192, c): 4, (c, 4096): 4, (4096, c): 1}
     expected = {(2 * t, n, k): 3.0 * count for (n, k), count in shapes.items()}
     assert work.products == expected
     assert work.attention == {64: 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
     assert work.moved["activation"] == 4 * 2 * (3 + 5) * 2 * t * 4096
-    again = job(1).shapes.work(2, 1024, 1, 1, 1.0)
+    again = job(1).shapes.work(2, 1024, again=1.0)
     assert again.products[2 * t, 8192, c] == 4 * 4
     assert again.products[2 * t, c, 4096] == 3 * 4  # its output is nothing's input in the block
     assert again.moved["norms"] > work.moved["norms"]
@@ -97,7 +97,7 @@ def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
 
 def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
     shapes = job(1).shapes
-    work = shapes.work(1, 1024, 1, 1, 0.0)
+    work = shapes.work(1, 1024)
     found = sum(2 * n * m * k * count for (m, n, k), count in work.products.items())
     found += sum(work.attention.values())
     assert found == pytest.approx(model_flops(shapes.part(1), [1024]), rel=1e-9)
@@ -105,9 +105,9 @@ def test_operations_are_those_of_the_trainer(job: Callable[..., Job]) -> None:
 
 def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
     one = job(4, rows=4)
-    whole = computed(one.shapes.work(1, 1024, 1, 1, 0.0), one.constants)
+    whole = computed(one.shapes.work(1, 1024), one.constants)
     for context, tensor in ((4, 1), (1, 4), (2, 2)):
-        part = one.shapes.work(1, 1024, context, tensor, 0.0)
+        part = one.shapes.work(1, 1024, context, tensor)
         times = computed(part, one.constants)
         assert times["attention"] == pytest.approx(whole["attention"] / 4)
         # Small products are slower, and a pass over the embedding's gradient is not divided
@@ -115,28 +115,56 @@ def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
         assert times["passes"] == pytest.approx(whole["passes"] / 4, rel=0.25)
 
 
-def test_memory_of_a_tensor_parallel_part(job: Callable[..., Job]) -> None:
-    """Weights, states and activations by half, but for the inputs of two products of each of four
-    blocks, which are kept as they were gathered; two buffers of a gathered [T, C] besides."""
+def test_memory_of_parts(job: Callable[..., Job]) -> None:
+    """Weights and states by half. Of activations too, but for the inputs of two products of each of
+    four blocks, which ranks of tensor parallelism keep as they were gathered."""
+    whole = weigh(job(1, tokens=4096, rows=1), Layout(1, 1, 1, 1)).kinds
     one = job(2, tokens=4096, rows=2)
-    whole = weigh(one, Layout(1, 1, 1, 1)).kinds
     half = weigh(one, Layout(1, 1, 1, 2)).kinds
     for kind in ("parameters", "optimizer"):
         assert half[kind] == pytest.approx(whole[kind] / 2, rel=0.06), kind
     stream = 4096 * 640 * 2
     kept = whole["activations"] / 2 + 4 * 2 * stream / 2
-    assert half["activations"] == pytest.approx(kept, rel=0.02)
-    assert half["communication"] == 2 * stream
-    short = weigh(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1))
-    assert weigh(one, Layout(1, 1, 2, 1)) == short  # as rows of half the length
+    assert half["activations"] == pytest.approx(kept, rel=0.05)
+    short = weigh(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1)).kinds
+    shared = weigh(one, Layout(1, 1, 2, 1)).kinds
+    assert shared["parameters"] == short["parameters"]
+    # As rows of half the length, and what is sent: heads in copies
+    assert short["activations"] < shared["activations"] < 1.2 * short["activations"]
+
+
+def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
+    """Their weights are in the hands of fewer ranks; all others' tokens come to them."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
+    one = job(4, tokens=1024, rows=4, **sizes)
+    without, layout = Layout(1, 4, 1, 1), Layout(1, 4, 1, 1, expert=4)
+    fsdp, shared = weigh(one, without).kinds, weigh(one, layout).kinds
+    experts = 2 * 8 * 3 * 256 * 512
+    assert shared["parameters"] == pytest.approx(fsdp["parameters"], rel=0.01)
+    # Of a block, in bfloat16: all of its experts in forward, or those of one rank
+    assert fsdp["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2
+    assert shared["activations"] > fsdp["activations"] + 2 * 2 * 1024 * 256 * 2  # rows that came
+    times = [step_of(one, x).kinds for x in (without, layout)]
+    assert times[0]["products"] == times[1]["products"]
+    assert times[0]["optimizer"] == times[1]["optimizer"]
+    assert times[1]["passes"] > times[0]["passes"]
+    traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    weights = experts * (2 * 2 + 4) * 3 / 4  # gathered twice, and gradients in float32
+    tokens = 4 * 2 * 1024 * 2 * 256 * 2 * 3 / 4  # four times in two layers, for two experts
+    assert traffic[1] - traffic[0] == pytest.approx(tokens - weights)
+    found = [mesh.expert for mesh in meshes(4, 8) if mesh.shards == 4]
+    assert found == [1, 2, 4] * 3
+    assert all(mesh.tensor == 1 or mesh.expert == 1 for mesh in meshes(16, 8))
+    assert {mesh.expert for mesh in meshes(16, 6)} == {1, 2}
+    assert {mesh.expert for mesh in meshes(16, 0)} == {1}
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_every_family_can_be_planned(model_type: str, case: str) -> None:
     values = {"model_type": model_type} | SIZES | CASES[model_type][case]
     config = MODELS[model_type].from_config(values, device="meta").config
-    part = build(config, 2, torch.bfloat16)
-    assert narrow(config, 1) is config
+    part = Shapes(config, torch.bfloat16).part(2)
     heads = {m.heads for m in part.modules() if hasattr(m, "kv_heads")}
     assert heads == {config.num_attention_heads // 2}
     assert work_of(part, 1, 16, tensor=2, again=1.0).moved["norms"] > 0
@@ -174,14 +202,11 @@ def test_why_a_layout_is_impossible(job: Callable[..., Job]) -> None:
     for layout, why in (
         (Layout(1, 4, 1, 16), "tensor above 8"),
         (Layout(1, 32, 2, 1), "more than the 16 rows of a step"),
-        (Layout(1, 4, 16, 1), "tensor x context=16 does not divide 8 heads"),
+        (Layout(1, 4, 16, 1), "8 query heads cannot be divided over 16 ranks"),
     ):
         assert why in (misfit(one, layout) or "")
-    assert "does not divide 6 heads" in (
+    assert "4 ranks cannot share 6 heads" in (
         misfit(job(4, num_attention_heads=6, num_key_value_heads=2), Layout(1, 1, 1, 4)) or ""
-    )
-    assert "intermediate_size=4097" in (
-        misfit(job(2, intermediate_size=4097), Layout(1, 1, 1, 2)) or ""
     )
     assert "of 1,023 tokens" in (misfit(job(2, tokens=1023), Layout(1, 1, 2, 1)) or "")
     assert misfit(one, Layout(1, 8, 1, 8)) is None  # two ranks share each kv head
@@ -221,7 +246,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     few = ["--gpus", "2", "--seq-len", "64"]
     assert main(["plan", str(path), *few, "--settings", "optimizer=adamw_bf16", "--most", "2"]) == 0
     said = capsys.readouterr().out
-    assert "float32 weights, adamw_bf16" in said and "none are apart" in said
+    assert "float32 weights, adamw_bf16" in said and "as many tokens as the others" in said
     assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
     assert sorted(tmp_path.iterdir()) == [path]
     for wrong, why in (

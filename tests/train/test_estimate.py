@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
-from tests.small import LLAMA
+from tests.small import EXPERTS, LLAMA, write_model
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
@@ -285,6 +285,32 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
     assert found["sum"] < 70
     with pytest.raises(SystemExit, match="32 query heads cannot be divided over 3 ranks"):
         main(["--dry-run", "--nproc", "3", *given, "parallel.context=3"])
+
+
+def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
+    """What they hold and send; and that as few blocks are computed again as fit."""
+    experts = write_model(workspace.root / "eight", **EXPERTS | {"num_experts": 8})
+    more = {"device": "auto", "model": experts, "batch_size": 8, "seq_len": 512}
+    found = {}
+    for name, size in (("fsdp", 8), ("tensor", 2), ("expert", 4)):
+        given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
+        main(["--dry-run", "--nproc", "8", *given])
+        said = capsys.readouterr().out
+        found[name] = said
+    # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
+    assert "of 2 ranks has a part of each matrix" in found["tensor"]
+    assert "sends 0.125 MiB of the stream" in found["tensor"]
+    # To two experts and back, three quarters of each
+    assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
+    assert "sends 0.188 MiB of tokens" in found["expert"]
+    assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
+    for name, size in (("tensor", 2), ("expert", 4)):
+        given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
+        auto = [*given, "activation_checkpointing=auto"]
+        main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1"])
+        assert "auto: no block computed again; " in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="with every block computed again"):
+            main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1e-5"])
 
 
 def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:

@@ -168,7 +168,6 @@ def test_what_ranks_cannot_share_says_why():
         {"lora.rank": 4},
         {"cuda_graphs": "true"},
         {"optimizer_in_backward": "true", "max_grad_norm": 0},
-        {"activation_checkpointing": "auto"},
     ],
 )
 def test_what_expert_parallelism_lacks_is_named(workspace, changes):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tigon.kernels._cross_entropy_rows import ELSEWHERE
 from tigon.kernels._logits import IGNORE_INDEX, Gradient
@@ -30,11 +29,11 @@ class VocabularyShard(NamedTuple):
     size: int  # V
 
     @classmethod
-    def of(cls, group: ProcessGroup, first: int, rows: int, size: int) -> Self:
+    def of(cls, group: str, ranks: int, first: int, rows: int, size: int) -> Self:
         """ValueError for rows that are not among the `size` of the vocabulary."""
         if first < 0 or rows < 0 or first + rows > size:
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
-        return cls(group.group_name, group.size(), first, rows, size)
+        return cls(group, ranks, first, rows, size)
 
     def check(self, weight: Tensor | None, criteria: Sequence[Criterion]) -> int:
         """The size of the vocabulary, for criteria of a head whose `weight` this rank has."""

@@ -145,7 +145,7 @@ def _spread(x: Tensor, inverse: Tensor, k: int) -> Tensor:
     rows = x.new_empty(len(inverse), x.shape[1])
     if not runs_triton(x):
         return rows.index_copy_(0, inverse, x.repeat_interleave(k, 0))
-    if rows.numel():
+    if rows.numel() and not x.is_meta:
         block, warps = SPREAD
         block = min(block, triton.next_power_of_2(x.shape[1]))
         _spread_kernel[(len(x),)](x, inverse, rows, x.shape[1], K=k, BLOCK=block, num_warps=warps)
@@ -159,7 +159,7 @@ def _combine(rows: Tensor, inverse: Tensor, weights: Tensor | None, k: int) -> T
         slots = _at_least_fp32(rows.index_select(0, inverse).view(n, k, c))
         return (slots if weights is None else slots * weights[..., None]).sum(1).to(rows.dtype)
     x = rows.new_empty(n, c)
-    if x.numel():
+    if x.numel() and not x.is_meta:
         block, warps = COMBINE
         block = min(block, triton.next_power_of_2(c))
         grid = (n, triton.cdiv(c, block))

@@ -43,7 +43,8 @@ class ExpertShard:
         # [p, E / p]: what each rank sends to own experts
         arriving = self.ranks.exchange(counts, evenly, evenly)
         sums = torch.stack((arriving.view(ranks, each), counts.view(ranks, each))).sum(2)
-        received, sent = sums.tolist()
+        # On the meta device there are no numbers: as many for each rank
+        received, sent = [evenly_split(len(order), ranks)] * 2 if x.is_meta else sums.tolist()
         numbers = torch.arange(each, device=x.device).repeat(ranks)
         chosen = numbers.repeat_interleave(arriving, output_size=sum(received))
 
@@ -51,3 +52,7 @@ class ExpertShard:
         scales = exchange(weights.flatten()[order], self.ranks, received, sent)
         y = own(rows, chosen[:, None], scales[:, None])
         return combine_rows(exchange(y, self.ranks, sent, received), inverse, k)
+
+
+def evenly_split(count: int, parts: int) -> list[int]:
+    return [count // parts + (i < count % parts) for i in range(parts)]

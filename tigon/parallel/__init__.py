@@ -5,6 +5,7 @@ from tigon.parallel.expert import check_experts, share_experts
 from tigon.parallel.gradients import find_tensor
 from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
+from tigon.parallel.outline import take_part
 from tigon.parallel.plan import cut_model
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
 
@@ -23,5 +24,6 @@ __all__ = [
     "shard_gradients",
     "share_context",
     "share_experts",
+    "take_part",
     "tensor_dimension",
 ]

@@ -18,18 +18,22 @@ def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
     the sum over the rows of all of them. `mesh` has one dimension. ValueError for a model that
     cannot be divided so.
     """
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    check_experts(model, ranks)
+    divide_experts(model, Ranks.of(mesh.get_group()))
+
+
+def divide_experts(model: CausalLM, ranks: Ranks) -> None:
+    """As `share_experts`."""
+    check_experts(model, ranks.size)
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
         experts = len(module.down_proj)
-        own = experts // ranks
+        own = experts // ranks.size
         for name, whole in list(module.named_parameters(recurse=False)):
-            cut = Cut(tuple(whole.shape), 0, ((Rows(rank * own, 0, own), Copy()),))
+            cut = Cut(tuple(whole.shape), 0, ((Rows(ranks.rank * own, 0, own), Copy()),))
             model.cuts[f"{path}.{name}"] = cut
             setattr(module, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-        module.shard = ExpertShard(Ranks.of(mesh.get_group()), experts)
+        module.shard = ExpertShard(ranks, experts)
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:

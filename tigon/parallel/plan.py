@@ -127,7 +127,12 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
 
     ValueError for what ranks cannot share.
     """
-    ranks = Ranks.of(mesh.get_group())
+    cut_parts(model, Ranks.of(mesh.get_group()))
+    set_tensor(model, mesh)
+
+
+def cut_parts(model: CausalLM, ranks: Ranks) -> None:
+    """As `cut_model`, but for what is set up with the other ranks before the first step."""
     check(model, ranks.size)
     tied = model.ties_head
     cuts = dict(_cuts(model, ranks))
@@ -142,7 +147,7 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
     size = model.config.vocab_size
     ((rows, _),) = tokens(model, size, ranks)
-    vocabulary = VocabularyShard.of(mesh.get_group(), rows.source, rows.length, size)
+    vocabulary = VocabularyShard.of(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _share_heads(module, ranks)
@@ -157,7 +162,6 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
     model.model.tensor = ranks
     model.model.set_holds()
-    set_tensor(model, mesh)
 
 
 def check(model: CausalLM, ranks: int) -> None:

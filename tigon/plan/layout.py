@@ -4,17 +4,18 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tigon.layers import Attention
-from tigon.models import CausalLM
+from tigon.parallel import check_context
 from tigon.plan.gpu import GPU, Constants
 from tigon.plan.work import Shapes
 from tigon.train.config import Config
+from tigon.train.parallel_settings import Parallel
 
 MOST_TOKENS = 2**16  # of a micro-batch on a GPU, if it has several rows: more gains nothing
 # As the setting activation_checkpointing: no block is computed again, every second one, all
+MESH = ("replicate", "fsdp", "context", "tensor", "expert")
 AGAIN: dict[bool | int, float] = {False: 0.0, 2: 0.5, True: 1.0}
 
 
@@ -44,6 +45,7 @@ class Layout:
     micro_batches: int = 1  # of a step, on each rank
     checkpointing: bool | int = False
     sharding: Any = "full"
+    expert: int = 1  # of the shards: neighbours that divide experts, and no factor of the ranks
 
     @property
     def data(self) -> int:
@@ -56,6 +58,11 @@ class Layout:
         return self.fsdp * self.context
 
     @property
+    def parallel(self) -> Parallel:
+        """As the setting."""
+        return Parallel(self.replicate, self.fsdp, self.context, self.tensor, self.expert)
+
+    @property
     def again(self) -> float:
         """The share of blocks that are computed again."""
         return AGAIN[self.checkpointing]
@@ -63,7 +70,7 @@ class Layout:
     @property
     def settings(self) -> str:
         """For `tigon train`."""
-        sizes = {n: getattr(self, n) for n in ("replicate", "fsdp", "context", "tensor")}
+        sizes = {n: getattr(self, n) for n in MESH}
         found = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
         found.append(f"micro_batch_size={self.rows}")
         if self.checkpointing:
@@ -73,33 +80,41 @@ class Layout:
         return " ".join(found)
 
     @property
-    def mesh(self) -> tuple[int, int, int, int, str]:
+    def mesh(self) -> tuple[object, ...]:
         """What of it a plan has one line for."""
-        return self.replicate, self.fsdp, self.context, self.tensor, self.sharding
+        return *(getattr(self, name) for name in MESH), self.sharding
 
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def meshes(gpus: int) -> Iterator[Layout]:
+def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
     """Every product of four dimensions that has so many GPUs. Groups that all have all weights are
-    of ranks that share them."""
+    of ranks that share them. `experts` of a layer are divided in every way, too."""
     for tensor in divisors(gpus):
         for context in divisors(gpus // tensor):
             left = gpus // tensor // context
             for fsdp in divisors(left):
                 if fsdp > 1 or fsdp == left:
-                    yield Layout(left // fsdp, fsdp, context, tensor)
+                    mesh = Layout(left // fsdp, fsdp, context, tensor)
+                    yield mesh
+                    for expert in divisors(mesh.shards)[1:]:
+                        if tensor == 1 and experts and experts % expert == 0:
+                            yield replace(mesh, expert=expert)
 
 
 def misfit(job: Job, layout: Layout) -> str | None:
     """Why the job cannot have this mesh, whatever its micro-batch; None if it can."""
     t, context = layout.tensor, layout.context
+    if (reason := excluded(job, layout)) is not None:
+        return reason
     if t > job.gpu.host:
         return f"tensor above {job.gpu.host}: NVLink connects so many GPUs"
-    if (reason := indivisible(job.shapes.part(1), t, context)) is not None:
-        return reason
+    try:
+        check_context(job.shapes.part(t, layout.expert), context)
+    except ValueError as error:
+        return str(error)
     if job.seq_len % (t * context):
         return f"tensor x context={t * context} does not divide a row of {job.seq_len:,} tokens"
     if job.batch_rows % layout.data:
@@ -113,33 +128,27 @@ def misfit(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def indivisible(model: CausalLM, tensor: int, context: int) -> str | None:
-    """What of the model so many ranks cannot divide."""
-    c = model.config
-    heads, kv = c.num_attention_heads, c.num_key_value_heads
-    mixers = [block.mixer for block in model.model.layers]
-    other = next((type(m).__name__ for m in mixers if not isinstance(m, Attention)), None)
-    if other is not None and tensor * context > 1:
-        return f"tensor or context above 1: {other} is not divided"
-    if heads % tensor or (kv % tensor and tensor % kv):
-        return f"tensor={tensor} does not divide {heads} heads with {kv} of keys and values"
-    sizes = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    for name in sizes:
-        if getattr(c, name, 0) % tensor:
-            return f"tensor={tensor} does not divide {name}={getattr(c, name)}"
-    if heads % (tensor * context):
-        return f"tensor x context={tensor * context} does not divide {heads} heads"
+def excluded(job: Job, layout: Layout) -> str | None:
+    """What of the settings is not there for the layout."""
+    try:
+        replace(job.config, parallel=layout.parallel, sharding=layout.sharding)
+    except ValueError as error:
+        return str(error)
     return None
 
 
 def variants(job: Job, mesh: Layout) -> Iterator[Layout]:
     """A mesh with every micro-batch and checkpointing that it may have."""
     each, ways = job.batch_rows // mesh.data, ["full"]
-    if mesh.fsdp == job.gpus > 1:
-        ways.append("gradients")  # which leaves each rank all weights
+    whole = replace(mesh, sharding="gradients")  # which leaves each rank all weights
+    if mesh.fsdp == job.gpus > 1 and excluded(job, whole) is None:
+        ways.append(whole.sharding)
     for rows in divisors(each):
         if rows > 1 and rows * job.seq_len // mesh.context > MOST_TOKENS:
             break
         for checkpointing in AGAIN:
             for sharding in ways:
-                yield Layout(*mesh.mesh[:4], rows, each // rows, checkpointing, sharding)
+                yield replace(
+                    mesh, rows=rows, micro_batches=each // rows, checkpointing=checkpointing,
+                    sharding=sharding,
+                )  # fmt: skip

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from tigon.plan.layout import Job, Layout
-from tigon.plan.work import build
 from tigon.train.estimate import Estimate, estimate
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
@@ -14,18 +13,18 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 def weigh(job: Job, layout: Layout) -> Estimate:
-    """Builds one rank's part of the model on the meta device and makes a step of it there."""
-    shards = layout.shards
+    """Makes a step of one rank's part of the model, on the meta device."""
     config = replace(
         job.config,
-        seq_len=job.seq_len // layout.context,
+        seq_len=job.seq_len,
         micro_batch_size=layout.rows,
-        batch_size=layout.rows * layout.micro_batches * shards,
+        batch_size=layout.rows * layout.micro_batches * layout.data,
+        parallel=layout.parallel,
         sharding=layout.sharding,
         activation_checkpointing=layout.checkpointing,
         memory_budget=None,
     )
-    model = build(job.shapes.config, layout.tensor, job.shapes.dtype)
+    model = job.shapes.build()
     model.activation_checkpointing = layout.checkpointing
     objective = find_objective("pretrain")(config, ALONE)
-    return estimate(model, objective, config, shards, torch.bfloat16, layout.tensor)
+    return estimate(model, objective, config, job.gpus, torch.bfloat16)

@@ -7,16 +7,17 @@ from pathlib import Path
 import torch
 
 from tigon.plan.gpu import find_gpu
-from tigon.plan.layout import Job
+from tigon.plan.layout import MESH, Job
 from tigon.plan.search import LACKS, Choice, Plan
 from tigon.plan.work import Shapes
 from tigon.train import load
 from tigon.train.config import Config
 from tigon.train.estimate.budget import GIB
-from tigon.train.model import has_experts, outline
+from tigon.train.model import outline
 
 HEAD = (
-    *("replicate", "fsdp", "context", "tensor", "rows", "x", "again", "GiB"),
+    *MESH,
+    *("rows", "x", "again", "GiB"),
     *("NVLink GB", "network GB", "network s", "step s", "tok/s/GPU", "MFU"),
 )
 
@@ -78,8 +79,7 @@ def show(plan: Plan) -> str:
         f"{tokens:,} in all",
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
-        *["experts: each GPU of a tensor group has a part of all; none are apart"]
-        * has_experts(model),
+        *["experts: each is taken to get as many tokens as the others"] * (job.shapes.experts > 0),
         "",
         *table([cells(choice) for choice in plan.choices]),
     ]
@@ -103,10 +103,7 @@ def cells(choice: Choice) -> list[str]:
     again = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
     zero = " ZeRO-2" if layout.sharding == "gradients" else ""
     return [
-        str(layout.replicate),
-        f"{layout.fsdp}{zero}",
-        str(layout.context),
-        str(layout.tensor),
+        *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in MESH),
         str(layout.rows),
         str(layout.micro_batches),
         again,

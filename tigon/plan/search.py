@@ -12,6 +12,7 @@ from tigon.plan.memory import weigh
 from tigon.plan.step import BF16, FP32, Step, step_of
 from tigon.train.estimate import Estimate
 from tigon.train.estimate.budget import CONTEXT, SHARE
+from tigon.train.estimate.gathering import ranks_of
 from tigon.train.optim import state_bytes
 
 Weigh = Callable[[Job, Layout], Estimate]
@@ -46,7 +47,7 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
     budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT
     reasons, timed = Counter[str](), list[tuple[float, Layout, Step]]()
     least: dict[Mesh, int] = {}  # bytes of meshes that lack memory
-    for mesh in meshes(job.gpus):
+    for mesh in meshes(job.gpus, job.shapes.experts):
         if (why := misfit(job, mesh)) is not None:
             reasons[why] += 1
             continue
@@ -64,9 +65,9 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
             break
         if layout.mesh in done:
             continue
-        # Memory does not depend on how ranks with all weights or with one row share the tokens
-        several = layout.micro_batches > 1
-        kind = layout.shards, layout.tensor, layout.sharding, layout.checkpointing, several
+        # Memory does not depend on how many ranks have all weights
+        ranks = layout.shards, layout.context, layout.tensor, layout.expert
+        kind = *ranks, layout.sharding, layout.checkpointing, layout.micro_batches > 1
         tokens = layout.rows * job.seq_len // layout.context
         if kind in failed and tokens >= failed[kind][0]:
             least.setdefault(layout.mesh, failed[kind][1])
@@ -89,9 +90,10 @@ def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
 def always(job: Job, layout: Layout) -> int:
     """Bytes that are there all the time: weights, gradients and states."""
     item = getattr(torch, job.config.param_dtype).itemsize
-    numbers = sum(p.numel() for p in job.shapes.part(layout.tensor).parameters())
+    ranks = ranks_of(job.shapes.part(layout.tensor, layout.expert), layout.shards)
     states = 0.0 if job.config.optimizer_offload else state_bytes(job.config, hidden=True)
-    own = numbers * (item + states) / layout.shards
+    own = sum(p.numel() / n for p, n in ranks.items()) * (item + states)
+    numbers = sum(p.numel() for p in ranks)
     if layout.sharding == "gradients":
         own += numbers * BF16
     elif layout.micro_batches > 1:  # whole gradients add up in float32

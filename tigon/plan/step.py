@@ -2,26 +2,29 @@
 
 Products, attention, passes and optimizer take their operations and bytes at the rates that were
 measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
-tensor and context parallelism are waited for. Those of FSDP run beside the computation: over NVLink
-a measured share of their time is lost nonetheless, over the network what is longer than the
-computation that they run beside.
+tensor, context and expert parallelism are waited for. Those of FSDP run beside the computation:
+over NVLink a measured share of their time is lost nonetheless, over the network what is longer than
+the computation that they run beside.
 
-# B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host
+# B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,
+# k experts of a token
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
-from tigon.layers import Attention
+from tigon.layers import Attention, SparseMoE
 from tigon.models import CausalLM
 from tigon.plan.gpu import GPU, Constants
 from tigon.plan.layout import Job, Layout
 from tigon.plan.work import Work
 from tigon.train.config import Config
+from tigon.train.estimate.gathering import ranks_of, shared_experts
 from tigon.train.optim import hidden_matrices, state_bytes
 
 BF16, FP32 = 2, 4
+WAITED = "tensor, context and expert"  # what ranks of these send each other
 
 
 @dataclass(frozen=True)
@@ -108,16 +111,16 @@ class Step:
 def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     """The time of a step. `learned`: the share of tokens that have a target."""
     k, count, shapes = job.constants, layout.micro_batches, job.shapes
-    model, parts = shapes.part(layout.tensor), (layout.context, layout.tensor)
-    work = shapes.work(layout.rows, job.seq_len, *parts, layout.again, learned)
+    model = shapes.part(layout.tensor, layout.expert)
+    ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
+    work = shapes.work(layout.rows, job.seq_len, again=layout.again, learned=learned, **ranks)
     compute = computed(work, k)
     step = Step({kind: count * seconds for kind, seconds in compute.items()})
-    numbers = sum(p.numel() for p in model.parameters())
-    step.kinds["optimizer"] = updated(model, job.config) / layout.shards / k.optimizer
+    step.kinds["optimizer"] = updated(model, job.config, layout.shards) / k.optimizer
     step.kinds["other"] = k.rest * step.seconds
     waited = inner(job, layout, model) * count
-    step.kinds["tensor and context"] = waited.nvlink + waited.network
-    beside = outer(job, layout, numbers, sum(compute.values()))
+    step.kinds[WAITED] = waited.nvlink + waited.network
+    beside = outer(job, layout, model, sum(compute.values()))
     step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
     step.kinds["FSDP over the network"] = beside[1]
     step.traffic = waited + beside[0]
@@ -142,19 +145,21 @@ def computed(work: Work, k: Constants) -> dict[str, float]:
     }
 
 
-def updated(model: CausalLM, config: Config) -> float:
-    """Bytes that the optimizer reads and writes: weights and states both, gradients once."""
+def updated(model: CausalLM, config: Config, shards: int) -> float:
+    """Bytes that the optimizer of a rank reads and writes: weights and states both, gradients
+    once."""
     item, hidden, found = getattr(torch, config.param_dtype).itemsize, hidden_matrices(model), 0.0
-    for name, parameter in model.named_parameters():
+    ranks, names = ranks_of(model, shards), dict(model.named_parameters())
+    for name, parameter in names.items():
         each = 3 * item + 2 * state_bytes(config, hidden=name in hidden)
-        found += each * parameter.numel()
+        found += each * parameter.numel() / ranks[parameter]
     return found
 
 
 def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
     """Collectives of a micro-batch inside its blocks. Each branch gathers its tokens and reduces
     its output over the tensor ranks, forward and backward; attention exchanges tokens for heads
-    over the context ranks."""
+    over the context ranks; experts get rows from the ranks that share them, and send them back."""
     gpu, k = job.gpu, job.constants
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
@@ -167,28 +172,62 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
         for heads in (mixer.heads + 2 * kv, mixer.heads):
             each = BF16 * tokens * heads * mixer.head_dim
             found += context.exchange(each, gpu, k) * (layers * (2 + layout.again))
+    expert = Group(layout.expert, layout.tensor)
+    for layer in model.modules() if layout.expert > 1 else ():
+        if not isinstance(layer, SparseMoE):
+            continue
+        rows = expert.exchange(hidden * layer.per_token, gpu, k)
+        # Numbers of rows, and their weights, besides: of few bytes
+        few = expert.exchange(0, gpu, k)
+        found += rows * (4 + 2 * layout.again) + few * (3 + 2 * layout.again)
     return found
 
 
-def outer(job: Job, layout: Layout, numbers: int, compute: float) -> tuple[Time, float]:
-    """Collectives of a step for weights and gradients, and by how much those over the network
-    outlast `compute`, the seconds of a micro-batch. `numbers`: a rank's part of the weights
-    without sharding."""
-    gpu, k, count = job.gpu, job.constants, layout.micro_batches
-    shards = Group(layout.shards, layout.tensor)
+@dataclass(frozen=True)
+class Gathered:
+    """Groups of parameters that the same ranks share: how many, and numbers of one of them."""
+
+    ranks: Group
+    copies: Group  # of ranks that have the same
+    groups: int
+    numbers: float
+
+    def weights(self, gpu: GPU, k: Constants) -> Time:
+        return self.ranks.gather(BF16 * self.numbers, gpu, k) * self.groups
+
+    def gradients(self, item: int, gpu: GPU, k: Constants) -> Time:
+        """A reduction over the ranks, and an all-reduce over the copies of its result."""
+        found = self.ranks.gather(item * self.numbers, gpu, k) * self.groups
+        own = item * self.numbers / self.ranks.size
+        return found + self.copies.gather(own, gpu, k) * (2 * self.groups)
+
+
+def gathered(layout: Layout, model: CausalLM) -> list[Gathered]:
+    """Of one rank's part: blocks, and the ends; and experts that ranks share, which are apart."""
     copies = Group(layout.replicate, layout.tensor * layout.shards)
-    groups = job.shapes.config.num_hidden_layers + 1
-    each = numbers / groups
-    gather = shards.gather(BF16 * each, gpu, k) * groups
-    if layout.sharding == "gradients":  # one reduction in their dtype, and one gather of weights
-        item = (
-            FP32 if job.config.accumulate_fp32 else getattr(torch, job.config.param_dtype).itemsize
-        )
-        reduced = shards.gather(item * each, gpu, k) * groups
-        outlasts = max(0.0, reduced.network + gather.network - 2 / 3 * compute)
-        return reduced + gather, outlasts
-    reduced = shards.gather(FP32 * each, gpu, k) * groups
-    reduced += copies.gather(FP32 * each / layout.shards, gpu, k) * (2 * groups)  # an all-reduce
+    apart = [sum(p.numel() for p in e.parameters()) for e in shared_experts(model)]
+    rest, groups = (
+        sum(p.numel() for p in model.parameters()) - sum(apart),
+        len(model.model.layers) + 1,
+    )
+    found = [Gathered(Group(layout.shards, layout.tensor), copies, groups, rest / groups)]
+    if apart:
+        same = Group(layout.shards // layout.expert, layout.tensor * layout.expert)
+        found.append(Gathered(same, copies, len(apart), sum(apart) / len(apart)))
+    return found
+
+
+def outer(job: Job, layout: Layout, model: CausalLM, compute: float) -> tuple[Time, float]:
+    """Collectives of a step for weights and gradients, and by how much those over the network
+    outlast `compute`, the seconds of a micro-batch. `model`: a rank's part."""
+    gpu, k, count = job.gpu, job.constants, layout.micro_batches
+    parts, item = gathered(layout, model), FP32
+    if layout.sharding == "gradients" and not job.config.accumulate_fp32:  # in their dtype
+        item = getattr(torch, job.config.param_dtype).itemsize
+    gather = sum((part.weights(gpu, k) for part in parts), Time())
+    reduced = sum((part.gradients(item, gpu, k) for part in parts), Time())
+    if layout.sharding == "gradients":  # one reduction, and one gather of weights
+        return reduced + gather, max(0.0, reduced.network + gather.network - 2 / 3 * compute)
     forward = max(0.0, gather.network - compute / 3)
     backward = max(0.0, gather.network - 2 / 3 * compute)
     last = max(0.0, gather.network + reduced.network - 2 / 3 * compute)

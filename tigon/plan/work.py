@@ -1,14 +1,15 @@
 """What one GPU computes of a micro-batch: products, attention, and the bytes that stream between.
 
-The model is one rank's part of a tensor-parallel one (`narrow`): its matrices have a share of the
-rows or columns, and the residual stream its whole width, of which a rank keeps a share of the
-tokens.
+The model is one rank's part (`tigon.parallel.take_part`): its matrices have a share of the rows or
+columns, and the residual stream its whole width, of which a rank keeps a share of the tokens. Of
+experts that ranks share, each gets as many tokens as the others.
 
 # B rows, T tokens of a row, C model dim, V vocab
 """
 
+import math
 from collections import defaultdict
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tigon.layers import Attention, RMSNorm, SparseMoE
+from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
+from tigon.parallel import Sizes, take_part
 from tigon.train.flops import Cost, positions_seen
 
 BF16 = 2
@@ -52,47 +54,52 @@ class Work:
     moved: dict[str, float] = field(default_factory=dict)  # bytes of passes, by kind
 
 
-def narrow(config: Any, ranks: int) -> Any:
-    """The config of the part of each matrix that one of `ranks` has. Rows of an odd vocabulary are
-    filled up; a kv head is on several ranks where there are fewer of them."""
-    if ranks == 1:
-        return config
-    names = {f.name for f in fields(config)}
-    sizes = {
-        "num_attention_heads": config.num_attention_heads // ranks,
-        "num_key_value_heads": max(1, config.num_key_value_heads // ranks),
-        "vocab_size": -(-config.vocab_size // ranks),
-        "pad_token_id": None,
-    }
-    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
-        if name in names:
-            sizes[name] = getattr(config, name) // ranks
-    return replace(config, **sizes)
-
-
 class Shapes:
     """A model and the parts of it that ranks have; what was found once is kept."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
-        self._parts: dict[int, CausalLM] = {}
+        self._parts: dict[tuple[int, int], CausalLM] = {}
         self._work: dict[tuple[float, ...], Work] = {}
 
-    def part(self, ranks: int) -> CausalLM:
-        """That of one of so many tensor-parallel ranks, on the meta device; not to be changed."""
-        if ranks not in self._parts:
-            self._parts[ranks] = build(self.config, ranks, self.dtype)
-        return self._parts[ranks]
+    def build(self) -> CausalLM:
+        """The whole model, on the meta device."""
+        family = MODELS[self.config.model_type]
+        return family.from_config(self.config, dtype=self.dtype, device="meta").train()
+
+    def part(self, tensor: int = 1, expert: int = 1) -> CausalLM:
+        """That of the first of ranks which so divide it, on the meta device; not to be changed.
+
+        ValueError for a model that cannot be divided so."""
+        if (tensor, expert) not in self._parts:
+            model = self.build()
+            take_part(model, Sizes(tensor=tensor, expert=expert))
+            self._parts[tensor, expert] = model
+        return self._parts[tensor, expert]
 
     def work(
-        self, rows: int, tokens: int, context: int, tensor: int, again: float, learned: float = 1.0
+        self,
+        rows: int,
+        tokens: int,
+        context: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        again: float = 0.0,
+        learned: float = 1.0,
     ) -> Work:
         """See work_of."""
-        key = rows, tokens, context, tensor, again, learned
+        key = rows, tokens, context, tensor, expert, again, learned
         if key not in self._work:
             how: dict[str, Any] = {"context": context, "again": again, "learned": learned}
-            self._work[key] = work_of(self.part(tensor), rows, tokens, tensor=tensor, **how)
+            part = self.part(tensor, expert)
+            self._work[key] = work_of(part, rows, tokens, tensor=tensor, **how)
         return self._work[key]
+
+    @property
+    def experts(self) -> int:
+        """That a layer has and ranks may share, in all layers as many; 0 of a model without."""
+        found = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
+        return math.gcd(*found)
 
     @cached_property
     def cost(self) -> Cost:
@@ -100,18 +107,12 @@ class Shapes:
         return Cost.of(self.part(1))
 
 
-def build(config: Any, ranks: int, dtype: torch.dtype) -> CausalLM:
-    """One rank's part of the model, on the meta device."""
-    own = narrow(config, ranks)
-    return MODELS[config.model_type].from_config(own, dtype=dtype, device="meta").train()
-
-
 def work_of(
     model: CausalLM, rows: int, tokens: int, *, context: int = 1, tensor: int = 1,
     again: float = 0.0, learned: float = 1.0,
 ) -> Work:  # fmt: skip
-    """Of B = `rows` rows of T = `tokens` tokens, which `context` ranks divide, and of a model that
-    `narrow` made for `tensor` ranks.
+    """Of B = `rows` rows of T = `tokens` tokens, which `context` ranks divide, and of the part of a
+    model that one of `tensor` ranks has.
 
     `again`: the share of blocks that are computed again; `learned`: that of tokens with a target.
     """
@@ -160,12 +161,15 @@ def streamed(
                 extra = 2 * kv * module.head_dim if with_norm else 0
                 add("RoPE", operator, own * heads * module.head_dim, extra)
             elif isinstance(module, GatedLinear):
-                add("activation", "gated_act", own * module.parts[0])
+                add("activation", "gated_act", own * len(module.weight) / 2)
             elif isinstance(module, SparseMoE):
                 routed = own * module.per_token
                 add("activation", "gated_act", routed * module.experts.down_proj.shape[-1])
                 # Outputs of the experts are added up for each token, and the gradient is spread
-                found["experts' rows"] += BF16 * (2 + again) * (routed + own) * c
+                moves = (2 + again) * (routed + own)
+                if module.experts.shard is not None:  # here of arrived rows; and rows that are sent
+                    moves = (2 + again) * 2 * routed + (4 + 2 * again) * (routed + own)
+                found["experts' rows"] += BF16 * moves * c
     tied = model.config.tie_word_embeddings
     # Rows in and out, their gradients in; and a gradient of zeros to add them to
     found["embedding"] += BF16 * (4 * stream * c + (0 if tied else vocab * c))

@@ -216,14 +216,9 @@ def check_parallel(config: Config) -> None:
         | {
             "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
             "fp8": config.fp8,
-            "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
             "task": config.task == "reward",
         },
-        f"parallel.expert={expert}": neither
-        | {
-            "optimizer": config.optimizer == "muon",
-            "activation_checkpointing": config.activation_checkpointing == "auto",
-        },
+        f"parallel.expert={expert}": neither | {"optimizer": config.optimizer == "muon"},
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

@@ -12,13 +12,15 @@ Of a group, G bytes in the dtype of the computation and R in float32, both of al
 Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tigon.layers import Experts
+from tigon.models import CausalLM
 from tigon.train.estimate.meter import Ledger, Meter, rounded
 
 GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communication"
@@ -29,17 +31,34 @@ def padded(parameter: Tensor, world: int) -> int:
     return -(-parameter.shape[0] // world) * world * (parameter.numel() // parameter.shape[0])
 
 
+def shared_experts(module: nn.Module) -> Iterator[Experts]:
+    """Those inside it that ranks divide; `parallel.shard` makes a group of each."""
+    for inner in module.modules():
+        if isinstance(inner, Experts) and inner.shard is not None:
+            yield inner
+
+
+def ranks_of(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
+    """By how many of `world` ranks FSDP2 divides each parameter."""
+    found = dict.fromkeys(model.parameters(), world)
+    for experts in shared_experts(model):
+        assert experts.shard is not None
+        found |= dict.fromkeys(experts.parameters(), world // experts.shard.ranks.size)
+    return found
+
+
 class Group:
-    """The parameters that are gathered together."""
+    """The parameters that `world` ranks gather together."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype) -> None:
-        self.parameters = list(parameters)
+        self.parameters, self.world = list(parameters), world
         self.trained = [p for p in parameters if p.requires_grad]
         self.gathered = sum(padded(p, world) for p in self.parameters) * dtype.itemsize
         numbers = sum(padded(p, world) for p in self.trained)
         self.reduced, self.shard = 4 * numbers, 4 * numbers // world
         self.is_gathered = False
         self.is_prefetched = False
+        self.in_backward = False  # its own has begun
         self.accumulated = 0  # bytes of whole gradients
         self.missing = 0  # gradients of this backward that are to come
 
@@ -51,25 +70,36 @@ class Gathering:
     """
 
     def __init__(
-        self, model: Any, meter: Meter, world: int, dtype: torch.dtype, param_dtype: torch.dtype
+        self,
+        model: CausalLM,
+        meter: Meter,
+        ranks: Mapping[nn.Parameter, int],
+        dtype: torch.dtype,
+        param_dtype: torch.dtype,
     ) -> None:
         self.ledger: Ledger = meter.ledger
-        self.world, self.param_dtype, self.meter = world, param_dtype, meter
+        self.param_dtype, self.meter = param_dtype, meter
         self.reduce = True  # the gradients of this micro-batch
         self.keeps = True  # shards of gradients, until backward is over
         self.buffer = 0  # of the last group gathered in forward
         self.reducing = 0  # of the last group whose gradients are reduced
-        self.blocks = [Group(list(b.parameters()), world, dtype) for b in model.model.layers]
-        ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
-        unique = dict.fromkeys(p for module in ends for p in module.parameters())
-        self.ends = Group(list(unique), world, dtype)
+        self.groups: list[Group] = []  # in the order in which forward ends with them
         self.in_backward = False
-        for group, block in zip(self.blocks, model.model.layers, strict=True):
-            block.register_forward_pre_hook(lambda *_, g=group: self._enter(g))
-            block.register_forward_hook(lambda _m, _i, out, g=group: self._leave(g, out))
-        model.model.embed_tokens.register_forward_pre_hook(lambda *_: self._enter(self.ends))
-        model.lm_head.register_forward_hook(lambda _m, _i, out: self._before_backward(out))
-        for group in (*self.blocks, self.ends):
+        for block in model.model.layers:
+            apart = list(shared_experts(block))
+            inner = {p for experts in apart for p in experts.parameters()}
+            parts = [(experts, list(experts.parameters())) for experts in apart]
+            for module, own in (*parts, (block, [p for p in block.parameters() if p not in inner])):
+                group = Group(own, ranks[own[0]], dtype)
+                self.groups.append(group)
+                module.register_forward_pre_hook(lambda *_, g=group: self._enter(g))
+                module.register_forward_hook(lambda _m, _i, out, g=group: self._leave(g, out))
+        ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
+        unique = list(dict.fromkeys(p for module in ends for p in module.parameters()))
+        self.groups.append(last := Group(unique, ranks[unique[0]], dtype))
+        model.model.embed_tokens.register_forward_pre_hook(lambda *_: self._enter(last))
+        model.lm_head.register_forward_hook(lambda _m, _i, out: self._watch(last, out))
+        for group in self.groups:
             for parameter in group.trained:
                 hook = self._hook(group)
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -77,55 +107,52 @@ class Gathering:
     def begin(self, *, reduce: bool) -> None:
         """Before each micro-batch."""
         self.reduce, self.in_backward = reduce, False
-        for group in (*self.blocks, self.ends):
-            group.missing = len(group.trained)
+        for group in self.groups:
+            group.missing, group.in_backward = len(group.trained), False
 
     def end(self) -> None:
         """After its backward."""
-        for group in (*self.blocks, self.ends):
+        for group in self.groups:
             self._release(group)
-            group.is_prefetched = False
         self._replace("reducing", 0)
 
     def _enter(self, group: Group) -> None:
         """Before a group's forward; in backward, where a block is recomputed, it is there."""
         if group.is_gathered:
             return
-        if self.world > 1:
+        if group.world > 1 and not group.is_prefetched:
             self._replace("buffer", group.gathered)
         self._gather(group)
 
     def _leave(self, group: Group, out: Any) -> None:
-        if self.in_backward:
+        """After a group's forward, unless that is part of its own backward."""
+        if group.in_backward:
             return
         self._release(group)
-        at = self.blocks.index(group)
+        if not self.in_backward:
+            self._watch(group, out)
+
+    def _watch(self, group: Group, out: Any) -> None:
+        """A gradient of what its forward has made begins its backward, after that of the head."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _grad, at=at: self._before(at))
+                tensor.register_hook(lambda _grad: self._before(group))
 
-    def _before_backward(self, out: Any) -> None:
-        """After the head's forward the model's is over, and its backward begins with the head."""
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _grad: self._before(len(self.blocks)))
-
-    def _before(self, at: int) -> None:
-        """Before the backward of block `at`, or of the head behind the last one."""
+    def _before(self, group: Group) -> None:
+        """Before a group's backward: the group before it is gathered meanwhile."""
         if not self.in_backward:
             self.in_backward = True
             self._replace("buffer", 0)
-        if at < len(self.blocks) and not self.blocks[at].is_gathered:
-            group = self.blocks[at]
+        group.in_backward = True
+        if not group.is_gathered:
             self._gather(group)
-            if group.is_prefetched:
-                self.ledger.remove(COMMUNICATION, group.gathered)
-                group.is_prefetched = False
-        if self.world > 1 and at > 0 and not self.blocks[at - 1].is_prefetched:
-            before = self.blocks[at - 1]
-            if not before.is_gathered:
-                before.is_prefetched = True
-                self.ledger.add(COMMUNICATION, before.gathered)
+        at = self.groups.index(group)
+        before = self.groups[at - 1] if at else None
+        if before is None or before.world == 1:
+            return
+        if not (before.is_prefetched or before.is_gathered or before.in_backward):
+            before.is_prefetched = True
+            self.ledger.add(COMMUNICATION, before.gathered)
 
     def _hook(self, group: Group) -> Any:
         def accumulated(parameter: Tensor) -> None:
@@ -151,11 +178,11 @@ class Gathering:
         self.ledger.remove(GRADIENTS, group.accumulated)
         group.accumulated = 0
         self.ledger.add(GRADIENTS, group.shard)
-        if self.world == 1:  # the buffer divided by 1, before it is copied
+        if group.world == 1:  # the buffer divided by 1, before it is copied
             self._add_briefly(group.reduced)
         if self.param_dtype != torch.float32:  # shards of the weights' dtype
             self._add_briefly(
-                sum(rounded(p, self.param_dtype) for p in group.trained) // self.world
+                sum(rounded(p, self.param_dtype) for p in group.trained) // group.world
             )
             self.ledger.remove(GRADIENTS, group.shard * (4 - self.param_dtype.itemsize) // 4)
         if not self.keeps:
@@ -168,6 +195,9 @@ class Gathering:
     def _gather(self, group: Group) -> None:
         group.is_gathered = True
         self.ledger.add(GATHERED, group.gathered)
+        if group.is_prefetched:
+            self.ledger.remove(COMMUNICATION, group.gathered)
+            group.is_prefetched = False
 
     def _release(self, group: Group) -> None:
         if group.is_gathered:

@@ -7,7 +7,6 @@ around it, which `gathering` adds, or what sharding=gradients does, which `reduc
 # B rows of a micro-batch, T tokens of a row
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch import nn
 
 from tigon.data import MicroBatch
 from tigon.kernels import use
-from tigon.layers.collectives import Ranks
-from tigon.models import CausalLM, quantised_bytes, recomputed_blocks
-from tigon.parallel import Sizes
+from tigon.models import CausalLM, quantised_bytes
+from tigon.parallel import Sizes, take_part
 from tigon.train.config import Config, sizes_of
-from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded
-from tigon.train.estimate.meter import Divided, Ledger, Meter, rounded, tensors_of, watch_head
+from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded, ranks_of
+from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
 from tigon.train.model import is_sharded, sum_dtype
 from tigon.train.objectives import Objective
@@ -58,42 +56,36 @@ class Estimate:
 
 
 def estimate(
-    model: CausalLM,
-    objective: Objective,
-    config: Config,
-    world: int,
-    compute: torch.dtype,
-    tensor: int = 1,
+    model: CausalLM, objective: Objective, config: Config, world: int, compute: torch.dtype
 ) -> Estimate:
-    """For a model on the meta device, which is used up: hooks stay on it.
+    """Of the first rank, for a whole model on the meta device, which is used up: hooks stay on it.
 
-    `world` is the number of GPUs, `compute` the dtype of the computation there. With `tensor`, the
-    model is one rank's part of one whose matrices so many more GPUs divide, and so do these the
-    tokens of the residual stream.
+    `world` is the number of GPUs, `compute` the dtype of the computation there. Of experts that
+    ranks share, each gets as many tokens as the others. ValueError for a model that ranks cannot
+    share as the settings say.
     """
-    freeze(model, config)
     param_dtype = getattr(torch, config.param_dtype)
     sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
-    world = sizes.shards
-    if sizes.context > 1:
-        model.context = Ranks("", 0, sizes.context)
+    take_part(model, sizes)
+    freeze(model, config)
+    shares = ranks_of(model, sizes.shards)
     hidden = hidden_matrices(model)
     states = average = 0.0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            numbers = padded(parameter, world) / world
+            numbers = padded(parameter, shares[parameter]) / shares[parameter]
             states += numbers * state_bytes(config, hidden=name in hidden)
             average += numbers * ema_bytes(config)
     lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
-    held = {p: _held(p, world, p.dtype if lora else param_dtype) for p in model.parameters()}
+    held = {p: _held(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
     parameters = sum(held.values())
     saved = sum(size for p, size in held.items() if p.requires_grad) if lora else parameters
     copied = saved + states + average  # by async_save
     kept = states + average if config.optimizer_offload else 0.0
     cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
-    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None, tensor)
+    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None)
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
-        whole = sum(padded(p, world) for p in model.parameters()) * compute.itemsize
+        whole = sum(padded(p, sizes.shards) for p in model.parameters()) * compute.itemsize
         parameters = whole + (parameters if compute != param_dtype else 0)
     there = {"parameters": parameters + quantised_bytes(model)}  # each rank has all of the latter
     if not config.optimizer_offload:
@@ -112,38 +104,18 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
     )
 
 
-def _kept(model: CausalLM) -> int:
-    """Blocks whose tensors are there at once: those not computed again, and one that is."""
-    layers = len(model.model.layers)
-    again = len(recomputed_blocks(model.activation_checkpointing, layers))
-    return layers - again + bool(again)
-
-
 def _weigh(
-    model: CausalLM,
-    objective: Objective,
-    config: Config,
-    sizes: Sizes,
-    sharded: torch.dtype | None,
-    tensor: int = 1,
+    model: CausalLM, objective: Objective, config: Config, sizes: Sizes, sharded: torch.dtype | None
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
     ledger, world = Ledger(), sizes.shards
-    stream = config.micro_batch_size * config.seq_len, model.config.hidden_size
-    meter = Meter(ledger, tensors_of(model), Divided(*stream, tensor) if tensor > 1 else None)
-    if tensor > 1:
-        whole = math.prod(stream) * model.dtype.itemsize
-        # What is gathered for a product, and what one has made before it is reduced
-        ledger.add("communication", 2 * whole)
-        # Backward keeps what was gathered for two products of each block, a share of which the
-        # meter sees
-        ledger.add("activations", round(_kept(model) * 2 * whole * (1 - 1 / tensor)))
+    meter = Meter(ledger, tensors_of(model))
     watch_head(meter, model.lm_head)
     gathering: Gathering | Reducing | None = None
     if sharded is not None and config.sharding == "gradients":
         gathering = Reducing(model, meter, world, sum_dtype(config), sharded)
     elif sharded is not None:
-        gathering = Gathering(model, meter, world, model.dtype, sharded)
+        gathering = Gathering(model, meter, ranks_of(model, world), model.dtype, sharded)
         gathering.keeps = not config.optimizer_in_backward
     elif config.optimizer_in_backward:
         for part in parts_of(model):

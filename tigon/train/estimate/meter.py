@@ -8,7 +8,7 @@ Inside fused operators nothing can be seen; WORKSPACES says what they need besid
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,20 +38,6 @@ OVERWRITES = {
 }
 
 
-class Divided(NamedTuple):
-    """Tensors [tokens, width] of which each of `ranks` has a share of the tokens."""
-
-    tokens: int
-    width: int
-    ranks: int
-
-    def share(self, tensor: Tensor) -> int:
-        """By how many ranks a tensor is divided."""
-        width = tensor.shape[-1] if tensor.dim() > 1 else 0
-        fits = width == self.width and tensor.numel() == self.tokens * width
-        return self.ranks if fits else 1
-
-
 class Ledger:
     """Bytes alive by kind, and what they were when their sum was largest."""
 
@@ -78,11 +64,8 @@ class Meter(TorchDispatchMode):
     The model's parameters and buffers, which exist already, do not.
     """
 
-    def __init__(
-        self, ledger: Ledger, existing: Iterable[Tensor], divided: Divided | None = None
-    ) -> None:
+    def __init__(self, ledger: Ledger, existing: Iterable[Tensor]) -> None:
         super().__init__()
-        self.divided = divided
         self.ledger, self.phase = ledger, "activations"
         self._entries: dict[int, tuple[str, int]] = {}  # kind and bytes, by storage
         for tensor in existing:
@@ -116,8 +99,6 @@ class Meter(TorchDispatchMode):
         if key in self._entries:
             return
         size = -(-storage.nbytes() // BLOCK) * BLOCK
-        if self.divided is not None:
-            size //= self.divided.share(tensor)
         self._entries[key] = self.phase, size
         self.ledger.add(self.phase, size)
         weakref.finalize(storage, self._free, key).atexit = False

@@ -9,7 +9,7 @@ from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
-from tigon.parallel import check_context, check_experts
+from tigon.parallel import Sizes, check_context, check_experts
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -21,6 +21,7 @@ from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.parallel import InputError, World
 
+GPU = torch.device("cuda")
 # Settings that save memory, in the order of what they cost
 SAVING: tuple[dict[str, object], ...] = (
     {"micro_batch_size": 1},
@@ -48,7 +49,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
     try:
         with world.together():
-            device = torch.device("cuda") if on_gpu(config) else world.device
+            device = GPU if on_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             check_context(model, sizes_of(config, gpus).context)
@@ -64,14 +65,6 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         advised = False
         if not on_gpu(config):
             world.say("memory is estimated for GPUs, and this run is on a CPU")
-        elif (tensor := sizes_of(config, gpus).tensor) > 1:
-            world.say(
-                f"memory is not estimated where ranks share layers (parallel.tensor={tensor})"
-            )
-        elif (expert := sizes_of(config, gpus).expert) > 1:
-            world.say(
-                f"memory is not estimated where ranks share experts (parallel.expert={expert})"
-            )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)
             world.say("\n".join(table(found, gpus, world.device)))
@@ -121,21 +114,41 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
         f"the first has {tokens:,} tokens, of which {targets:,} are learned",
         f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
-    return lines if sizes.context == 1 else [*lines, exchanged(config, model, sizes.context)]
+    return [*lines, *exchanged(config, model, sizes)]
 
 
-def exchanged(config: Config, model: CausalLM, ranks: int) -> str:
-    """What ranks that share the tokens of rows send each other."""
-    tokens = -(-config.seq_len // ranks)
-    item = compute_dtype(config, torch.device("cuda")).itemsize
-    layers = [m for m in model.modules() if isinstance(m, Attention)]
-    heads = [exchanged_heads(m.heads, m.kv_heads, ranks) * m.head_dim for m in layers]
-    sent = config.micro_batch_size * tokens * item * max(heads) * (ranks - 1) / ranks
-    return (
-        f"context: each of {ranks} ranks has {tokens:,} tokens of a row; in the forward pass of a "
-        f"layer it sends {sent / 2**20:,.3g} MiB of heads to the others, and in the backward pass "
-        "as much"
-    )
+def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
+    """What ranks that share rows, layers or experts send each other."""
+    lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
+    tokens, own = -(-config.seq_len // context), "each of {} ranks has "
+    numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
+
+    def sends(size: float, ranks: int, what: str) -> str:
+        """`size`: of what the rank has, of which it keeps one part."""
+        sent = numbers * size * (ranks - 1) / ranks
+        shown = f"{sent / GIB:,.3g} GiB" if sent >= GIB else f"{sent / 2**20:.3g} MiB"
+        return (
+            f"in the forward pass of a layer it sends {shown} of {what} to the others, and in the "
+            "backward pass as much"
+        )
+
+    if context > 1:
+        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        heads = max(exchanged_heads(m.heads, m.kv_heads, context) * m.head_dim for m in layers)
+        has = f"{own.format(context)}{tokens:,} tokens of a row"
+        lines.append(f"context: {has}; {sends(heads / tensor, context, 'heads')}")
+    if tensor > 1:
+        has = f"{own.format(tensor)}a part of each matrix"
+        # All tokens of the stream to attention and to the MLP, and what they add to it
+        size = 4 * model.config.hidden_size
+        lines.append(f"tensor: {has}; {sends(size, tensor, 'the stream')}")
+    if expert > 1:
+        layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
+        has = f"{own.format(expert)}{len(layer.experts.down_proj) // expert} experts of a layer"
+        size = 2 * layer.per_token * model.config.hidden_size
+        evenly = "if all experts are chosen as often, which the memory below counts on, too"
+        lines.append(f"experts: {has}; {sends(size, expert, 'tokens')}, {evenly}")
+    return lines
 
 
 def idle_parameters(layer: SparseMoE) -> int:
@@ -147,11 +160,8 @@ def idle_parameters(layer: SparseMoE) -> int:
 
 def plan(config: Config, inputs: Inputs, gpus: int, chosen: Choice | None = None) -> Estimate:
     """The estimate for a run of these settings on GPUs."""
-    gpu = torch.device("cuda")
-    compute, model = (
-        compute_dtype(config, gpu),
-        outline(config, held_dtype(config, gpu), inputs.source),
-    )
+    compute = compute_dtype(config, GPU)
+    model = outline(config, held_dtype(config, GPU), inputs.source)
     if chosen is not None:
         chosen.apply(model)
     return estimate(model, inputs.objective, config, gpus, compute)
@@ -172,7 +182,7 @@ def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
 def not_counted(config: Config) -> list[str]:
     """What the run will also take."""
     found = []
-    if compute_dtype(config, torch.device("cuda")) == torch.float32:
+    if compute_dtype(config, GPU) == torch.float32:
         found.append("attention in float32, which is not fused and may hold scores")
     elif config.attention == "reference":
         found.append("the scores that attention=reference holds")

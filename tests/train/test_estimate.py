@@ -273,7 +273,8 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
     said = capsys.readouterr().out
     assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
     assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
-    assert "sends 2.19 GiB of heads to the others" in said  # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8
+    # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8 bytes
+    assert "sends 2,240.0 MiB of heads to the others" in said
     found = {
         name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
     }
@@ -299,10 +300,10 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
         found[name] = said
     # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
     assert "of 2 ranks has a part of each matrix" in found["tensor"]
-    assert "sends 0.125 MiB of the stream" in found["tensor"]
+    assert "sends 0.1 MiB of the stream" in found["tensor"]
     # To two experts and back, three quarters of each
     assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
-    assert "sends 0.188 MiB of tokens" in found["expert"]
+    assert "sends 0.2 MiB of tokens" in found["expert"]
     assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
     for name, size in (("tensor", 2), ("expert", 4)):
         given = workspace.settings("dry", **more, **{f"parallel.{name}": size})

@@ -126,10 +126,9 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
     def sends(size: float, ranks: int, what: str) -> str:
         """`size`: of what the rank has, of which it keeps one part."""
         sent = numbers * size * (ranks - 1) / ranks
-        shown = f"{sent / GIB:,.3g} GiB" if sent >= GIB else f"{sent / 2**20:.3g} MiB"
         return (
-            f"in the forward pass of a layer it sends {shown} of {what} to the others, and in the "
-            "backward pass as much"
+            f"in the forward pass of a layer it sends {sent / 2**20:,.1f} MiB of {what} to the "
+            "others, and in the backward pass as much"
         )
 
     if context > 1:

@@ -3,8 +3,8 @@
 The rates of products, attention, passes and optimizer are fitted to the kinds of work in the
 profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
-of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is written
-here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU is needed.
+of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
+written here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU is needed.
 
     python bench/plan.py [--fit] [--write-docs]
 """
@@ -27,11 +27,21 @@ import torch
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.train_cases import CASES, MODELS
 from tigon.models import MODELS as FAMILIES
-from tigon.plan import Constants, Job, Layout, Plan, Shapes, find_gpu, make_plan, read_job, weigh
-from tigon.plan.gpu import CONSTANTS
-from tigon.plan.report import HEAD, cells, why_not
-from tigon.plan.step import BF16, step_of
 from tigon.train import load
+from tigon.train.plan import (
+    Constants,
+    Job,
+    Layout,
+    Plan,
+    Shapes,
+    find_gpu,
+    make_plan,
+    read_job,
+    weigh,
+)
+from tigon.train.plan.gpu import CONSTANTS
+from tigon.train.plan.report import HEAD, cells, why_not
+from tigon.train.plan.step import BF16, step_of
 
 GPU = "h200"
 SETTINGS = [
@@ -342,7 +352,7 @@ def rates(k: Constants) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--fit", action="store_true", help="write tigon/plan/constants.json")
+    parser.add_argument("--fit", action="store_true", help="write tigon/train/plan/constants.json")
     parser.add_argument("--write-docs", action="store_true", help="of docs/scale.md")
     parser.add_argument("--only", nargs="*", default=list(SCENARIOS), choices=SCENARIOS)
     options = parser.parse_args()

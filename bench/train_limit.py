@@ -23,7 +23,7 @@ from bench.kernels import BF16
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
 from tigon.layers import Attention, LMHead, SparseMoE
-from tigon.plan.work import streamed
+from tigon.train.plan.work import streamed
 
 COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
 # Of a parameter and its step, all in bf16: reads weight, gradient and two states, writes all but

@@ -36,8 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "eval": {"data", "models"},
     "chat": {"models", "tokenizer"},
     "info": {"train"},
-    "plan": {"train"},
-    "commands": {"chat", "eval", "info", "plan"},
+    "commands": {"chat", "eval", "info"},
     "cli": {"commands", "report", "train"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the

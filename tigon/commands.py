@@ -19,12 +19,12 @@ from tigon.json_file import escaped
 from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, convert, split_gguf
 from tigon.parallel import from_pretrained
-from tigon.plan import make_plan, read_job, show
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
 from tigon.train.parallel import World, start
 from tigon.train.parallel_settings import Parallel
+from tigon.train.plan import make_plan, read_job, show
 from tigon.train.processes import run_ranks
 from tigon.train.push import push as push_folder
 from tigon.weights import Repository, check_free

@@ -48,6 +48,7 @@ from tigon.train.optim import (
 )
 from tigon.train.optim.schedule import count
 from tigon.train.parallel import InputError, World
+from tigon.train.plan.auto import settle
 from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
@@ -157,8 +158,10 @@ def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
 def prepare(config: Config, world: World) -> Run:
     """Check every input, on all ranks together; every rank calls this.
 
-    Until it returns nothing is written but the lock of the run directory.
+    Until it returns nothing is written but the lock of the run directory. With parallel=auto the
+    run's config and world are of the layout that is chosen.
     """
+    config, world = settle(config, world)
     with world.together():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)

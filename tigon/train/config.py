@@ -187,12 +187,14 @@ def sizes_of(config: Config, ranks: int) -> Sizes:
 
 
 def parallel_of(config: Config) -> Parallel:
+    if config.parallel == "auto":
+        raise ValueError("parallel=auto: no layout has been chosen yet")
     return config.parallel or Parallel()
 
 
 def check_parallel(config: Config) -> None:
     """Raises ValueError for what ranks cannot share as `parallel` says."""
-    if config.parallel is None:
+    if config.parallel is None or config.parallel == "auto":
         return
     if config.sharding == "gradients" and config.parallel.replicate > 1:
         raise ValueError(

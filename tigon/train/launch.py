@@ -11,7 +11,7 @@ import torch
 
 from tigon.train.board import LAUNCHED, Failure, end_process, report, say
 from tigon.train.build import prepare
-from tigon.train.config import Config, sizes_of
+from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.config_file import USAGE, dump, help_text, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.flight import flight_recorder, prepare_flight_recorder
@@ -83,11 +83,13 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         device = "cpu"  # where a run for GPUs can be planned
     try:
         pick_device(device)
-        sizes_of(config, ranks if plan is None else max(plan, ranks))
+        if config.parallel != "auto":
+            sizes_of(config, ranks if plan is None else max(plan, ranks))
     except ValueError as error:
         return f"tigon.train: {error}"
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
-    parallel = None if plan is not None and plan > ranks else config.parallel
+    known = config.parallel != "auto" and (plan is None or plan <= ranks)
+    parallel = parallel_of(config) if known else None
     prepare_flight_recorder(config)
     with signals, start(device, signals, parallel) as world:
         if world.size > 1:

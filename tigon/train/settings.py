@@ -66,10 +66,10 @@ class ModelSettings:
         "what ranks divide; full: weights, gradients and optimizer states (FSDP2); gradients: all "
         "but the weights (ZeRO-2), which moves fewer bytes where they fit",
     )
-    parallel: Parallel | None = option(  # noqa: RUF009
+    parallel: Parallel | Literal["auto"] | None = option(  # noqa: RUF009
         None,
-        "{replicate: 1, fsdp: null, context: 1, tensor: 1}: how ranks share the run; "
-        "docs/parallel.md",
+        "{replicate: 1, fsdp: null, context: 1, tensor: 1}: how ranks share the run; auto: as "
+        "`tigon plan` would have it; docs/parallel.md",
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"

@@ -20,6 +20,7 @@ from tigon.train.flops import model_flops, peak_flops
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.parallel import InputError, World
+from tigon.train.plan.auto import settle
 
 GPU = torch.device("cuda")
 # Settings that save memory, in the order of what they cost
@@ -38,6 +39,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 
     Raises InputError where a step does not fit into memory.
     """
+    config, world = settle(config, world, gpus)
     ranks = sizes_of(config, gpus).data
     if config.batch_size % (config.micro_batch_size * ranks):
         raise InputError(

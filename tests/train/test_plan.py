@@ -14,14 +14,24 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA
 from tigon.cli import main
 from tigon.models import MODELS
-from tigon.plan import Constants, Job, Layout, find_gpu, make_plan, read_job, show, step_of, weigh
-from tigon.plan.gpu import CONSTANTS, GPU, gpus
-from tigon.plan.layout import meshes, misfit
-from tigon.plan.search import always
-from tigon.plan.step import Group, computed
-from tigon.plan.work import Shapes, work_of
 from tigon.train.estimate import Estimate
 from tigon.train.flops import model_flops
+from tigon.train.plan import (
+    Constants,
+    Job,
+    Layout,
+    find_gpu,
+    make_plan,
+    read_job,
+    show,
+    step_of,
+    weigh,
+)
+from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
+from tigon.train.plan.layout import meshes, misfit
+from tigon.train.plan.search import always
+from tigon.train.plan.step import Group, computed
+from tigon.train.plan.work import Shapes, work_of
 
 TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much

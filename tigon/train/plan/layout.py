@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tigon.parallel import check_context
-from tigon.plan.gpu import GPU, Constants
-from tigon.plan.work import Shapes
 from tigon.train.config import Config
+from tigon.train.optim import check_ranks
 from tigon.train.parallel_settings import Parallel
+from tigon.train.plan.gpu import GPU, Constants
+from tigon.train.plan.work import Shapes
 
 MOST_TOKENS = 2**16  # of a micro-batch on a GPU, if it has several rows: more gains nothing
 # As the setting activation_checkpointing: no block is computed again, every second one, all
@@ -62,10 +63,23 @@ class Layout:
         """As the setting."""
         return Parallel(self.replicate, self.fsdp, self.context, self.tensor, self.expert)
 
+    def config(self, config: Config) -> Config:
+        """The settings of a run in this layout, of as many rows as it has. ValueError if they
+        exclude it."""
+        return replace(
+            config,
+            micro_batch_size=self.rows,
+            batch_size=self.rows * self.micro_batches * self.data,
+            parallel=self.parallel,
+            sharding=self.sharding,
+            activation_checkpointing=self.checkpointing,
+            memory_budget=None,
+        )
+
     @property
     def again(self) -> float:
         """The share of blocks that are computed again."""
-        return AGAIN[self.checkpointing]
+        return 1 / self.checkpointing if self.checkpointing else 0.0
 
     @property
     def settings(self) -> str:
@@ -131,10 +145,23 @@ def misfit(job: Job, layout: Layout) -> str | None:
 def excluded(job: Job, layout: Layout) -> str | None:
     """What of the settings is not there for the layout."""
     try:
-        replace(job.config, parallel=layout.parallel, sharding=layout.sharding)
+        check_ranks(layout.config(job.config), layout.data)
     except ValueError as error:
         return str(error)
     return None
+
+
+def as_set(job: Job, mesh: Layout) -> Iterator[Layout]:
+    """A mesh with what the job's settings say."""
+    c, rows = job.config, job.batch_rows // mesh.data
+    if rows % c.micro_batch_size or (c.sharding == "gradients" and mesh.fsdp < job.gpus):
+        return
+    again = AGAIN if c.activation_checkpointing == "auto" else (c.activation_checkpointing,)
+    for checkpointing in again:
+        layout = replace(mesh, rows=c.micro_batch_size, micro_batches=rows // c.micro_batch_size)
+        layout = replace(layout, checkpointing=checkpointing, sharding=c.sharding)
+        if excluded(job, layout) is None:
+            yield layout
 
 
 def variants(job: Job, mesh: Layout) -> Iterator[Layout]:

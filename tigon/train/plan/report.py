@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from tigon.plan.gpu import find_gpu
-from tigon.plan.layout import MESH, Job
-from tigon.plan.search import LACKS, Choice, Plan
-from tigon.plan.work import Shapes
-from tigon.train import load
 from tigon.train.config import Config
+from tigon.train.config_file import load
 from tigon.train.estimate.budget import GIB
 from tigon.train.model import outline
+from tigon.train.plan.gpu import find_gpu
+from tigon.train.plan.layout import MESH, Job
+from tigon.train.plan.search import LACKS, Choice, Plan
+from tigon.train.plan.work import Shapes
 
 HEAD = (
     *MESH,
@@ -21,6 +21,7 @@ HEAD = (
     *("NVLink GB", "network GB", "network s", "step s", "tok/s/GPU", "MFU"),
 )
 
+UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
 REASONS = 6  # that are told one by one
 
 
@@ -60,11 +61,13 @@ def read_job(
 
 def check(config: Config) -> None:
     """Raises ValueError for settings whose time nobody has measured for this."""
-    if config.parallel is not None:
+    if config.parallel not in (None, "auto"):
         raise ValueError("parallel: a plan finds the layout itself; leave it out")
-    for name in ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay"):
+    for name in UNKNOWN:
         if getattr(config, name):
             raise ValueError(f"{name}: a plan knows nothing of its time; leave it out")
+    if config.dtype == "float32":
+        raise ValueError("dtype=float32: a plan is for products in bfloat16; leave it out")
 
 
 def show(plan: Plan) -> str:

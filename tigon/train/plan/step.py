@@ -16,12 +16,12 @@ import torch
 
 from tigon.layers import Attention, SparseMoE
 from tigon.models import CausalLM
-from tigon.plan.gpu import GPU, Constants
-from tigon.plan.layout import Job, Layout
-from tigon.plan.work import Work
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import ranks_of, shared_experts
 from tigon.train.optim import hidden_matrices, state_bytes
+from tigon.train.plan.gpu import GPU, Constants
+from tigon.train.plan.layout import Job, Layout
+from tigon.train.plan.work import Work
 
 BF16, FP32 = 2, 4
 WAITED = "tensor, context and expert"  # what ranks of these send each other

@@ -1,19 +1,19 @@
 """Which layouts fit, the fastest first."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from tigon.plan.gpu import GPU
-from tigon.plan.layout import Job, Layout, meshes, misfit, variants
-from tigon.plan.memory import weigh
-from tigon.plan.step import BF16, FP32, Step, step_of
 from tigon.train.estimate import Estimate
 from tigon.train.estimate.budget import CONTEXT, SHARE
 from tigon.train.estimate.gathering import ranks_of
 from tigon.train.optim import state_bytes
+from tigon.train.plan.gpu import GPU
+from tigon.train.plan.layout import Job, Layout, meshes, misfit, variants
+from tigon.train.plan.memory import weigh
+from tigon.train.plan.step import BF16, FP32, Step, step_of
 
 Weigh = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
@@ -39,48 +39,72 @@ class Plan:
     lacking: int | None  # bytes of the mesh that needs least of those that need more
 
 
-def make_plan(job: Job, most: int = 8, weigh: Weigh = weigh) -> Plan:
-    """The `most` fastest meshes, each with the micro-batch and checkpointing that is fastest.
+class Weighed:
+    """What steps take, each weighed once, and none that needs more than one which is too large."""
+
+    def __init__(self, job: Job, weigh: Weigh, budget: int) -> None:
+        self.job, self.weigh, self.budget = job, weigh, budget
+        self.found: dict[tuple[object, ...], Estimate] = {}
+        self.too_large: list[tuple[tuple[object, ...], tuple[float, ...], int]] = []
+
+    def of(self, layout: Layout) -> tuple[Estimate | None, int]:
+        """The memory of a layout if it fits, and the bytes that it needs at least."""
+        # It does not depend on how many ranks have all weights
+        kind = layout.tensor, layout.expert, layout.sharding, layout.micro_batches > 1
+        tokens = layout.rows * self.job.seq_len // layout.context
+        # All the larger, the less memory it takes
+        lean = layout.again, layout.shards, -layout.context, -tokens
+        for other, leaner, size in self.too_large:
+            if kind == other and all(a <= b for a, b in zip(lean, leaner, strict=True)):
+                return None, size
+        if (*kind, *lean) not in self.found:
+            self.found[*kind, *lean] = self.weigh(self.job, layout)
+        memory = self.found[*kind, *lean]
+        if memory.total <= self.budget:
+            return memory, memory.total
+        self.too_large.append((kind, lean, memory.total))
+        return None, memory.total
+
+
+def make_plan(
+    job: Job,
+    most: int = 8,
+    weigh: Weigh = weigh,
+    ways: Callable[[Job, Layout], Iterable[Layout]] = variants,
+    of: Iterable[Layout] | None = None,
+    budget: int | None = None,
+) -> Plan:
+    """The `most` fastest meshes, each in the fastest of its `ways`: micro-batch, checkpointing.
 
     Times are multiplied out for all; a step is weighed only where it may be one of the fastest.
+    `of`: the meshes, if not all; `budget`: bytes of tensors, if not all of a GPU.
     """
-    budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT
+    budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget
     reasons, timed = Counter[str](), list[tuple[float, Layout, Step]]()
     least: dict[Mesh, int] = {}  # bytes of meshes that lack memory
-    for mesh in meshes(job.gpus, job.shapes.experts):
+    for mesh in meshes(job.gpus, job.shapes.experts) if of is None else of:
         if (why := misfit(job, mesh)) is not None:
             reasons[why] += 1
             continue
-        for layout in variants(job, mesh):
+        for layout in ways(job, mesh):
             if (held := always(job, layout)) > budget:
                 least[mesh.mesh] = min(held, least.get(mesh.mesh, held))
             else:
                 step = step_of(job, layout)
                 timed.append((step.seconds, layout, step))
     choices, done = list[Choice](), set[Mesh]()
-    weighed: dict[tuple[object, ...], Estimate] = {}
-    failed: dict[tuple[object, ...], tuple[int, int]] = {}  # tokens, and the bytes that they need
+    weighed = Weighed(job, weigh, budget)
     for _, layout, step in sorted(timed, key=lambda entry: entry[0]):
         if len(choices) == most:
             break
         if layout.mesh in done:
             continue
-        # Memory does not depend on how many ranks have all weights
-        ranks = layout.shards, layout.context, layout.tensor, layout.expert
-        kind = *ranks, layout.sharding, layout.checkpointing, layout.micro_batches > 1
-        tokens = layout.rows * job.seq_len // layout.context
-        if kind in failed and tokens >= failed[kind][0]:
-            least.setdefault(layout.mesh, failed[kind][1])
-            continue
-        if (*kind, tokens) not in weighed:
-            weighed[*kind, tokens] = weigh(job, layout)
-        memory = weighed[*kind, tokens]
-        if memory.total <= budget:
+        memory, size = weighed.of(layout)
+        if memory is not None:
             choices.append(Choice(layout, step, memory, job.gpu))
             done.add(layout.mesh)
         else:
-            failed[kind] = tokens, memory.total
-            least[layout.mesh] = min(memory.total, least.get(layout.mesh, memory.total))
+            least[layout.mesh] = min(size, least.get(layout.mesh, size))
     if without := least.keys() - done:
         reasons[LACKS] = len(without)
     lacking = min((size for mesh, size in least.items() if mesh not in done), default=None)

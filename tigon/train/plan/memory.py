@@ -4,27 +4,18 @@ from dataclasses import replace
 
 import torch
 
-from tigon.plan.layout import Job, Layout
 from tigon.train.estimate import Estimate, estimate
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
+from tigon.train.plan.layout import Job, Layout
 
 ALONE = World(0, 1, torch.device("cpu"))
 
 
 def weigh(job: Job, layout: Layout) -> Estimate:
     """Makes a step of one rank's part of the model, on the meta device."""
-    config = replace(
-        job.config,
-        seq_len=job.seq_len,
-        micro_batch_size=layout.rows,
-        batch_size=layout.rows * layout.micro_batches * layout.data,
-        parallel=layout.parallel,
-        sharding=layout.sharding,
-        activation_checkpointing=layout.checkpointing,
-        memory_budget=None,
-    )
+    config = replace(layout.config(job.config), seq_len=job.seq_len)
     model = job.shapes.build()
     model.activation_checkpointing = layout.checkpointing
-    objective = find_objective("pretrain")(config, ALONE)
+    objective = find_objective(config.task)(config, ALONE)
     return estimate(model, objective, config, job.gpus, torch.bfloat16)

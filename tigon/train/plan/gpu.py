@@ -28,6 +28,7 @@ class GPU:
     network: float  # of its share of a host's network, in one direction
     host: int  # GPUs that NVLink connects
     source: str
+    torch_name: str = ""  # what torch.cuda.get_device_name says of it
 
 
 @dataclass(frozen=True)
@@ -90,3 +91,13 @@ def find_gpu(name: str) -> tuple[GPU, Constants]:
         raise ValueError(f"--gpu {name}: is not one of {', '.join(known)}{more}")
     measured = known[read_json(CONSTANTS)["gpu"]]
     return gpu, Constants.read().on(gpu, measured)
+
+
+def gpu_called(torch_name: str) -> tuple[GPU, Constants]:
+    """As `find_gpu`, by what torch calls it."""
+    known = gpus().values()
+    for gpu in known:
+        if gpu.torch_name == torch_name:
+            return find_gpu(gpu.name)
+    names = ", ".join(gpu.torch_name for gpu in known)
+    raise ValueError(f"nothing is known of {torch_name}, but of {names}")

@@ -1,0 +1,187 @@
+"""`parallel=auto`: the layout that the plan ranks first, of those that the run can have."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small import EXPERTS, LLAMA
+from tests.train.ranks import Ranks
+from tigon.train import load, main
+from tigon.train.config import Config
+from tigon.train.estimate import Estimate
+from tigon.train.parallel_settings import Parallel
+from tigon.train.plan import auto, find_gpu, search
+from tigon.train.plan.layout import Job, Layout, as_set, meshes
+
+CUDA = torch.device("cuda")
+ROOM = auto.Room(int(140e9), 8)
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+WIDE |= {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2**16}
+
+
+@pytest.fixture
+def configured(tmp_path: Path, monkeypatch) -> Callable[..., Config]:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+
+    def make(sizes: dict[str, Any] = LLAMA | WIDE, **changes: Any) -> Config:
+        (tmp_path / "config.json").write_text(json.dumps(sizes))
+        values = {"init": tmp_path / "config.json", "tokenizer": "none", "data": "none"}
+        values |= {"run_dir": tmp_path / "run", "task": "pretrain", "parallel": "auto"}
+        values |= {"batch_size": 8, "seq_len": 4096}
+        return load(None, [f"{name}={value}" for name, value in (values | changes).items()])
+
+    return make
+
+
+def heavy(fits: Callable[[Layout], bool]) -> Callable[[Job, Layout], Estimate]:
+    return lambda _, layout: Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
+
+
+def limit(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Layout], bool]) -> None:
+    """Memory as a function of the layout."""
+    known = search.make_plan
+    monkeypatch.setattr(auto, "make_plan", lambda *a, **k: known(*a, **k, weigh=heavy(fits)))
+
+
+def test_the_first_of_the_plan_that_fits(configured, monkeypatch) -> None:
+    """Of those that the settings allow."""
+    parallel, why = auto.choose(configured(), CUDA, 8, ROOM)
+    gpu, constants = find_gpu("h200")
+    config = configured()
+    job = Job(auto.outlined(config, None), config, 8, gpu, constants, 4096, 8)
+    plan = search.make_plan(job, ways=as_set)
+    assert parallel == plan.choices[0].layout.parallel == Parallel(fsdp=8)
+    best, following = (choice.step.seconds for choice in plan.choices[:2])
+    assert why.startswith(f"fsdp 8: {best:.3g} s a step and ")
+    assert why.endswith(f"; next replicate 2 x fsdp 4, {following:.3g} s")
+    for fits, sizes, changes in (
+        (lambda x: x.tensor > 1, {"tensor": 2}, {}),
+        (lambda x: x.tensor > 1, {"tensor": 4}, {"batch_size": 2, "micro_batch_size": 1}),
+        (lambda x: x.context > 1, {"context": 2}, {"optimizer": "adamw_8bit"}),
+    ):
+        with monkeypatch.context() as patch:
+            limit(patch, fits)
+            parallel, _ = auto.choose(configured(**changes), CUDA, 8, ROOM)
+        for name, size in sizes.items():
+            assert getattr(parallel, name) >= size, (parallel, sizes)
+
+
+def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> None:
+    """Even where nothing else fits."""
+    limit(monkeypatch, lambda x: x.tensor > 1)
+    auto.choose(configured(), CUDA, 8, ROOM)
+    for changes, why in (
+        ({"optimizer": "adamw_8bit"}, "optimizer=adamw_8bit is not there for parallel.tensor=2"),
+        ({"sharding": "gradients"}, "no layout of 8 GPUs"),
+        ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
+    ):
+        if "batch_size" in changes:
+            limit(monkeypatch, lambda x: x.data > 1)
+        with pytest.raises(ValueError, match=why):
+            auto.choose(configured(**changes), CUDA, 8, ROOM)
+    limit(monkeypatch, lambda x: x.tensor > 1)
+    with pytest.raises(ValueError, match="tensor above 1: NVLink connects so many"):
+        auto.choose(configured(), CUDA, 8, auto.Room(ROOM.memory, 1))
+    limit(monkeypatch, lambda x: x.expert > 1)
+    sizes = EXPERTS | WIDE | {"num_experts": 4, "moe_intermediate_size": 64}
+    parallel, _ = auto.choose(configured(sizes), CUDA, 8, ROOM)
+    assert parallel.expert in (2, 4) and parallel.tensor == 1
+    one = {"optimizer_in_backward": "true", "max_grad_norm": 0}
+    limit(monkeypatch, lambda x: x.context > 1)
+    with pytest.raises(ValueError, match="no layout"):  # several micro-batches on each rank
+        auto.choose(configured(**one), CUDA, 8, ROOM)
+
+
+def test_the_settings_of_a_step_stay(configured) -> None:
+    config = configured(micro_batch_size=2, activation_checkpointing=3)
+    gpu, constants = find_gpu("h200")
+    job = Job(auto.outlined(config, None), config, 8, gpu, constants, 4096, 8)
+    found = [layout for mesh in meshes(8) for layout in as_set(job, mesh)]
+    assert {(x.rows, x.checkpointing) for x in found} == {(2, 3)}
+    assert all(x.rows * x.micro_batches * x.data == 8 for x in found)
+    assert {x.data for x in found} == {1, 2, 4} and found[0].again == 1 / 3
+
+
+def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
+    with pytest.raises(ValueError, match=r"needs a GPU to plan for.* give parallel itself") as no:
+        auto.choose(configured(), torch.device("cpu"), 8, ROOM)
+    assert "--gpus 8 --seq-len 4096` plans for one that is elsewhere" in str(no.value)
+    with pytest.raises(ValueError, match=r"parallel=auto: lora: a plan knows nothing .* give"):
+        auto.choose(configured(**{"lora.rank": 4}), CUDA, 8, ROOM)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GH200 480GB")
+    with pytest.raises(ValueError, match="nothing is known of NVIDIA GH200 480GB, but of NVIDIA H"):
+        auto.choose(configured(), CUDA, 8, ROOM)
+
+
+def test_a_run_on_one_rank_has_no_choice(workspace, capsys) -> None:
+    main(workspace.settings("one", steps=1, parallel="auto"))
+    assert "fsdp: 1" in (workspace.root / "one/config.yaml").read_text()
+    with pytest.raises(SystemExit, match="parallel=auto needs a GPU to plan for"):
+        main(
+            ["--dry-run", "--nproc", "8", *workspace.settings("x", parallel="auto", device="auto")]
+        )
+    main(
+        workspace.settings(
+            "one", steps=2, **{"parallel": "auto", "parallel.fsdp": 1}, resume="auto"
+        )
+    )
+    assert workspace.metrics("one", "loss")
+
+
+def run_chosen(settings: list[str], chosen: dict[str, int]) -> None:
+    """As if there were GPUs, of which the plan thinks that."""
+    torch.set_num_threads(1)
+
+    def choose(config: Config, _: Any, gpus: int, room: auto.Room) -> tuple[Parallel, str]:
+        assert (gpus, room.host) == (2, 2)
+        return Parallel(fsdp=1, **chosen), f"as I say; before: {auto.recorded(config, gpus)[1]}"
+
+    auto.choose = choose  # type: ignore[assignment]
+    main(settings)
+
+
+def test_every_rank_has_the_layout_that_the_first_chooses(workspace) -> None:
+    """It is in the run's config and in its checkpoints, from which runs go on."""
+    run = {"parallel": "auto", "save_every": 1, "steps": 1, "schedule": "constant"}
+    further = run | {"steps": 2, "resume": "auto"}
+    main(workspace.settings("plain", steps=2, schedule="constant"))
+    said = ""
+    for settings in (run, further):
+        given = workspace.settings("auto", **settings)
+        said += Ranks(2, run_chosen, given, {"tensor": 2}).finish()
+    assert said.count("parallel=auto: as I say") == 2
+    assert "before: None" in said and "before: [Layout(replicate=1, fsdp=1, context=1, t" in said
+    assert ": steps 1 -> 2" in said and ": parallel " not in said
+    config = load(workspace.root / "auto/config.yaml")
+    assert config.parallel == Parallel(fsdp=1, tensor=2)
+    expected = workspace.metrics("plain", "loss")
+    assert workspace.metrics("auto", "loss") == pytest.approx(expected, rel=1e-5)
+    beginning = load(None, workspace.settings("auto", **run))
+    assert auto.recorded(beginning, 2) == (None, None)
+    going = load(None, workspace.settings("auto", **further))
+    assert auto.recorded(going, 2)[1] == [Layout(1, 1, 1, 2)]
+    assert auto.recorded(going, 4)[1] is None
+    main(workspace.settings("auto", **further | {"steps": 3}))  # on one rank
+
+
+def test_a_run_that_goes_on_keeps_its_layout_while_it_can(configured, monkeypatch, tmp_path):
+    """Though another is faster; not where it does not fit any more."""
+    was = tmp_path / "run/checkpoints/step-00000001"
+    was.mkdir(parents=True)
+    monkeypatch.setattr(auto.checkpoint, "latest", lambda _: was)
+    layout = {"replicate": 1, "fsdp": 4, "context": 2, "tensor": 1, "expert": 1}
+    monkeypatch.setattr(auto.checkpoint, "facts", lambda _: {"config": {"parallel": layout}})
+    known = auto.outlined
+    monkeypatch.setattr(auto, "outlined", lambda c, _: known(c, None))
+    config = configured(resume="auto")
+    limit(monkeypatch, lambda x: True)
+    parallel, why = auto.choose(config, CUDA, 8, ROOM)
+    assert parallel == Parallel(fsdp=4, context=2) and why.endswith(f"as in {was}")
+    limit(monkeypatch, lambda x: x.context == 1)
+    parallel, why = auto.choose(config, CUDA, 8, ROOM)
+    assert parallel == Parallel(fsdp=8) and "as in" not in why
+    assert auto.choose(config, CUDA, 4, ROOM)[0] == Parallel(fsdp=4)

@@ -7,8 +7,10 @@ from safetensors.torch import load_file
 from tests.small import EXPERTS, write_model
 from tests.train.ranks import train_on
 from tigon.parallel import Sizes
-from tigon.train import main
+from tigon.train import load, main
+from tigon.train.config import sizes_of
 from tigon.train.export import convert_checkpoint
+from tigon.train.matching import check_sizes
 from tigon.train.parallel_settings import Parallel
 
 STEPS = {"steps": 5, "warmup_steps": 2, "export": "true"}
@@ -100,6 +102,39 @@ def test_a_run_on_another_number_of_ranks_says_so(workspace):
     with pytest.raises(SystemExit, match=r"parallel: replicate 2 does not divide the number"):
         main(workspace.settings("none", **{"parallel.replicate": 2}))
     assert not (workspace.root / "none").exists()
+
+
+def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch):
+    monkeypatch.setattr("tigon.train.processes.subprocess.Popen", pytest.fail)
+    given = workspace.settings("none", **{"parallel.tensor": 3})
+    with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
+        main(["--nproc", "2", *given])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of torchrun
+    for rank, said in (("0", "tensor 3 does not divide"), ("1", "^1$")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit, match=said):
+            main(given)
+        with pytest.raises(
+            SystemExit, match="optimizer='nope' is not one" if said != "^1$" else said
+        ):
+            main([*given, "optimizer=nope"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel.tensor": 8}, "8 ranks cannot share 4 heads with 2 kv heads"),
+        ({"parallel.context": 8}, "4 query heads cannot be divided over 8 ranks"),
+        ({"parallel.expert": 8}, "parallel.expert=8, but LlamaForCausalLM has no experts"),
+    ],
+)
+def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes, said):
+    given = workspace.settings("none", data="nowhere.jsonl", batch_size=8, device="auto", **changes)
+    with pytest.raises(SystemExit, match=said):
+        main(["--dry-run", "--nproc", "8", *given])
+    config = load(None, given)
+    with pytest.raises(ValueError, match=said):
+        check_sizes(config, sizes_of(config, 8))
 
 
 def test_gradients_are_not_sharded_within_groups(workspace):

@@ -268,3 +268,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ):
         assert main(["plan", str(path), *wrong]) == 1
         assert why in capsys.readouterr().err
+    for model, why in (
+        ("nonsense/", "no directory nonsense/ (absolute: "),
+        (str(tmp_path / "none.json"), f"no file {tmp_path / 'none.json'}"),
+        (str(tmp_path / "empty"), f"{tmp_path / 'empty'} has no file config.json"),
+    ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        assert main(["plan", model, *few]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"tigon plan: {why}") and said.count("\n") == 1

@@ -86,7 +86,11 @@ class Repository:
                 )
             self._root = path
             self.directory = path / self.subfolder
-        elif self.name.startswith((".", "~", os.sep)) or not isinstance(path_or_repo, str):
+        elif (
+            self.name.startswith((".", "~", os.sep))
+            or self.name.endswith("/")
+            or not isinstance(path_or_repo, str)
+        ):
             raise FileNotFoundError(f"no directory {self.name} (absolute: {path.absolute()})")
         elif self.name.count("/") > 1:
             raise FileNotFoundError(

@@ -2,6 +2,7 @@
 
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
+from tigon.parallel.context import check_context
 from tigon.parallel.expert import divide_experts
 from tigon.parallel.mesh import Sizes
 from tigon.parallel.plan import cut_parts
@@ -16,6 +17,7 @@ def take_part(model: CausalLM, sizes: Sizes) -> None:
     if sizes.tensor > 1:
         cut_parts(model, Ranks("", 0, sizes.tensor))
     if sizes.context > 1:
+        check_context(model, sizes.context)
         model.context = Ranks("", 0, sizes.context)
     if sizes.expert > 1:
         divide_experts(model, Ranks("", 0, sizes.expert))

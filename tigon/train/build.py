@@ -18,6 +18,7 @@ import torch
 from tigon.data import Loader
 from tigon.kernels.attention import check_training
 from tigon.models import CausalLM, count_parameters
+from tigon.parallel import Sizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.claim import claim
@@ -27,7 +28,7 @@ from tigon.train.estimate.budget import budget_of, decide, memory_of
 from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
-from tigon.train.matching import check_context, stop_at
+from tigon.train.matching import check_context, check_sizes, stop_at
 from tigon.train.measure import Meter
 from tigon.train.model import (
     base_digest,
@@ -116,11 +117,13 @@ class Inputs:
         return config.steps or math.ceil(epochs * (self.data.steps_per_epoch or 0))
 
 
-def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
+def read_inputs(
+    config: Config, world: World, *, here: bool = True, sizes: Sizes | None = None
+) -> Inputs:
     """Check settings and data, on all ranks together; every rank calls this.
 
     Nothing is written but the lock of the run directory, while the world lasts. `here`: the run is
-    to be on this machine.
+    to be on this machine; `sizes`: on how many ranks, if not the world's.
     """
     with world.together():
         if here:
@@ -139,6 +142,7 @@ def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
             cursor = checkpoint.facts(source).get("cursor")
     with world.together():
+        check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
         check_context(config, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)

@@ -45,8 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         alone = dry and count is not None and count > gpus and config.device != "cpu"
         if count is not None and not (show or alone):
             check_count(count, config.device)
+            if config.parallel != "auto":
+                sizes_of(config, count)
     except (ValueError, OSError) as error:
-        sys.exit(f"tigon.train: {error}")
+        sys.exit(refusal(error))
     if show:
         print(dump(config), end="")
         return
@@ -57,6 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(code)
     if status := launch(config, plan=(count or 1) if dry else None):
         sys.exit(status)
+
+
+def refusal(error: Exception) -> str | int:
+    """For sys.exit, of settings that are wrong: on every rank of a host, so that one says it."""
+    return f"tigon.train: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1
 
 
 def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -86,7 +93,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         if config.parallel != "auto":
             sizes_of(config, ranks if plan is None else max(plan, ranks))
     except ValueError as error:
-        return f"tigon.train: {error}"
+        return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
     parallel = parallel_of(config) if known else None

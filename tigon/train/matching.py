@@ -4,10 +4,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from tigon.models import CausalLM
+from tigon.parallel import Sizes, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.model import context_of
+from tigon.train.model import context_of, outline
 
 
 def check_context(config: Config, source: Path | None = None) -> None:
@@ -21,6 +24,12 @@ def check_context(config: Config, source: Path | None = None) -> None:
             f"{name}={longest} is more than the model's context of {context} tokens "
             f"(max_position_embeddings): set {name}={context} or less"
         )
+
+
+def check_sizes(config: Config, sizes: Sizes, source: Path | None = None) -> None:
+    """ValueError for a model that so many ranks cannot share; also before data are made."""
+    if sizes.tensor * sizes.context * sizes.expert > 1:
+        take_part(outline(config, getattr(torch, config.param_dtype), source), sizes)
 
 
 def stop_at(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:

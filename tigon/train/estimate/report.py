@@ -9,7 +9,7 @@ from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
-from tigon.parallel import Sizes, check_context, check_experts
+from tigon.parallel import Sizes
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -40,7 +40,8 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     Raises InputError where a step does not fit into memory.
     """
     config, world = settle(config, world, gpus)
-    ranks = sizes_of(config, gpus).data
+    sizes = sizes_of(config, gpus)
+    ranks = sizes.data
     if config.batch_size % (config.micro_batch_size * ranks):
         raise InputError(
             f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
@@ -48,14 +49,13 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         )
     with world.together():
         check_ranks(config, ranks)
-    inputs = read_inputs(config, world, here=world.device.type == "cuda" or not on_gpu(config))
+    here = world.device.type == "cuda" or not on_gpu(config)
+    inputs = read_inputs(config, world, here=here, sizes=sizes)
     try:
         with world.together():
             device = GPU if on_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
-            check_context(model, sizes_of(config, gpus).context)
-            check_experts(model, sizes_of(config, gpus).expert)
             freeze(model, config)
         world.say("\n".join(described(config, inputs, model, gpus)))
         idle = without_effect(config, inputs.steps(config), device)

@@ -44,6 +44,8 @@ def read_job(
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
     if seq_len < 1 or tokens % seq_len or not tokens:
         raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
+    if model.endswith(".json") and not Path(model).is_file():
+        raise FileNotFoundError(f"no file {model}")
     where = f"init={model}" if Path(model).is_file() else f"model={model}"
     own = [where, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
     config = load(None, [*settings, *own])

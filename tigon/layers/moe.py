@@ -95,15 +95,18 @@ class SparseMoE(nn.Module):
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.per_token)
+        route = self.experts.route(chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.exact_weights:
             weights = weights.to(logits.dtype)
-        y = self.experts(rows, chosen, weights)
+        shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             keys = [t.flatten() for t in drawn]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
-            y = y + share * self.shared_expert(rows, *keys)
+            shared = share * self.shared_expert(rows, *keys)
+        y = self.experts(rows, chosen, weights, route)
+        y = y if shared is None else y + shared
         return Routed(y.view_as(x), probs, chosen)
 
 

@@ -17,6 +17,8 @@ WIDE = {
     "nf4 bf16: nf4._nf4_kernel": [5],
     "block fp8 e4m3: block_fp8._block_fp8_kernel": [6],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
+    "expert_rows: expert_rows._spread_kernel": [8, 0],  # rows of tokens; few numbers of each
+    "expert_rows: expert_rows._combine_kernel": [4, 0],
     "rms_norm again: rms_norm._forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],
     "qk_norm_rope in place, narrow: rope._rope_kernel": [0],  # fewer numbers than threads

@@ -19,6 +19,7 @@ from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima
 from tigon.kernels._low_rank import low_rank_gradients, low_rank_product
 from tigon.kernels.block_fp8 import E4M3, E5M2
 from tigon.kernels.dropout import Dropout, drop
+from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.layers import Fp8Weight, Nf4Weight
 
@@ -54,6 +55,7 @@ def forms() -> Forms:
     yield "block fp8 e5m2", partial(_block_fp8, E5M2)
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
+    yield "expert_rows", _expert_rows
 
 
 def _rows_and_maxima(C: int) -> None:
@@ -149,6 +151,14 @@ def _block_fp8(stored: torch.dtype) -> None:
     made = Fp8Weight([256], 512, BF16, blocks=[(128, 128)], stored=stored)
     made.allocate(torch.device("cpu"))
     made.dequantised()
+
+
+def _expert_rows() -> None:
+    """Of tokens, and of what their routers chose, to several ranks and back."""
+    places = zeros(64 * 3, dtype=torch.int64)
+    for columns, dtype in (2048, BF16), (16, FP32):
+        rows = spread_rows(zeros(64, columns, dtype=dtype), places, 3, 150)
+        combine_rows(rows, places, None, 3)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -23,12 +23,14 @@ acts = pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def exact(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
 ) -> Tensor:
-    """Token by token, in float64."""
+    """Token by token, in float64; an expert past the last is absent."""
     x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
     rows = []
     for n in range(x.shape[0]):
         row = torch.zeros_like(x[n])
         for j, e in enumerate(experts[n].tolist()):
+            if e == len(gate_up):
+                continue
             gate, up = (gate_up[e] @ x[n]).chunk(2)
             if act == "silu":
                 gate = gate / (1 + (-gate).exp())
@@ -193,6 +195,29 @@ def test_an_expert_may_come_twice() -> None:
     assert_exact([x, gate_up, down, experts, weights])
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0], ids=["some", "all"])
+def test_absent_experts(share: float) -> None:
+    """As of tokens some of whose experts are on other ranks."""
+    x, gate_up, down, experts, weights = inputs()
+    absent = torch.rand(N, K) < share
+    absent[0] = True
+    experts[absent] = E
+    slots = int((~absent).sum())
+    tensors = leaves([x, gate_up, down, experts, weights])
+    y, expected = unchecked_grouped_mlp(*tensors, "silu", slots), exact(*tensors, "silu")
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(y)
+    found = gradients(y, tensors, upstream)
+    assert not found[3][absent].any() and (slots > 0) == bool(found[3].any())
+    if slots:
+        for grad, wanted in zip(found, gradients(expected, tensors, upstream), strict=True):
+            torch.testing.assert_close(
+                grad, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max())
+            )
+    else:
+        assert not y.any() and not any(grad.any() for grad in found)
+
+
 def test_no_tokens() -> None:
     tensors = leaves(inputs(n=0))
     y = grouped_mlp(*tensors, "silu")
@@ -302,13 +327,15 @@ def test_one_graph(dtype: torch.dtype, c: int, tolerance: float) -> None:
 
 @pytest.mark.traced
 def test_the_ops_are_what_they_claim_to_be() -> None:
-    for c, i, dtype, wanted in (
-        (8, 8, torch.float32, [True] * 4),
-        (7, 8, torch.float32, [False, True, False, True]),
-        (8, 5, torch.bfloat16, [True] * 4),  # grouped_mm pads its rows
+    for c, i, dtype, wanted, slots in (
+        (8, 8, torch.float32, [True] * 4, None),
+        (7, 8, torch.float32, [False, True, False, True], 5),
+        (8, 5, torch.bfloat16, [True] * 4, None),  # grouped_mm pads its rows
     ):
         x, gate_up, down, experts, weights = inputs(n=3, c=c, i=i, e=3, k=2, dtype=dtype)
-        arguments = (x, gate_up, down, experts, weights, "silu")
+        if slots is not None:
+            experts[1, 0] = 3  # absent
+        arguments = (x, gate_up, down, experts, weights, "silu", slots)
         torch.library.opcheck(_forward.op, arguments)
         y, *saved = _forward(*arguments)
         assert all(t.is_contiguous() for t in saved)

@@ -154,14 +154,14 @@ def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
     assert shared["parameters"] == pytest.approx(fsdp["parameters"], rel=0.01)
     # Of a block, in bfloat16: all of its experts in forward, or those of one rank
     assert fsdp["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2
-    assert shared["activations"] > fsdp["activations"] + 2 * 2 * 1024 * 256 * 2  # rows that came
     times = [step_of(one, x).kinds for x in (without, layout)]
     assert times[0]["products"] == times[1]["products"]
     assert times[0]["optimizer"] == times[1]["optimizer"]
     assert times[1]["passes"] > times[0]["passes"]
     traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
     weights = experts * (2 * 2 + 4) * 3 / 4  # gathered twice, and gradients in float32
-    tokens = 4 * 2 * 1024 * 2 * 256 * 2 * 3 / 4  # four times in two layers, for two experts
+    # Four times in two layers, once to each rank that has one of a token's two experts: 13 / 28
+    tokens = 4 * 2 * round(1024 * 13 / 28) * 4 * 256 * 2 * 3 / 4
     assert traffic[1] - traffic[0] == pytest.approx(tokens - weights)
     found = [mesh.expert for mesh in meshes(4, 8) if mesh.shards == 4]
     assert found == [1, 2, 4] * 3

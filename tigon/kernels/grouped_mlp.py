@@ -1,7 +1,7 @@
 """The MLPs of a mixture of experts: each token through the few that its router chose for it.
 
-# N tokens, k experts per token, S = N k slots sorted by expert, E experts, C model dim,
-# I intermediate size
+# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size
 """
 
 from typing import Any, cast
@@ -27,78 +27,50 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
+from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act, gated_act_ref
 
-# Columns and warps of one program: the best of some tried on an H200
-SPREAD = (4096, 4)
-COMBINE = (1024, 4)
-ACT = (1024, 4)
+ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
 
 def grouped_mlp_ref(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Activation,
+    slots: int | None = None,
 ) -> Tensor:
     """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
 
-    Each product is in the input's dtype, the sum over j in fp32 and rounded once.
+    Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
+    so many of the experts are in [0, E), and the others are E: absent.
     """
     n, k = experts.shape
     flat = experts.flatten()
-    if must_not_wait(x, n * k) and not torch.is_grad_enabled():  # a step of decoding
+    if slots is None and must_not_wait(x, n * k) and not torch.is_grad_enabled():
+        # A step of decoding
         hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
         y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
     else:
-        order = flat.argsort(stable=True)
-        rows = x.index_select(0, order // k).split(flat.bincount(minlength=len(gate_up)).tolist())
+        order = flat.argsort(stable=True)[:slots]
+        each = flat.bincount(minlength=len(gate_up))[: len(gate_up)]
+        rows = x.index_select(0, order // k).split(each.tolist())
         # unbind: the gradient of all experts is stacked once; indexing would add one for each
         parts = [
             F.linear(gated_act_ref(F.linear(r, g), act), d)
             for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
-            if len(r) or not n
+            if len(r) or not len(order)
         ]
-        y = torch.cat(parts).index_select(0, _inverse(order))
+        y = torch.cat(parts)
+        y = y.new_zeros(n * k, x.shape[1]).index_copy(0, order, y)
     scale = _at_least_fp32(weights)[..., None]
     return (y.view(n, k, x.shape[1]) * scale).sum(1).to(y.dtype)
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _inverse(order: Tensor) -> Tensor:
-    """Where in the order each slot is: [S]."""
-    return torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
-    )
-
-
-@triton.jit
-def _spread_kernel(x, inverse, rows, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's row to each of its slots: read once, written k times."""
-    token = tl.program_id(0).to(tl.int64)
-    for start in range(0, C, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        keep = cols < C
-        row = tl.load(x + token * C + cols, mask=keep)
-        for j in tl.static_range(K):
-            slot = tl.load(inverse + token * K + j)
-            tl.store(rows + slot * C + cols, row, mask=keep)
-
-
-@triton.jit
-def _combine_kernel(rows, inverse, weights, x, C, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's slots, weighted if there are weights, in fp32 and rounded once."""
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    keep = cols < C
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(K):
-        slot = tl.load(inverse + token * K + j)
-        row = tl.load(rows + slot * C + cols, mask=keep, other=0.0).to(tl.float32)
-        if weights is not None:
-            row *= tl.load(weights + token * K + j).to(tl.float32)
-        total += row
-    tl.store(x + token * C + cols, total, mask=keep)
 
 
 @triton.jit
@@ -140,39 +112,13 @@ def _act_backward_kernel(
     tl.store(dweights + slot, tl.sum(product))
 
 
-def _spread(x: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """x [N, C] -> [S, C]."""
-    rows = x.new_empty(len(inverse), x.shape[1])
-    if not runs_triton(x):
-        return rows.index_copy_(0, inverse, x.repeat_interleave(k, 0))
-    if rows.numel() and not x.is_meta:
-        block, warps = SPREAD
-        block = min(block, triton.next_power_of_2(x.shape[1]))
-        _spread_kernel[(len(x),)](x, inverse, rows, x.shape[1], K=k, BLOCK=block, num_warps=warps)
-    return rows
-
-
-def _combine(rows: Tensor, inverse: Tensor, weights: Tensor | None, k: int) -> Tensor:
-    """rows [S, C] -> [N, C]."""
-    n, c = len(rows) // k, rows.shape[1]
-    if not runs_triton(rows):
-        slots = _at_least_fp32(rows.index_select(0, inverse).view(n, k, c))
-        return (slots if weights is None else slots * weights[..., None]).sum(1).to(rows.dtype)
-    x = rows.new_empty(n, c)
-    if x.numel() and not x.is_meta:
-        block, warps = COMBINE
-        block = min(block, triton.next_power_of_2(c))
-        grid = (n, triton.cdiv(c, block))
-        _combine_kernel[grid](rows, inverse, weights, x, c, K=k, BLOCK=block, num_warps=warps)
-    return x
-
-
 def _act_backward(
     hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of hidden [S, 2I], h times its weight [S, I], and the weights' gradient."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
-    dweights = torch.empty_like(weights)
+    absent = len(order) < weights.numel()
+    dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
     if not runs_triton(hidden):
         gate, up = hidden.chunk(2, dim=-1)
         h, scale = gated_act_ref(hidden, cast(Activation, act)), weights.flatten()[order][:, None]
@@ -194,33 +140,60 @@ def _act_backward(
     return dhidden, weighted, dweights
 
 
-def sorted_slots(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the slots by expert, its inverse, and where in it each expert ends."""
-    small = torch.uint8 if number <= 256 else torch.int16 if number < 2**15 else torch.int64
+def sorted_slots(
+    experts: Tensor, number: int, slots: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The order of the slots by expert [S], its inverse [N k], and where in it each expert ends.
+
+    Experts that are `number` are absent, all but `slots`; their inverse is S or more.
+    """
+    small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
     ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
     numbers = torch.arange(number, device=experts.device, dtype=small)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    return order, _inverse(order), ends
+    inverse = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
+    )
+    return (order if slots is None else order[:slots].clone()), inverse, ends
 
 
-def _outputs(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, *_: Any) -> list[Tensor]:
-    slots = experts.numel()
-    numbers = [experts.new_empty(slots), experts.new_empty(slots)]
+def _outputs(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
+) -> list[Tensor]:
+    size = _size(experts, slots)
+    numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     ends = experts.new_empty(len(gate_up), dtype=torch.int32)
-    return [torch.empty_like(x), x.new_empty(slots, gate_up.shape[1]), *numbers, ends]
+    return [torch.empty_like(x), x.new_empty(size, gate_up.shape[1]), *numbers, ends]
+
+
+def _size(experts: Tensor, slots: int | None) -> int:
+    """S."""
+    return experts.numel() if slots is None else slots
 
 
 @operator("grouped_mlp", _outputs)
 def _forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
 ) -> list[Tensor]:
     """The output; and for the backward pass gate_up of every slot, the slots' order and its
     inverse, and where in it each expert ends."""
     k = experts.shape[1]
-    order, inverse, ends = sorted_slots(experts, len(gate_up))
-    hidden = grouped_product(_spread(x, inverse, k), gate_up, ends)
+    order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
+    hidden = grouped_product(spread_rows(x, inverse, k, len(order)), gate_up, ends)
     y = grouped_product(gated_act(hidden, cast(Activation, act)), down, ends)
-    return [_combine(y, inverse, weights, k), hidden, order, inverse, ends]
+    return [combine_rows(y, inverse, weights, k), hidden, order, inverse, ends]
 
 
 def _gradients(
@@ -245,9 +218,9 @@ def _backward(
     act: str,
 ) -> list[Tensor]:
     """The gradients of x, gate_up, down and weights; those not wanted are empty."""
-    k = weights.shape[1]
+    k, size = weights.shape[1], len(order)
     dx, dgate_up, ddown = (x.new_empty(0) for _ in range(3))
-    rows = _spread(dy, inverse, k)
+    rows = spread_rows(dy, inverse, k, size)
     dh = grouped_product(rows, down, ends, transposed=True)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
@@ -255,23 +228,38 @@ def _backward(
         ddown = grouped_weight_gradient(rows, weighted, ends)
     del rows, weighted
     if wanted[0]:
-        dx = _combine(grouped_product(dhidden, gate_up, ends, transposed=True), inverse, None, k)
+        dx = grouped_product(dhidden, gate_up, ends, transposed=True)
+        dx = combine_rows(dx, inverse, None, k)
     if wanted[1]:
-        dgate_up = grouped_weight_gradient(dhidden, _spread(x, inverse, k), ends)
+        dgate_up = grouped_weight_gradient(dhidden, spread_rows(x, inverse, k, size), ends)
     return [dx, dgate_up, ddown, dweights if wanted[3] else weights.new_empty(0)]
 
 
-def forward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, *_: Any) -> int:
+def forward_workspace(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None = None,
+) -> int:
     """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
-    return experts.numel() * sum(down.shape[1:]) * x.element_size()
+    return _size(experts, slots) * sum(down.shape[1:]) * x.element_size()
 
 
 def backward_workspace(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, wanted: list[bool], *_: Any
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    wanted: list[bool],
+    hidden: Tensor,
+    *_: Any,
 ) -> int:
     """The same for `_backward`, whose outputs are made one after the other."""
     c, inner = down.shape[1:]
-    slots, size = weights.numel(), x.element_size()
+    slots, size = len(hidden), x.element_size()
     tensors = zip((x, gate_up, down), wanted, strict=False)
     outputs = sum(t.numel() * size for t, want in tensors if want)
     first = slots * (c + 4 * inner) * size - outputs  # in _act_backward
@@ -283,7 +271,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:  # what `_forward` takes
         y, *saved = _forward(*given)
-        x, gate_up, down, _, weights, ctx.act = given
+        x, gate_up, down, _, weights, ctx.act, _ = given
         if (recipe := recipe_of(x)) is not None:
             recipe.keep_gate_up()
         ctx.again = None if recipe is None else recipe.how
@@ -308,7 +296,7 @@ class _GroupedMLP(torch.autograd.Function):
         dx, dgate_up, ddown, dweights = (
             g if want else None for g, want in zip(grads, wanted, strict=True)
         )
-        return dx, dgate_up, ddown, None, dweights, None
+        return dx, dgate_up, ddown, None, dweights, None, None
 
 
 def grouped_mlp(
@@ -330,10 +318,16 @@ def grouped_mlp(
 
 
 def unchecked_grouped_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Activation,
+    slots: int | None = None,
 ) -> Tensor:
     """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
-    numbers is six launches."""
+    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent."""
     if (dtype := autocast_dtype(x.device)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:
@@ -343,8 +337,8 @@ def unchecked_grouped_mlp(
     # Plain torch has to know how many rows each expert has
     if runs_triton(x) or not has_values(x):
         tensors = (x, gate_up, down, experts, weights)
-        return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act)
-    return grouped_mlp_ref(x, gate_up, down, experts, weights, act)
+        return _GroupedMLP.apply(*(t.contiguous() for t in tensors), act, slots)
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
 
 
 def _check(

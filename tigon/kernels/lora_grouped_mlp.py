@@ -23,14 +23,9 @@ from tigon.kernels._check import has_values
 from tigon.kernels._grouped_gemm import grouped_product, grouped_weight_gradient
 from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import autocast_dtype, operator, refuse_second_derivative, runs_triton
+from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.gated_act import Activation, gated_act
-from tigon.kernels.grouped_mlp import (
-    _act_backward,
-    _combine,
-    _spread,
-    grouped_mlp_ref,
-    sorted_slots,
-)
+from tigon.kernels.grouped_mlp import _act_backward, grouped_mlp_ref, sorted_slots
 
 
 class Low(NamedTuple):
@@ -100,9 +95,9 @@ def _forward(
     slots' order and its inverse, and where in it each expert ends."""
     k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
     order, inverse, ends = sorted_slots(experts, len(gate_up))
-    hidden, u = _sum_product(_spread(x, inverse, k), gate_up, a_up, b_up, ends)
+    hidden, u = _sum_product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
     y, v = _sum_product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
-    return [_combine(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
+    return [combine_rows(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
 
 
 def _gradients(
@@ -141,7 +136,7 @@ def _backward(
     """The gradients of all that is wanted; the others are empty."""
     k, (a_up, b_up, a_down, b_down) = weights.shape[1], low
     found: list[Tensor | None] = [None] * len(wanted)
-    rows = _spread(dy, inverse, k)
+    rows = spread_rows(dy, inverse, k, len(order))
     dh, dv = _sum_back(rows, down, a_down, b_down, ends)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act)
     del dh
@@ -156,12 +151,12 @@ def _backward(
     del rows, weighted
     dx, du = _sum_back(dhidden, gate_up, a_up, b_up, ends)
     if wanted[0]:
-        found[0] = _combine(dx, inverse, None, k)
+        found[0] = combine_rows(dx, inverse, None, k)
     del dx
     if du is not None and wanted[5]:
         found[5] = grouped_weight_gradient(dhidden, u, ends)
     if wanted[1] or (du is not None and wanted[4]):
-        rows = _spread(x, inverse, k)
+        rows = spread_rows(x, inverse, k, len(order))
         found[1] = grouped_weight_gradient(dhidden, rows, ends) if wanted[1] else None
         found[4] = grouped_weight_gradient(du, rows, ends) if du is not None else None
     found[3] = dweights if wanted[3] else None

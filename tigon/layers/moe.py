@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tigon.kernels.gated_act import Activation
 from tigon.kernels.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.lora_grouped_mlp import lora_grouped_mlp
-from tigon.layers.expert_shard import ExpertShard
+from tigon.layers.expert_shard import ExpertShard, Route
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
@@ -39,17 +39,27 @@ class Experts(nn.Module):
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def route(self, experts: Tensor) -> Route | None:
+        """Begins to tell the ranks which tokens they get; None: this rank has all experts.
+
+        Who calls it early has work for the device while the host waits in `forward`.
+        """
+        return None if self.shard is None else self.shard.route(experts)
+
+    def forward(
+        self, x: Tensor, experts: Tensor, weights: Tensor, route: Route | None = None
+    ) -> Tensor:
         """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked."""
         if self.shard is not None:
-            return self.shard.run(self._own, x, experts, weights)
+            route = self.shard.route(experts) if route is None else route
+            return self.shard.run(self._own, route, x, experts, weights)
         return self._own(x, experts, weights)
 
-    def _own(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _own(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None) -> Tensor:
         matrices = self.gate_up_proj, self.down_proj
         if self.lora is not None and (own := self.lora.active()) is not None:
             return lora_grouped_mlp(x, *matrices, own.low(*matrices), experts, weights, self.act)
-        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act)
+        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots)
 
 
 class SparseMoE(nn.Module):
@@ -85,15 +95,18 @@ class SparseMoE(nn.Module):
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.per_token)
+        route = self.experts.route(chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.exact_weights:
             weights = weights.to(logits.dtype)
-        y = self.experts(rows, chosen, weights)
+        shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             keys = [t.flatten() for t in drawn]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
-            y = y + share * self.shared_expert(rows, *keys)
+            shared = share * self.shared_expert(rows, *keys)
+        y = self.experts(rows, chosen, weights, route)
+        y = y if shared is None else y + shared
         return Routed(y.view_as(x), probs, chosen)
 
 

@@ -7,6 +7,8 @@ import torch
 
 from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
+from tigon.layers.collectives import Ranks
+from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.shard import exchanged_heads
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import Sizes
@@ -145,10 +147,13 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
         lines.append(f"tensor: {has}; {sends(size, tensor, 'the stream')}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
-        has = f"{own.format(expert)}{len(layer.experts.down_proj) // expert} experts of a layer"
-        size = 2 * layer.per_token * model.config.hidden_size
+        experts = len(layer.experts.down_proj)
+        has = f"{own.format(expert)}{experts // expert} experts of a layer"
+        rows = ExpertShard(Ranks("", 0, expert), experts).rows(tokens, layer.per_token)
+        # A token once to each rank that has any of its experts, and back
+        each = 2 * expert * rows * model.config.hidden_size / tokens
         evenly = "if all experts are chosen as often, which the memory below counts on, too"
-        lines.append(f"experts: {has}; {sends(size, expert, 'tokens')}, {evenly}")
+        lines.append(f"experts: {has}; {sends(each, expert, 'tokens')}, {evenly}")
     return lines
 
 

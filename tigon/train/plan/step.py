@@ -176,8 +176,11 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
     for layer in model.modules() if layout.expert > 1 else ():
         if not isinstance(layer, SparseMoE):
             continue
-        rows = expert.exchange(hidden * layer.per_token, gpu, k)
-        # Numbers of rows, and their weights, besides: of few bytes
+        shard = layer.experts.shard
+        assert shard is not None
+        sent = layout.expert * shard.rows(tokens, layer.per_token)
+        rows = expert.exchange(BF16 * sent * model.config.hidden_size, gpu, k)
+        # Numbers of rows, and what experts they are for, besides: of few bytes
         few = expert.exchange(0, gpu, k)
         found += rows * (4 + 2 * layout.again) + few * (3 + 2 * layout.again)
     return found

@@ -166,9 +166,12 @@ def streamed(
                 routed = own * module.per_token
                 add("activation", "gated_act", routed * module.experts.down_proj.shape[-1])
                 # Outputs of the experts are added up for each token, and the gradient is spread
-                moves = (2 + again) * (routed + own)
-                if module.experts.shard is not None:  # here of arrived rows; and rows that are sent
-                    moves = (2 + again) * 2 * routed + (4 + 2 * again) * (routed + own)
+                shard, arrived = module.experts.shard, float(own)
+                moves = 0.0
+                if shard is not None:  # of which some come from other ranks, and go back
+                    arrived = shard.ranks.size * shard.rows(own, module.per_token)
+                    moves = (4 + 2 * again) * (arrived + own)
+                moves += (2 + again) * (routed + arrived)
                 found["experts' rows"] += BF16 * moves * c
     tied = model.config.tie_word_embeddings
     # Rows in and out, their gradients in; and a gradient of zeros to add them to

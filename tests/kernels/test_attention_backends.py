@@ -216,7 +216,7 @@ def test_sequences_of_a_batch(segments: Any, real: Any, bounds: Any) -> None:
 
 def test_bounds_that_were_given_are_taken() -> None:
     segments, cu = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5, 5], dtype=torch.int32)
-    assert sequences(segment_ids=segments, cu_seq_lens=cu, longest=7) == (cu, 7)
+    assert sequences(segment_ids=segments, cu_seq_lens=cu, longest=7)[:2] == (cu, 7)
     assert sequences(segment_ids=segments, cu_seq_lens=cu) == (cu, 3)
     mask = AttentionMask(1, past=4, key_mask=torch.ones(1, 5, dtype=torch.bool))
     assert mask.sequences() == "the cache holds padding"

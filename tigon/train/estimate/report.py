@@ -7,7 +7,7 @@ import torch
 
 from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
-from tigon.layers.shard import exchanged_heads
+from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import check_context, check_experts
 from tigon.report.figures import duration
@@ -129,8 +129,8 @@ def exchanged(config: Config, model: CausalLM, ranks: int) -> str:
     tokens = -(-config.seq_len // ranks)
     item = compute_dtype(config, torch.device("cuda")).itemsize
     layers = [m for m in model.modules() if isinstance(m, Attention)]
-    heads = [exchanged_heads(m.heads, m.kv_heads, ranks) * m.head_dim for m in layers]
-    sent = config.micro_batch_size * tokens * item * max(heads) * (ranks - 1) / ranks
+    numbers = max(heads_sent(m.heads, m.kv_heads, ranks) * m.head_dim for m in layers)
+    sent = config.micro_batch_size * tokens * item * numbers
     return (
         f"context: each of {ranks} ranks has {tokens:,} tokens of a row; in the forward pass of a "
         f"layer it sends {sent / 2**20:,.3g} MiB of heads to the others, and in the backward pass "

@@ -1,5 +1,6 @@
 """Attention of some queries of each row, as ranks compute it that divide the queries of a head."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def in_parts(
     function: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, spans: Any, **how: Any
 ) -> Tensor:
     parts = []
-    for first, end in zip(spans, spans[1:], strict=False):
+    for first, end in itertools.pairwise(spans):
         part = mask.part(first, end)
         assert part is mask.part(first, end)  # whatever layers derive of it is derived once
         keys = (x[:, : part.keys] for x in (k, v))

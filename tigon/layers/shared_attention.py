@@ -88,7 +88,7 @@ class Division:
         return self._from_groups(joined(parts, 1) if parts else q)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one each get a copy."""
+        """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one get copies."""
         copies = self.size // math.gcd(x.shape[2], self.size)
         return x.repeat_interleave(copies, 2) if copies > 1 else x
 

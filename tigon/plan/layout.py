@@ -127,6 +127,7 @@ def indivisible(model: CausalLM, tensor: int, context: int) -> str | None:
     for name in sizes:
         if getattr(c, name, 0) % tensor:
             return f"tensor={tensor} does not divide {name}={getattr(c, name)}"
+    # Beyond the heads a run is possible, but its memory is not that of shorter rows
     if heads % (tensor * context):
         return f"tensor x context={tensor * context} does not divide {heads} heads"
     return None

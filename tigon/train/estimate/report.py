@@ -217,7 +217,7 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
     parallel = parallel_of(config)
     shared = replace(parallel, context=2 * parallel.context)
-    with suppress(ValueError):  # of ranks or heads that cannot be divided so
+    with suppress(ValueError):  # of ranks that cannot be divided so
         shared.sizes(gpus)
         total = plan(replace(config, parallel=shared), inputs, gpus).total
         if total < present:

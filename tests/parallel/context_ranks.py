@@ -72,6 +72,7 @@ BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "restarting": restarting,
     "long": lambda: {"input_ids": draw(1, 31)},
     "two tokens each": lambda: {"input_ids": draw(2, 4)},
+    "three tokens": lambda: {"input_ids": draw(2, 3)},
 }
 
 

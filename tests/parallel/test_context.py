@@ -83,7 +83,8 @@ def cases_of_few_heads() -> dict[str, dict[str, Any]]:
         for batch in (batches[0], batches[1 + i % 2], batches[3 + i // 2 % 2]):
             case = {"config": config, "call": "trained", "batch": batch, "ranks": ranks}
             made[f"{name}, {batch}"] = case | {"recomputed": len(made) % 3 == 0}
-    return made
+    idle = made["a head on four, packed and padded"]  # two ranks compute no query of three
+    return made | {"a head on four, three tokens": idle | {"batch": "three tokens"}}
 
 
 def heads_of(heads: int, kv_heads: int) -> dict[str, int]:

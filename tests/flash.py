@@ -34,9 +34,12 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return torch.stack([flash(*row, *options) for row in zip(q, k, v, strict=True)])
 
 
-def in_sequences(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *options: Any) -> Tensor:
-    assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(q)
-    parts = (x.split(cu.diff().tolist()) for x in (q, k, v))
+def in_sequences(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *options: Any
+) -> Tensor:
+    for x, bounds in ((q, cu), (k, cu_k)):
+        assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == len(x)
+    parts = (x.split(b.diff().tolist()) for x, b in ((q, cu), (k, cu_k), (v, cu_k)))
     return torch.cat([flash(*part, *options) for part in zip(*parts, strict=True)])
 
 
@@ -50,20 +53,22 @@ class Interface:
     told: ClassVar[list[dict[str, Any]]] = []
 
     @classmethod
-    def _reach(cls, **options: Any) -> tuple[Tensor | None, tuple[Any, ...]]:
+    def _reach(cls, **options: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """Bounds of q, k and v, and what `scores` takes."""
         cls.told.append(options)
-        cu, longest = options["cu_seqlens_q"], options["max_seqlen_q"]
-        assert longest == options["max_seqlen_k"]
-        assert cu is options["cu_seqlens_k"] or torch.equal(cu, options["cu_seqlens_k"])
-        assert (cu is None) == (longest is None) and (cu is None or longest >= cu.diff().max())
+        bounds = [options[f"cu_seqlens_{of}"] for of in "qk"]
+        for of, cu in zip("qk", bounds, strict=True):
+            longest = options[f"max_seqlen_{of}"]
+            assert (cu is None) == (longest is None) and (cu is None or longest >= cu.diff().max())
         names = ("causal", "softmax_scale", "window_size_left", "window_size_right")
-        return cu, tuple(options[name] for name in names)
+        return (*bounds, bounds[1]), tuple(options[name] for name in names)
 
     @classmethod
     def _flash_attn_fwd(cls, q, k, v, *, return_lse, **options):
         assert return_lse
-        cu, reach = cls._reach(**options)
-        parts = zip(*(sequences_of(x, cu) for x in (q, k, v)), strict=True)
+        bounds, reach = cls._reach(**options)
+        cu = bounds[0]
+        parts = zip(*map(sequences_of, (q, k, v), bounds), strict=True)
         out, lse = [], []
         for a, b, c in parts:
             out.append(flash(a, b, c, *reach))
@@ -73,8 +78,9 @@ class Interface:
 
     @classmethod
     def _flash_attn_bwd(cls, q, k, v, out, dout, lse, *, dq, dk, dv, **options):
-        cu, reach = cls._reach(**options)
-        parts = [sequences_of(x, cu) for x in (q, k, v, out, dout, dq, dk, dv)]
+        bounds, reach = cls._reach(**options)
+        cu, of = bounds[0], (*bounds, bounds[0], bounds[0], *bounds)
+        parts = list(map(sequences_of, (q, k, v, out, dout, dq, dk, dv), of))
         parts.append(sequences_of(lse, cu, 1))
         for a, b, c, o, do, da, db, dc, s in zip(*parts, strict=True):
             groups, scale = a.shape[1] // b.shape[1], reach[1] or a.shape[-1] ** -0.5
@@ -97,22 +103,23 @@ class FlashAttn4:
 
     @staticmethod
     def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, **rest
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, **rest
     ):
-        assert rest.pop("cu_seqlens_k") is cu_seqlens_q
-        assert rest.pop("max_seqlen_k") == max_seqlen_q >= cu_seqlens_q.diff().max()
+        bounds = cu_seqlens_q, cu_seqlens_k
+        for of, cu in zip("qk", bounds, strict=True):
+            assert rest.pop(f"max_seqlen_{of}") >= cu.diff().max()
         assert rest == {"softcap": 0.0, "deterministic": False}
-        return in_sequences(q, k, v, cu_seqlens_q, causal, softmax_scale, *window_size), None
+        return in_sequences(q, k, v, *bounds, causal, softmax_scale, *window_size), None
 
 
 def aten_flash(q, k, v, cu, cu_k, t, s, dropout, causal, debug, *, scale, **window):
     options = causal, scale, window.pop("window_size_left"), window.pop("window_size_right")
-    assert cu is cu_k and dropout == 0.0 and not debug and not window
+    assert dropout == 0.0 and not debug and not window
     if cu is None:
-        assert (t, s) == (q.shape[1], k.shape[1])
+        assert cu_k is None and (t, s) == (q.shape[1], k.shape[1])
         return (in_rows(q, k, v, *options),)
-    assert cu.diff().max() <= t == s
-    return (in_sequences(q, k, v, cu, *options),)
+    assert cu.diff().max() <= t and cu_k.diff().max() <= s
+    return (in_sequences(q, k, v, cu, cu_k, *options),)
 
 
 def aten_cudnn(q, k, v, bias, lse, dropout, causal, debug, *, scale):

@@ -11,6 +11,8 @@ from tests.models.contract import TINY
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
 from tests.train.ranks import Ranks
+from tigon.layers import collectives
+from tigon.layers.shared_attention import Division
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -55,11 +57,49 @@ def cases() -> dict[str, dict[str, Any]]:
         add(f"four ranks, two kv heads, {batch}", LLAMA, "trained", batch, (0, 1, 2, 3))
         six = LLAMA | {"num_attention_heads": 6}
         add(f"three ranks, two kv heads, {batch}", six, "log probabilities", batch, (0, 1, 2))
-    add("three ranks, four heads", LLAMA, "trained", "padded", (0, 1, 2))
     return made
 
 
-EVERY = cases()
+def cases_of_few_heads() -> dict[str, dict[str, Any]]:
+    """More ranks than divide the query heads, so that ranks divide the queries of each, too."""
+    heads = {
+        "a head on two": ((0, 1), LLAMA | heads_of(1, 1)),
+        "two heads on four": ((0, 1, 2, 3), LLAMA | heads_of(2, 1)),
+        "a head on four": ((0, 1, 2, 3), LLAMA | heads_of(1, 1)),
+        "two kv heads on four": ((0, 1, 2, 3), LLAMA | heads_of(2, 2)),
+        "four heads on three": ((0, 1, 2), LLAMA),
+    }
+    for model_type, case in (
+        ("mistral", "window"),
+        ("gemma2", "small caps"),
+        ("gemma3_text", "both sides"),
+        ("qwen3_moe", "window"),
+    ):
+        config = SIZES | CASES[model_type][case] | {"model_type": model_type}
+        heads[f"{model_type}, {case}, six heads on four"] = ((0, 1, 2, 3), config)
+    made: dict[str, dict[str, Any]] = {}
+    batches = "packed and padded", "padded", "restarting", "long", "two tokens each"
+    for i, (name, (ranks, config)) in enumerate(heads.items()):
+        for batch in (batches[0], batches[1 + i % 2], batches[3 + i // 2 % 2]):
+            case = {"config": config, "call": "trained", "batch": batch, "ranks": ranks}
+            made[f"{name}, {batch}"] = case | {"recomputed": len(made) % 3 == 0}
+    idle = made["a head on four, packed and padded"]  # two ranks compute no query of three
+    return made | {"a head on four, three tokens": idle | {"batch": "three tokens"}}
+
+
+def heads_of(heads: int, kv_heads: int) -> dict[str, int]:
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+
+
+EVERY = cases() | cases_of_few_heads()
+EIGHT = {
+    "two heads on eight": {
+        "config": LLAMA | heads_of(2, 1),
+        "call": "by sequence",
+        "batch": "packed and padded",
+        "ranks": tuple(range(8)),
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +109,41 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str,
     yield [json.loads((root / f"{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name != "three ranks, four heads"])
+@pytest.mark.parametrize("name", EVERY)
 def test_ranks_compute_what_one_does(results: Any, name: str) -> None:
     for rank in EVERY[name]["ranks"]:
         errors = results[rank][name]
         assert errors and {n: e for n, e in errors.items() if not e <= 1e-5} == {}
 
 
-def test_heads_that_cannot_be_divided(results: Any) -> None:
-    error = results[0]["three ranks, four heads"]["error"]
-    assert error.startswith("4 query heads cannot be divided over 3 ranks")
-    assert "give parallel.context a divisor of 4" in error
+def test_eight_ranks(tmp_path: Path) -> None:
+    Ranks(8, rank_main, tmp_path, EIGHT).finish()
+    for rank in range(8):
+        for errors in json.loads((tmp_path / f"{rank}.json").read_text()).values():
+            assert errors and max(errors.values()) <= 1e-5
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
+def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, heads: int) -> None:
+    for tokens in (1, 2, 5, 13, 24 * n, 24 * n + 7):
+        ranks = [Division(collectives.Ranks("", rank, n), tokens, heads) for rank in range(n)]
+        size, work = ranks[0].size, []
+        assert heads % size == n % size == 0
+        computed = []
+        for one in ranks[::size]:
+            queries = [t for chunk in one.chunks(one.group) for t in chunk]
+            asked = [
+                rank * one.share + t
+                for rank in range(n)
+                for run in one.asked(rank, one.group)
+                for t in run
+            ]
+            assert asked == queries  # in order, from whichever ranks have them
+            computed += queries
+            work.append(sum(t + 1 for t in queries))
+        assert sorted(computed) == list(range(tokens))
+        if tokens == 24 * n:
+            assert min(work) == max(work)
+        elif tokens > 24 * n:
+            assert max(work) < 1.1 * min(work)

@@ -31,7 +31,9 @@ KINDS = [
     "reward",
     "distill",
     "zero",
+    "few heads",
 ]
+FEW = ["few heads", "experts"]  # of two heads, which four ranks divide
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 
@@ -86,6 +88,13 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
         "reward": {"task": "reward", "data": pairs},
         "distill": {"task": "distill", "teacher": teacher, "cross_entropy_weight": 0.3},
         "zero": {"sharding": "gradients"},
+        # A teacher whose heads are divided in another way
+        "few heads": {
+            "model": write_model(root / "few", num_attention_heads=2, num_key_value_heads=1),
+            "task": "distill",
+            "teacher": teacher,
+            "activation_checkpointing": "true",
+        },
     }
 
 
@@ -104,6 +113,8 @@ def runs(workspace, kinds) -> Any:
     Ranks(2, run_all, {"context": 2}, two, environment=cache | report).finish(400)
     four = [settings("four", kind, **parallel) for kind in ("sft", "experts", "dpo")]
     Ranks(4, run_all, {"context": 2}, four, environment=cache).finish(400)
+    row = [settings("row", kind, **{"parallel.context": 4}) for kind in FEW]
+    Ranks(4, run_all, {"context": 4}, row, environment=cache).finish(400)
     return settings
 
 
@@ -137,6 +148,11 @@ def test_two_ranks_that_share_rows(workspace, runs, kind):
 @pytest.mark.parametrize("kind", ["sft", "experts", "dpo"])
 def test_two_groups_of_two(workspace, runs, kind):
     assert_same(workspace, kind, "four")
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_four_ranks_share_two_heads(workspace, runs, kind):
+    assert_same(workspace, kind, "row")
 
 
 def test_replicas_of_groups(workspace, runs):

@@ -124,7 +124,6 @@ def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch
     ("changes", "said"),
     [
         ({"parallel.tensor": 8}, "8 ranks cannot share 4 heads with 2 kv heads"),
-        ({"parallel.context": 8}, "4 query heads cannot be divided over 8 ranks"),
         ({"parallel.expert": 8}, "parallel.expert=8, but LlamaForCausalLM has no experts"),
     ],
 )

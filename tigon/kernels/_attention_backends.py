@@ -29,6 +29,7 @@ class Request(NamedTuple):
     # reason why only a dense mask describes the batch
     layout: str = "rows"
     cached: bool = False  # the tokens continue a cache
+    part: bool = False  # the queries are a part of their rows
     single: bool = False  # each row has one
     window: bool = False
     softcap: bool = False
@@ -82,6 +83,7 @@ def _cudnn(r: Request) -> str | None:
         (r.softcap, "it has no softcap"),
         (r.layout == "sequences", "it has no packed sequences"),
         (r.cached, "it does not continue a cache"),
+        (r.part, "it has no queries of parts of rows"),
         (r.compiling, "torch.compile calls it by way of sdpa"),
     )
 
@@ -268,7 +270,7 @@ def settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
 def _settle(r: Request, backend: str, device: int, plain: bool) -> Choice:
     choice = choose(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
     facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
-    facts += [name for name in ("cached", "window", "softcap", "grad") if getattr(r, name)]
+    facts += [name for name in ("cached", "part", "window", "softcap", "grad") if getattr(r, name)]
     line = (choice.name, ", ".join(facts), choice.why)
     if line not in _said:
         _said.add(line)

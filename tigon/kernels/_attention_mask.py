@@ -1,6 +1,6 @@
 """Which tokens attend to which in a batch, in the forms that attention backends take.
 
-# B batch, T query tokens, S key tokens (cached ones first), n sequences, or blocks of tokens
+# B batch, T query tokens, S key tokens, n sequences, or blocks of tokens
 """
 
 from collections.abc import Callable, Hashable
@@ -20,6 +20,7 @@ class Sequences(NamedTuple):
 
     cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
     longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
+    keys: "Sequences | None" = None  # those of the keys, where the queries are a part of them
 
     def even(self, tokens: int) -> bool:
         """Whether all of them are of one length: then the batch is a batch of these rows."""
@@ -29,8 +30,8 @@ class Sequences(NamedTuple):
 class AttentionMask:
     """Which keys a query may see: causal, inside its own sequence, and never padding.
 
-    `tokens` T queries follow `past` cached ones. `segment_ids` [B, T] number the packed
-    sequences in order; `key_mask` bool [B, past + T] is False on padding. Without `causal`
+    `tokens` T queries follow `past` cached ones. `segment_ids` [B, S] number the packed
+    sequences in order; `key_mask` bool [B, S] is False on padding. Without `causal`
     attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
     the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
     sequence, or more. `backend` is "auto" or the name of one. One mask serves a whole forward pass:
@@ -56,6 +57,8 @@ class AttentionMask:
         self.segment_ids = segment_ids
         self.key_mask = key_mask
         self.causal = causal
+        self.after = 0  # keys behind those of the queries
+        self.whole: Self | None = None  # where the queries are a part of rows: the mask of all
         self.cu_seq_lens = cu_seq_lens
         self.longest = longest
         self.backend = backend
@@ -74,9 +77,30 @@ class AttentionMask:
         return self._derived[key]
 
     @property
+    def keys(self) -> int:
+        """S."""
+        return self.past + self.tokens + self.after
+
+    @property
     def rows(self) -> bool:
         """Whether each row is one sequence, without padding."""
         return self.segment_ids is None and self.key_mask is None
+
+    def part(self, first: int, end: int) -> Self:
+        """The mask of the queries [first, end) of each row, and of its first S keys: all that one
+        of them may see. There is no cache."""
+        return self._once(("part", first, end), lambda: self._cut(first, end))
+
+    def _cut(self, first: int, end: int) -> Self:
+        keys = end if self.causal else self.tokens
+        segments, real = (
+            None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
+        )
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        options |= {"segment_ids": segments, "key_mask": real}
+        mask = type(self)(end - first, past=first, **options)
+        mask.after, mask.whole = keys - end, self
+        return mask
 
     def sequences(self) -> Sequences | str:
         """The sequences of the flattened batch, or why they are not known.
@@ -88,6 +112,8 @@ class AttentionMask:
         return self._once("sequences", self._find_sequences)
 
     def _find_sequences(self) -> Sequences | str:
+        if self.whole is not None:
+            return self._sequences_of_part(self.whole)
         if self.past:
             return "the cache holds padding"
         if self.cu_seq_lens is not None and self.longest is not None:
@@ -104,6 +130,18 @@ class AttentionMask:
         if self.cu_seq_lens is not None:
             return Sequences(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
         return self._look(device)
+
+    def _sequences_of_part(self, whole: Self) -> Sequences | str:
+        """Queries and keys of each sequence of the rows. Some have no queries here, and the keys of
+        one end with its last query: so kernels align them."""
+        told = whole.sequences()
+        if isinstance(told, str):
+            return told
+        row, token = told.cu // whole.tokens, told.cu % whole.tokens
+        queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
+        keys = row * self.keys + token.clamp(max=self.keys)
+        of_keys = Sequences(keys, min(told.longest, self.keys))
+        return Sequences(queries, min(told.longest, self.tokens), of_keys)
 
     def _look(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
@@ -178,8 +216,7 @@ class AttentionMask:
 
     def needs_dense(self, window: int | None) -> bool:
         """Whether `is_causal` alone does not describe the mask."""
-        total = self.past + self.tokens
-        windowed = window is not None and window < total
+        windowed = window is not None and window < self.keys
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
@@ -198,48 +235,49 @@ class AttentionMask:
 
     def _build(self, window: int | None, device: torch.device) -> Tensor:
         query = torch.arange(self.past, self.past + self.tokens, device=device)[:, None]
-        key = torch.arange(self.past + self.tokens, device=device)[None, :]
+        key = torch.arange(self.keys, device=device)[None, :]
         seen = key <= query if self.causal else torch.ones_like(key <= query)  # [T, S]
         if window is not None:
             seen = seen & ((query - key).abs() < window)
         seen = seen[None]
         if self.segment_ids is not None:
-            seen = seen & (self.segment_ids[:, :, None] == self.segment_ids[:, None, :])
+            own = self.segment_ids[:, self.past : self.past + self.tokens]
+            seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
         if self.key_mask is not None:
             # A padded query sees itself: a row without any key would be NaN
             seen = seen & self.key_mask[:, None, :] | (key == query)[None]
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """The same for FlexAttention, without a cache: [T / 128, T / 128] blocks and a mask_mod."""
+        """The same for FlexAttention, without a cache: [T / 128, S / 128] blocks and a mask_mod."""
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        # create_block_mask would go through a dense [T, T]. Segments are numbered in order, so a
+        # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
         # block's first and last tokens tell what is in it.
-        t, causal, segments, real = self.tokens, self.causal, self.segment_ids, self.key_mask
-        first = torch.arange(0, t, BLOCK, device=device)
-        last = (first + BLOCK - 1).clamp(max=t - 1)
-        q0, q1, k0, k1 = first[:, None], last[:, None], first, last
+        past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask
+        (q0, q1, q_full), (k0, k1, k_full) = (
+            _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
+        )
+        q0, q1 = q0[:, None], q1[:, None]
         some = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
         every = (k1 <= q0) if causal else some  # all pairs are
-        inside = first + BLOCK <= t
-        every = every & inside[:, None] & inside
+        every = every & q_full[:, None] & k_full
         if window is not None:
             some = some & (q0 - k1 < window) & (k0 - q1 < window)
             every = every & (q1 - k0 < window) & (k1 - q0 < window)
         some, every = some[None], every[None]  # [B or 1, n, n]
         if segments is not None:
-            s0, s1 = segments[:, first], segments[:, last]  # [B, n]
-            some = some & (s0[:, :, None] <= s1[:, None]) & (s0[:, None] <= s1[:, :, None])
-            every = every & (s0[:, :, None] == s1[:, None]) & (s0[:, None] == s1[:, :, None])
+            s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
+            some = some & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
+            every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
         if real is not None:
-            padded = F.pad(real, (0, -t % BLOCK)).unflatten(1, (-1, BLOCK))
-            own = torch.eye(len(first), dtype=torch.bool, device=device)
-            some = some & padded.any(-1)[:, None] | own
+            padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
+            some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
             every = every & padded.all(-1)[:, None]
 
         def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            query = query + past
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
@@ -259,5 +297,11 @@ class AttentionMask:
             *listed(every),
             BLOCK_SIZE=BLOCK,
             mask_mod=visible,
-            seq_lengths=(t, t),
+            seq_lengths=(self.tokens, self.keys),
         )
+
+
+def _ends_of_blocks(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the blocks of tokens [first, end): the first token, the last, and whether it is full."""
+    begins = torch.arange(first, end, BLOCK, device=device)
+    return begins, (begins + BLOCK - 1).clamp(max=end - 1), begins + BLOCK <= end

@@ -4,7 +4,7 @@ Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blac
 "cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "flex" FlexAttention,
 "sdpa" torch's own choice with a dense mask where one is needed, "reference".
 
-# B batch, T query tokens, S key tokens (cached ones first), H query heads, K kv heads, D head dim
+# B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
 """
 
 import functools
@@ -96,13 +96,13 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Te
     }
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
-    longest = max(sequences.longest, FA4_LEAST)
+    keys = sequences.keys or sequences
     out = package.flash_attn_varlen_func(
         *(x.flatten(0, 1) for x in (q, k, v)),
         cu_seqlens_q=sequences.cu,
-        cu_seqlens_k=sequences.cu,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
+        cu_seqlens_k=keys.cu,
+        max_seqlen_q=max(sequences.longest, FA4_LEAST),
+        max_seqlen_k=max(keys.longest, FA4_LEAST),
         **options,
     )[0]
     return out.view(q.shape)
@@ -123,20 +123,23 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
     if plan.sequences is None:
         sizes = q.shape[1], k.shape[1]
         return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
-    cu, longest = plan.sequences
+    cu, longest, keys = plan.sequences
+    bounds = (cu, cu, longest, longest) if keys is None else (cu, keys.cu, longest, keys.longest)
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    return run(*flat, cu, cu, longest, longest, 0.0, causal, False, **options)[0].view(q.shape)
+    return run(*flat, *bounds, 0.0, causal, False, **options)[0].view(q.shape)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
-    behind = 0 if torch.compiler.is_compiling() else -t % FLEX_STEP
+    behind = -t % FLEX_STEP
+    if torch.compiler.is_compiling() or mask.whole is not None:  # parts of rows are of few sizes
+        behind = 0
     if behind:
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, behind)) for x in (q, k, v))
         mask = mask.padded(t + behind, b, q.device)
     if not torch.compiler.is_compiling():
-        form = mask.causal, mask.segment_ids is None, mask.key_mask is None
+        form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past
         kind = q.shape, k.shape, q.dtype, q.device, _wants_grad(q, k, v), form
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
     out = run(
@@ -248,7 +251,7 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
-    s = mask.past + mask.tokens
+    s = mask.keys
     if t != mask.tokens:
         raise ValueError(
             f"q {tuple(q.shape)} is not [B, T, H, D] with the mask's {mask.tokens} tokens"
@@ -279,7 +282,7 @@ def _plan(
 ) -> Plan:
     """Backend and layout; may wait for the device to learn the lengths of the sequences."""
     compiling, gpu = torch.compiler.is_compiling(), q.device.type == "cuda"
-    longest = mask.past + mask.tokens
+    longest, part = mask.keys, mask.whole is not None
     if window is not None and window >= longest:
         window = None
     request = Request(
@@ -288,7 +291,9 @@ def _plan(
         q.dtype,
         q.shape[-1],
         longest=None if compiling else longest,
-        cached=mask.past > 0,
+        layout="a window ends before the keys do" if window is not None and mask.after else "rows",
+        cached=mask.past > 0 and not part,
+        part=part,
         single=mask.tokens == 1,
         window=window is not None,
         softcap=softcap is not None,
@@ -304,12 +309,13 @@ def _plan(
     told = mask.sequences()
     if isinstance(told, str):
         return plan._replace(choice=settle(request._replace(layout=told), *where))
-    if window is not None and window >= told.longest:
+    longest = (told.keys or told).longest
+    if window is not None and window >= longest:
         window = None
-    even = told.even(mask.tokens * q.shape[0])
+    even = not part and told.even(mask.tokens * q.shape[0])
     request = request._replace(
         layout="rows" if even else "sequences",
-        longest=None if compiling else told.longest,
+        longest=None if compiling else longest,
         window=window is not None,
     )
     choice = settle(request, *where)

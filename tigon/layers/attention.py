@@ -84,8 +84,7 @@ class Attention(nn.Module):
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         if ctx.shard is not None:
-            own = attention(*ctx.shard.to_heads(q, k, v), mask=ctx.mask, **how)
-            out = ctx.shard.to_tokens(own)
+            out = ctx.shard.attend(q, k, v, ctx.mask, **how)
         elif state is None:
             out = attention(q, k, v, mask=ctx.mask, **how)
         else:

@@ -20,6 +20,13 @@ from tigon.kernels._triton import refuse_second_derivative
 _ops = torch.ops._c10d_functional
 
 
+class Sizes(NamedTuple):
+    """Rows that a rank exchanges with each."""
+
+    received: Sequence[int]
+    sent: Sequence[int]
+
+
 class Ranks(NamedTuple):
     """This rank among those of a group. Tensors on the meta device need none."""
 
@@ -49,8 +56,14 @@ class Ranks(NamedTuple):
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """The first `sent[0]` rows of x go to the first rank, and so on, and `received[0]` come
         from it."""
-        out = _ops.all_to_all_single(x.contiguous(), list(received), list(sent), self.group)
-        return _waited(out)
+        return self.exchange_all((x,), [Sizes(received, sent)])[0]
+
+    def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[Sizes]) -> list[Tensor]:
+        """As `exchange`; all are sent before the first is waited for."""
+        send = _ops.all_to_all_single
+        pairs = zip(xs, sizes, strict=True)
+        out = [send(x.contiguous(), list(s.received), list(s.sent), self.group) for x, s in pairs]
+        return [_waited(x) for x in out]
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -160,18 +173,17 @@ class _PartOfGradient(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that need them; their gradients go the same way back."""
+    """Rows to the ranks that need them; their gradients go the same way back, all of them even
+    where a rank uses one alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ranks: Ranks, received: Sequence[int], sent: Sequence[int]
-    ) -> Tensor:
-        ctx.ranks, ctx.sizes = ranks, (sent, received)
-        return ranks.exchange(x, received, sent)
+    def forward(ctx: Any, ranks: Ranks, sizes: Sequence[Sizes], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.sizes = ranks, [Sizes(size.sent, size.received) for size in sizes]
+        return tuple(ranks.exchange_all(xs, sizes))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _ranks(ctx).exchange(grad, *ctx.sizes), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ranks(ctx).exchange_all(grads, ctx.sizes)
 
 
 def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
@@ -184,7 +196,13 @@ def exchange(
 ) -> Tensor:
     """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
     ones = [1] * ranks.size
-    return _Exchange.apply(x, ranks, received or ones, sent or ones)
+    return exchange_all((x,), ranks, [Sizes(received or ones, sent or ones)])[0]
+
+
+def exchange_all(xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[Sizes]) -> tuple[Tensor, ...]:
+    """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
+    the gradients of all, so that no rank waits for one that has no use for another."""
+    return _Exchange.apply(ranks, sizes, *xs)
 
 
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:

@@ -9,7 +9,7 @@ from tigon.data.examples import counted
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
-from tigon.layers.shard import exchanged_heads
+from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import Sizes
 from tigon.report.figures import duration
@@ -127,33 +127,32 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
     tokens, own = -(-config.seq_len // context), "each of {} ranks has "
     numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
 
-    def sends(size: float, ranks: int, what: str) -> str:
-        """`size`: of what the rank has, of which it keeps one part."""
-        sent = numbers * size * (ranks - 1) / ranks
+    def sends(size: float, what: str) -> str:
         return (
-            f"in the forward pass of a layer it sends {sent / 2**20:,.1f} MiB of {what} to the "
-            "others, and in the backward pass as much"
+            f"in the forward pass of a layer it sends {numbers * size / 2**20:,.1f} MiB of {what} "
+            "to the others, and in the backward pass as much"
         )
 
     if context > 1:
         layers = [m for m in model.modules() if isinstance(m, Attention)]
-        heads = max(exchanged_heads(m.heads, m.kv_heads, context) * m.head_dim for m in layers)
+        heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
+        size = max(heads_sent(h, kv, context) * d for h, kv, d in heads)
         has = f"{own.format(context)}{tokens:,} tokens of a row"
-        lines.append(f"context: {has}; {sends(heads / tensor, context, 'heads')}")
+        lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
         has = f"{own.format(tensor)}a part of each matrix"
         # All tokens of the stream to attention and to the MLP, and what they add to it
-        size = 4 * model.config.hidden_size
-        lines.append(f"tensor: {has}; {sends(size, tensor, 'the stream')}")
+        size = 4 * model.config.hidden_size * (tensor - 1) / tensor
+        lines.append(f"tensor: {has}; {sends(size, 'the stream')}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
         experts = len(layer.experts.down_proj)
         has = f"{own.format(expert)}{experts // expert} experts of a layer"
         rows = ExpertShard(Ranks("", 0, expert), experts).rows(tokens, layer.per_token)
         # A token once to each rank that has any of its experts, and back
-        each = 2 * expert * rows * model.config.hidden_size / tokens
+        size = 2 * (expert - 1) * rows * model.config.hidden_size / tokens
         evenly = "if all experts are chosen as often, which the memory below counts on, too"
-        lines.append(f"experts: {has}; {sends(each, expert, 'tokens')}, {evenly}")
+        lines.append(f"experts: {has}; {sends(size, 'tokens')}, {evenly}")
     return lines
 
 
@@ -233,7 +232,7 @@ def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
     parallel = parallel_of(config)
     shared = replace(parallel, context=2 * parallel.context)
-    with suppress(ValueError):  # of ranks or heads that cannot be divided so
+    with suppress(ValueError):  # of ranks that cannot be divided so
         shared.sizes(gpus)
         total = plan(replace(config, parallel=shared), inputs, gpus).total
         if total < present:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tigon.layers import Attention, SparseMoE
+from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.estimate.gathering import ranks_of, shared_experts
@@ -168,10 +169,10 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
     # Two branches of each block; embedding and head
     found = tensor.gather(hidden, gpu, k) * (layers * 2 * (4 + 2 * layout.again) + 4)
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
-        kv = max(mixer.kv_heads, layout.context)  # each rank needs one
-        for heads in (mixer.heads + 2 * kv, mixer.heads):
-            each = BF16 * tokens * heads * mixer.head_dim
-            found += context.exchange(each, gpu, k) * (layers * (2 + layout.again))
+        sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
+        # In two messages, to attention and back; a rank's own share is not sent
+        each = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
+        found += context.exchange(each, gpu, k) * (layers * 2 * (2 + layout.again))
     expert = Group(layout.expert, layout.tensor)
     for layer in model.modules() if layout.expert > 1 else ():
         if not isinstance(layer, SparseMoE):

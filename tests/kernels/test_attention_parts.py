@@ -1,0 +1,160 @@
+"""Attention of some queries of each row, as ranks compute it that divide the queries of a head."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.flash import played
+from tests.kernels.test_attention import (
+    CASES,
+    PADDING,
+    SEGMENTS,
+    B,
+    flex_heads,
+    graphs,
+    loop,
+    tensors,
+)
+from tigon.kernels import AttentionMask, attention, attention_ref
+from tigon.kernels._attention_mask import BLOCK
+
+__all__ = ["graphs", "played"]
+SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
+# Windows to both sides are counted from the last key, which is not that of the last query
+TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
+
+
+@pytest.fixture(autouse=True)
+def path() -> None:
+    """There are no kernels of ours behind it: one path, on the CPU."""
+
+
+def in_parts(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, spans: Any, **how: Any
+) -> Tensor:
+    parts = []
+    for first, end in itertools.pairwise(spans):
+        part = mask.part(first, end)
+        assert part is mask.part(first, end)  # whatever layers derive of it is derived once
+        keys = (x[:, : part.keys] for x in (k, v))
+        parts.append(function(q[:, first:end], *keys, mask=part, **how))
+    return torch.cat(parts, 1)
+
+
+def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto") -> None:
+    given, options, sees = CASES[case]
+    q, k, v = tensors(9, kv_heads=kv_heads)
+    real = torch.ones(B, 9, dtype=torch.bool)
+    if backend != "auto" and "key_mask" in given:
+        real = given["key_mask"]
+    mask = AttentionMask(9, **given, backend=backend)
+    out = in_parts(function, q, k, v, mask, SPANS, **options)
+    expected = loop(q, k, v, sees, **{n: x for n, x in options.items() if n != "window"})
+    torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
+    upstream = torch.randn_like(out) * real[:, :, None, None]
+    actual = torch.autograd.grad((out * upstream).sum(), (q, k, v))
+    reference = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
+    for a, b in zip(actual, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [attention, attention_ref])
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradients(function: Any, case: str) -> None:
+    assert_right(function, case, 2)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("kv_heads", [1, 6])
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
+def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
+    if case not in TURNED:
+        assert_right(attention, case, kv_heads, backend)
+        return
+    message = f"'{backend}' cannot do this: it takes no dense mask, and a window ends before"
+    with pytest.raises(ValueError, match=message):
+        assert_right(attention, case, kv_heads, backend)
+    assert_right(attention, case, kv_heads)
+
+
+@pytest.mark.usefixtures("played")
+def test_cudnn_is_refused() -> None:
+    q, k, v = tensors(9)
+    for spans in ((0, 4), (4, 9)):
+        mask = AttentionMask(9, backend="cudnn")
+        with pytest.raises(ValueError, match="cannot do this: it has no queries of parts of rows"):
+            in_parts(attention, q, k, v, mask, spans)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash"])
+def test_bounds_that_were_given(backend: str) -> None:
+    """With empty sequences behind, and a longest that is longer than any."""
+    cu = torch.tensor([0, 3, 4, 9, 16, 18, 18, 18]).int()
+    given: dict[str, Any] = {"segment_ids": SEGMENTS, "cu_seq_lens": cu, "longest": 8}
+    q, k, v = tensors(9)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, segment_ids=SEGMENTS), window=2)
+    mask = AttentionMask(9, **given, backend=backend)
+    found = in_parts(attention, q, k, v, mask, (0, 2, 5, 9), window=2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.traced
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    "case", ["softcap, scale and window", "packed with a window", "padded", *TURNED]
+)
+def test_flex(case: str) -> None:
+    given, options, _ = CASES[case]
+    q, k, v = flex_heads(9)
+    out = in_parts(attention, q, k, v, AttentionMask(9, **given), (0, 4, 9), **options)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 3, 130])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("given", ["rows", "packed", "padded"])
+def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: int | None) -> None:
+    """Of a part that begins inside a block of keys and ends inside another."""
+    t, first, end = 5 * BLOCK + 9, BLOCK + 5, 4 * BLOCK + 1
+    options: dict[str, Any] = {}
+    if given == "packed":
+        options = {"segment_ids": torch.arange(t).expand(B, -1) // 150}
+    elif given == "padded":
+        options = {"key_mask": torch.arange(t) % 400 < torch.tensor([[250], [400]])}
+    mask = AttentionMask(t, causal=causal, **options).part(first, end)
+    dense = mask.dense(window, torch.device("cpu"))
+    blocks = mask.blocks(window, torch.device("cpu"))
+    assert blocks.seq_lengths == (end - first, mask.keys) == tuple(dense.shape[2:])
+    missing = (-dense.shape[2] % BLOCK, -dense.shape[3] % BLOCK)
+    padded = torch.nn.functional.pad(dense[:, 0], (0, missing[1], 0, missing[0]))
+    found = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    some, every = found.any(4).any(2), found.all(4).all(2)
+    full = blocks_of(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    partial = blocks_of(blocks.kv_num_blocks, blocks.kv_indices)
+    assert not (full & ~every).any() and not (some & ~(full | partial)).any()
+    assert not (full & partial).any() and partial.float().mean() < 0.9
+    query, key = torch.meshgrid(*(torch.arange(n) for n in dense.shape[2:]), indexing="ij")
+    for b in range(dense.shape[0]):
+        seen = blocks.mask_mod(torch.tensor(b), torch.tensor(0), query, key)
+        assert torch.equal(seen, dense[b, 0])
+
+
+def blocks_of(count: Tensor, index: Tensor) -> Tensor:
+    """[B, n, m], True where a block of queries reads one of keys."""
+    listed = torch.arange(index.shape[-1]) < count[..., None]
+    return torch.zeros_like(listed).scatter(-1, index.long(), listed)[:, 0]
+
+
+def test_padding_inside_a_sequence() -> None:
+    real = PADDING.clone()
+    real[1, 3] = False
+    q, k, v = tensors(9)
+    expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
+    out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

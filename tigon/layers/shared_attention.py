@@ -1,0 +1,161 @@
+"""Attention over whole rows for ranks of which each has consecutive tokens of them.
+
+g of the n ranks, the most that divide both n and the heads, form a group: between them they have
+all heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.14509). Where there
+are several groups, each computes a part of the queries against the keys up to them, and every rank
+gets all keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut
+into 2 R chunks, and a group computes an early one and a late one, so that with causal attention
+all have the same work.
+
+# B batch, T tokens of a row, n ranks, S tokens that a rank has = T / n rounded up, g ranks of a
+# group, R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank,
+# D head dim
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.kernels.attention import AttentionMask, attention
+from tigon.layers.collectives import Ranks, Sizes, exchange, exchange_all
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of the attention of a layer over the ranks that have the same rows."""
+
+    ranks: Ranks
+    tokens: int  # T
+    heads: int  # H
+
+    @property
+    def size(self) -> int:
+        """g; the ranks of a group are neighbours."""
+        return math.gcd(self.ranks.size, self.heads)
+
+    @property
+    def groups(self) -> int:
+        """R."""
+        return self.ranks.size // self.size
+
+    @property
+    def group(self) -> int:
+        """That of this rank."""
+        return self.ranks.rank // self.size
+
+    @property
+    def share(self) -> int:
+        """S."""
+        return -(-self.tokens // self.ranks.size)
+
+    def chunks(self, group: int) -> list[range]:
+        """The queries that a group computes: two chunks, in order.
+
+        The first half of what its ranks have is one of them.
+        """
+        count = 2 * self.groups
+        pair = sorted((2 * group, count - 1 - 2 * group))
+        return [range(*(j * self.tokens // count for j in (i, i + 1))) for i in pair]
+
+    def asked(self, rank: int, group: int) -> list[range]:
+        """Of the tokens that a rank has, counted from its first, those whose queries a group
+        computes: none, one run of them, or two."""
+        first = rank * self.share
+        ends = (
+            (max(c.start - first, 0), min(c.stop - first, self.share)) for c in self.chunks(group)
+        )
+        return [range(start, stop) for start, stop in ends if start < stop]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **how: Any) -> Tensor:
+        """q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens -> their output [B, S, H, D].
+
+        `mask` is of whole rows.
+        """
+        k, v = self._copied(k), self._copied(v)
+        if self.groups == 1:
+            return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **how))
+        q, k, v = self._to_groups(q, k, v)
+        chunks, parts = self.chunks(self.group), []
+        for queries, chunk in zip(q.split([*map(len, chunks)], 1), chunks, strict=True):
+            if chunk:
+                part = mask.part(chunk.start, chunk.stop)
+                keys = k[:, : part.keys], v[:, : part.keys]
+                parts.append(attention(queries, *keys, mask=part, **how))
+        return self._from_groups(joined(parts, 1) if parts else q)
+
+    def _copied(self, x: Tensor) -> Tensor:
+        """[B, S, K, D] -> a multiple of g heads: ranks of a group that share one get copies."""
+        copies = self.size // math.gcd(x.shape[2], self.size)
+        return x.repeat_interleave(copies, 2) if copies > 1 else x
+
+    def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> all T tokens of this rank's heads, where there is one group."""
+        parts = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
+        sizes = [part.shape[3] for part in parts]
+        y = exchange(torch.cat(parts, 3), self.ranks)  # [n, B, S, h + 2 k, D]
+        q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
+        return q, k, v
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """The inverse: [B, T, h, D] -> [B, S, H, D]."""
+        behind = self.share * self.size - self.tokens
+        x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
+        x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
+        return exchange(x, self.ranks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> of this rank's heads the queries of its group [B, Q, h, D], and all keys and values.
+
+        Gradients of keys and values come from every group and are added up here, at once.
+        """
+        heads = q.unflatten(2, (self.size, -1)).permute(2, 1, 0, 3, 4)  # [g, S, B, h, D]
+        asked = [self.asked(self.ranks.rank, group) for group in range(self.groups)]
+        runs = [[heads[:, r.start : r.stop] for r in group] for group in asked if group]
+        rows = [joined(run, 1).flatten(0, 1) for run in runs]
+        queries = joined(rows, 0) if rows else heads[0, :0]
+        pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
+        each = [x.expand(self.groups, *x.shape) for x in pair]
+        ones = [1] * self.ranks.size
+        sizes = [self._sizes(), Sizes(ones, ones)]
+        q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
+        k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
+        return q.transpose(0, 1), k, v
+
+    def _from_groups(self, x: Tensor) -> Tensor:
+        """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
+        received, sent = self._sizes()
+        rows = exchange(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
+        found = []
+        for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
+            runs = self.asked(self.ranks.rank, group)
+            parts = y.unflatten(0, (self.size, -1)).split([*map(len, runs)], 1) if runs else ()
+            found += [(run.start, part) for run, part in zip(runs, parts, strict=True)]
+        parts = [part for _, part in sorted(found, key=lambda entry: entry[0])]
+        out = joined(parts, 1) if parts else rows.unflatten(0, (self.size, 0))
+        out = out.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        return F.pad(out, (0, 0, 0, 0, 0, self.share - out.shape[1]))
+
+    def _sizes(self) -> Sizes:
+        """Tokens whose queries of one rank's heads come from each rank, and go to each."""
+        n, rank = range(self.ranks.size), self.ranks.rank
+        counts = (
+            [sum(map(len, self.asked(r, self.group))) for r in n],
+            [sum(map(len, self.asked(rank, r // self.size))) for r in n],
+        )
+        return Sizes(*counts)
+
+
+def joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def heads_sent(heads: int, kv_heads: int, ranks: int) -> float:
+    """Heads that a rank sends in a layer for each of its tokens, on average: of queries, keys,
+    values and output."""
+    size = math.gcd(heads, ranks)
+    kept = 1 / size if size == ranks else 0.5 / size  # another group computes half of the queries
+    return 2 * heads * (1 - kept) + 2 * math.lcm(kv_heads, size) / size * (ranks - 1)

@@ -34,9 +34,13 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return torch.stack([flash(*row, *options) for row in zip(q, k, v, strict=True)])
 
 
-def in_sequences(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, *options: Any) -> Tensor:
-    assert cu.dtype == torch.int32 and cu[0] == 0 and cu[-1] == len(q)
-    parts = (x.split(cu.diff().tolist()) for x in (q, k, v))
+def in_sequences(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *options: Any
+) -> Tensor:
+    """Of `cu` for queries and `cu_k` for keys and values."""
+    for bounds, x in ((cu, q), (cu_k, k)):
+        assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == len(x)
+    parts = (x.split(bounds.diff().tolist()) for x, bounds in ((q, cu), (k, cu_k), (v, cu_k)))
     return torch.cat([flash(*part, *options) for part in zip(*parts, strict=True)])
 
 
@@ -97,22 +101,24 @@ class FlashAttn4:
 
     @staticmethod
     def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, max_seqlen_q, softmax_scale, causal, window_size, **rest
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, **rest
     ):
-        assert rest.pop("cu_seqlens_k") is cu_seqlens_q
-        assert rest.pop("max_seqlen_k") == max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert rest.pop("max_seqlen_q") >= cu_seqlens_q.diff().max()
+        assert rest.pop("max_seqlen_k") >= cu_seqlens_k.diff().max()
         assert rest == {"softcap": 0.0, "deterministic": False}
-        return in_sequences(q, k, v, cu_seqlens_q, causal, softmax_scale, *window_size), None
+        bounds = cu_seqlens_q, cu_seqlens_k
+        return in_sequences(q, k, v, *bounds, causal, softmax_scale, *window_size), None
 
 
 def aten_flash(q, k, v, cu, cu_k, t, s, dropout, causal, debug, *, scale, **window):
     options = causal, scale, window.pop("window_size_left"), window.pop("window_size_right")
-    assert cu is cu_k and dropout == 0.0 and not debug and not window
+    assert dropout == 0.0 and not debug and not window
     if cu is None:
+        assert cu_k is None
         assert (t, s) == (q.shape[1], k.shape[1])
         return (in_rows(q, k, v, *options),)
-    assert cu.diff().max() <= t == s
-    return (in_sequences(q, k, v, cu, *options),)
+    assert cu.diff().max() <= t and cu_k.diff().max() <= s
+    return (in_sequences(q, k, v, cu, cu_k, *options),)
 
 
 def aten_cudnn(q, k, v, bias, lse, dropout, causal, debug, *, scale):

@@ -13,7 +13,7 @@ from torch import Tensor
 class Keys(NamedTuple):
     """The keys of every sequence: those of its prefix, and its own behind them."""
 
-    index: Tensor  # int64 [S], tokens of the flattened batch
+    places: Tensor  # int64 [S], tokens of the flattened batch
     cu: Tensor  # int32 [n + 1]
     longest: int  # keys of the longest, or more
     order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
@@ -30,14 +30,14 @@ class Keys(NamedTuple):
         sizes = torch.stack((prefixes.diff(dim=1)[:, 0], cu.diff()), 1).flatten()
         ends = sizes.cumsum(0)
         shifts = (starts - ends + sizes).repeat_interleave(sizes, output_size=size)
-        index = torch.arange(size, device=cu.device) + shifts
-        ordered, order = index.sort(stable=True)
+        places = torch.arange(size, device=cu.device) + shifts
+        ordered, order = places.sort(stable=True)
         bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
-        return cls(index, F.pad(ends[1::2], (1, 0)).int(), longest, order, bounds)
+        return cls(places, F.pad(ends[1::2], (1, 0)).int(), longest, order, bounds)
 
     def take(self, x: Tensor) -> Tensor:
         """x [N, K, D] -> [S, K, D]."""
-        return _Taken.apply(x, self.index, self.order, self.bounds)
+        return _Taken.apply(x, self.places, self.order, self.bounds)
 
 
 class _Taken(torch.autograd.Function):

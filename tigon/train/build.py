@@ -19,7 +19,7 @@ from tigon.data import Loader
 from tigon.kernels.attention import check_training
 from tigon.models import CausalLM, count_parameters
 from tigon.tokenizer import Tokenizer
-from tigon.train import checkpoint, resume
+from tigon.train import checkpoint, resume, sharing
 from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
@@ -140,10 +140,13 @@ def read_inputs(config: Config, world: World, *, here: bool = True) -> Inputs:
     with world.together():
         tokenizer = load_tokenizer(config, source)
         check_context(config, source)
+        reason = sharing.decide(objective, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.eval_data:
             eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
+        if reason is not None:
+            world.say(f"prompts are computed for each answer: {reason}")
     check_equal(config, data, world)
     start, state = 0, State()
     with world.together():

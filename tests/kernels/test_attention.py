@@ -85,8 +85,8 @@ def causal(b: int, q: int, k: int) -> bool:
 def shared(b: int, q: int, k: int, window: int = 9) -> bool:
     """As if a sequence were behind its own copy of what it goes on from."""
     q, k = 9 * b + q, 9 * b + k
-    start = int(BOUNDS[BOUNDS <= q][-1])
-    first, last = PREFIXES[int((BOUNDS <= q).sum()) - 1].tolist()
+    start = int(BOUNDS[q >= BOUNDS][-1])
+    first, last = PREFIXES[int((q >= BOUNDS).sum()) - 1].tolist()
     seen = [*range(first, last), *range(start, q + 1)]
     return k in seen[-window:]
 

@@ -67,9 +67,7 @@ def _told(number: int, letter: str) -> str:
     return letter if torch.compiler.is_compiling() else str(number)
 
 
-def check_prefixes(
-    prefixes: Tensor | None, cu: Tensor | None, tokens: int
-) -> Tensor | None:
+def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> Tensor | None:
     """`prefixes` as int64 [n, 2] on the host; None where no sequence has one."""
     if prefixes is None:
         return None

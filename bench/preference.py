@@ -8,11 +8,12 @@ lognormal distributions: prompts of 192 tokens in the mean (spread 0.8), answers
 Tokens per second count each pair's own tokens: the prompt twice, both answers, no padding.
 
 Both sides have the same weights, drawn by their names, and the same texts, which each reads and
-tokenises itself. Ours packs the four pairs into one row, where each prompt is computed once for both
-answers; beside it stands the same with a copy of the prompt before each. TRL 1.16 pads (its padding_free is
-withdrawn): short trials choose its attention (flash-attn-4 or SDPA) and how many pairs are in a
-micro-batch, of which it adds up the gradients. It has its own fused head, Liger's kernels in the
-layers, no recomputation, and adapters in bf16, as float32 is slower. Ratios are of medians.
+tokenises itself. Ours packs the four pairs into one row, where each prompt is computed once for
+both answers; beside it stands the same with a copy of the prompt before each. TRL 1.16 pads (its
+padding_free is withdrawn): short trials choose its attention (flash-attn-4 or SDPA) and how many
+pairs are in a micro-batch, of which it adds up the gradients. It has its own fused head, Liger's
+kernels in the layers, no recomputation, and adapters in bf16, as float32 is slower. Ratios are of
+medians.
 
     python bench/preference.py                # a minute and a half on an H200
     python bench/preference.py --write-docs   # needs no GPU

@@ -234,7 +234,10 @@ def test_a_graph_needs_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError, match=r"being captured.*: give cu_seq_lens and max_length_q"
         ):
             mask.sequences()
-    assert AttentionMask(5, segment_ids=on_gpu, cu_seq_lens=cu, longest=3).sequences()[:2] == (cu, 3)
+    assert AttentionMask(5, segment_ids=on_gpu, cu_seq_lens=cu, longest=3).sequences()[:2] == (
+        cu,
+        3,
+    )
 
 
 def test_a_bias_keeps_no_second_mask() -> None:

@@ -24,8 +24,9 @@ from tigon.layers import (
     Shard,
     State,
 )
-from tigon.layers.collectives import Ranks, Stream
+from tigon.layers.collectives import Ranks
 from tigon.layers.offload import Offload
+from tigon.layers.stream import Stream
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 from tigon.splitmix import mixed, signed
@@ -146,6 +147,12 @@ class Decoder(nn.Module):
         if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
             keys = [dropout_keys + signed(mixed(i)) for i in range(len(layers))]
             contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
+        # Of a recomputed block what is gathered is there when its backward begins, as of the head
+        keeps = None if stream is None else replace(stream, keeps=True)
+        contexts = [
+            replace(of_block, stream=keeps) if i in recomputed and keeps else of_block
+            for i, of_block in enumerate(contexts)
+        ]
         residual, tallies = None, []
         for i, (block, rope, state, ctx) in enumerate(
             zip(layers, self.rope_of_layer, states, contexts, strict=True)
@@ -168,4 +175,5 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return ctx.gathered(self.norm(x, residual)[0]), tallies
+        x = self.norm(x, residual)[0]
+        return x if keeps is None else keeps.gathered(x, alone=True), tallies

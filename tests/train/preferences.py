@@ -61,8 +61,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def rewarded(count: int, seed: int = 0, tokens: int = 300) -> list[dict[str, Any]]:
-    """Prompts with three answers each, as tokens, and log-probabilities of whoever gave them."""
+def rewarded(count: int, seed: int = 0, tokens: int = 300, each: int = 3) -> list[dict[str, Any]]:
+    """Prompts with some answers each, as tokens, and log-probabilities of whoever gave them."""
     draw = random.Random(seed)
 
     def ids(longest: int) -> list[int]:
@@ -70,7 +70,7 @@ def rewarded(count: int, seed: int = 0, tokens: int = 300) -> list[dict[str, Any
 
     rows = []
     for _ in range(count):
-        answers = [ids(9) for _ in range(3)]
+        answers = [ids(9) for _ in range(each)]
         rows.append(
             {
                 "prompt": ids(6),

@@ -273,7 +273,8 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
     said = capsys.readouterr().out
     assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
     assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
-    assert "sends 2.19 GiB of heads to the others" in said  # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8
+    # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8 bytes
+    assert "sends 2,240.0 MiB of heads to the others" in said
     found = {
         name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
     }

@@ -35,9 +35,10 @@ def theirs(
     rows: list[dict[str, Any]],
     classifier: Any = None,
     steps: int = STEPS,
+    given: dict[str, Any] | None = None,
     **settings: Any,
 ) -> list[dict[str, float]]:
-    """What TRL logs of each step."""
+    """What TRL logs of each step. `given`: to the trainer, besides."""
     cls, path = transformers.AutoModelForCausalLM, workspace.model
     if classifier is not None:
         cls, path = transformers.AutoModelForSequenceClassification, classifier
@@ -45,6 +46,8 @@ def theirs(
     tokenizer = transformers.AutoTokenizer.from_pretrained(
         workspace.model, pad_token="<|endoftext|>"
     )
+    if not issubclass(trainer, trl.GRPOTrainer):
+        settings["max_length"] = 128
     arguments = config(
         output_dir=str(workspace.root / "trl"),
         max_steps=steps,
@@ -64,7 +67,6 @@ def theirs(
         disable_tqdm=True,
         dataloader_pin_memory=False,
         gradient_checkpointing=False,
-        max_length=128,
         **settings,
     )
     made = trainer(
@@ -72,6 +74,7 @@ def theirs(
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
+        **(given or {}),
     )
     made.train()
     return [row for row in made.state.log_history if "loss" in row]

@@ -133,7 +133,7 @@ def exchanged(config: Config, model: CausalLM, ranks: int) -> str:
     sent = config.micro_batch_size * tokens * item * max(heads) * (ranks - 1) / ranks
     return (
         f"context: each of {ranks} ranks has {tokens:,} tokens of a row; in the forward pass of a "
-        f"layer it sends {sent / 2**20:,.3g} MiB of heads to the others, and in the backward pass "
+        f"layer it sends {sent / 2**20:,.1f} MiB of heads to the others, and in the backward pass "
         "as much"
     )
 

@@ -77,7 +77,7 @@ def test_the_estimate_counts_what_is_kept(alone, recomputed):
 class Order(TorchDispatchMode):
     """The products and exchanges that are made, in their order."""
 
-    NAMES = ("mm", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
+    NAMES = ("mm", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +101,16 @@ def test_exchanges_run_beside_products(alone):
     assert order.found == [
         "all_gather_into_tensor", "mm", "reduce_scatter_tensor", "wait_tensor", "mm", "wait_tensor",
     ]  # fmt: skip
+
+
+def test_embeddings_are_added_up_where_they_are_divided(alone):
+    model = random_model(*TWO["llama"])
+    cut_model(model, init_device_mesh("cpu", (R,)))
+    ids = torch.arange(4, 9)[None]
+    with Order() as order:
+        model(ids, labels=ids)
+    found = [name for name in order.found if name not in ("mm", "wait_tensor")]
+    assert found[:2] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
 
 
 def test_several_readers_gather_once_and_reduce_once(alone):
@@ -138,6 +148,9 @@ def compare() -> None:
             assert torch.equal(found[0], expected[0])
             wrong = [n for n, g in expected[1].items() if not torch.equal(g, found[1][n])]
             assert not wrong, (name, recompute, wrong)
+        ids = torch.arange(4, 9)[None]
+        logits = model(inputs_embeds=model.model.embed_tokens(ids)).logits
+        assert torch.equal(logits, model(ids).logits)
         if name == "llama":
             continue
         hooked = model.model.layers[0].mlp

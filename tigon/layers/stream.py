@@ -157,8 +157,11 @@ class Stream:
     whole: bool
     keeps: bool = False
 
-    def begin(self, x: Tensor) -> Tensor:
-        """[B, T, C], which all have -> the rank's [1, n, C], zeros behind the last token."""
+    def begin(self, x: Tensor, *, summands: bool) -> Tensor:
+        """[B, T, C], which all have or of which each has a summand -> the rank's [1, n, C], zeros
+        behind the last token."""
+        if summands:
+            return self.summed(x)
         if self.whole:
             return x
         return _Share.apply(_padded(x, self.ranks), self.ranks)

@@ -113,13 +113,15 @@ class Decoder(nn.Module):
         offload: bool = False,
         dropout_keys: Tensor | None = None,
         shard: Shard | None = None,
+        summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
 
         `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
         none. `offload`: what backward needs waits in host memory. `dropout_keys`: int64 [B, T], of
         which an adapter's dropout is drawn; None: there is none. `shard`: T are the tokens of one
-        of several ranks, and the mask is of whole rows.
+        of several ranks, and the mask is of whole rows. `summands`: x is to be added up over ranks
+        that share the layers.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
@@ -130,7 +132,7 @@ class Decoder(nn.Module):
         if self.tensor is not None:
             whole = cache is not None and not torch.is_grad_enabled()
             stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole)
-            x = stream.begin(x)
+            x = stream.begin(x, summands=summands)
         append = None if cache is None else cache.append
         ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers

@@ -226,7 +226,9 @@ class LanguageModel(nn.Module):
         part = split(batch, self.context, self.config.vocab_size)
         asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
         x = mine.inputs_embeds
-        x = self.model.embed_tokens(mine.input_ids) if x is None else x
+        # Added up where it is divided
+        partly = {"summands": True} if x is None and self.tensor_ranks is not None else {}
+        x = self.model.embed_tokens(mine.input_ids, **partly) if x is None else x
         x, position_ids, mask, places = mine.without_padding(x)
         balanced = aux_loss_coef(self.config) is not None
         run = self.model if self.graphs is None else self.graphs
@@ -238,7 +240,7 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
-            **self._dropout(mine, places) | part.options,
+            **self._dropout(mine, places) | part.options | partly,
         )
         hidden = mine.with_padding(hidden, places)
         logits = given.get("return_logits")

@@ -152,9 +152,17 @@ def test_gradients_are_not_sharded_within_groups(workspace):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optimizer": "muon"}, {"lora.rank": 4}, {"sharding": "gradients"}, {"fp8": "true"}]
+    ("changes", "said"),
+    [
+        ({"optimizer": "muon"}, "optimizer=muon"),
+        ({"sharding": "gradients"}, "sharding=gradients"),
+        ({"fp8": "true"}, "fp8=true"),
+        ({"optimizer_in_backward": "true", "max_grad_norm": 0}, "optimizer_in_backward=true"),
+        ({"lora.dora": "true"}, "lora.dora=true"),
+        ({"lora.quantize": "nf4"}, "lora.quantize=nf4"),
+        ({"lora.modules_to_save": "[lm_head]"}, r"lora.modules_to_save=\['lm_head'\]"),
+    ],
 )
-def test_what_tensor_parallelism_lacks_is_named(workspace, changes):
-    (name,) = changes
-    with pytest.raises(SystemExit, match=f"{name.partition('.')[0]}.* is not there for parallel"):
+def test_what_tensor_parallelism_lacks_is_named(workspace, changes, said):
+    with pytest.raises(SystemExit, match=f"{said} is not there for parallel.tensor=2"):
         main(workspace.settings("none", **{"parallel.tensor": 2, **changes}))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers.collectives import Ranks, sum_over
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
 
 
 class LowRankEmbedding(LayerAdapter):
@@ -32,11 +32,12 @@ class LowRankEmbedding(LayerAdapter):
         if dora:
             self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
 
-    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        shape = self.lora_embedding_B.shape
-        b = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        b = torch.empty(shapes["lora_embedding_B"], dtype=torch.float32, device="cpu").normal_(
+            generator=generator
+        )
         return {
-            "lora_embedding_A": torch.zeros(self.lora_embedding_A.shape, device="cpu"),
+            "lora_embedding_A": torch.zeros(shapes["lora_embedding_A"], device="cpu"),
             "lora_embedding_B": b,
         }
 

@@ -225,10 +225,7 @@ class LanguageModel(nn.Module):
         of_head, of_routing = self._metrics(given.get("metrics"), targets)
         part = split(batch, self.context, self.config.vocab_size)
         asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
-        x = mine.inputs_embeds
-        # Added up where it is divided
-        partly = {"summands": True} if x is None and self.tensor_ranks is not None else {}
-        x = self.model.embed_tokens(mine.input_ids, **partly) if x is None else x
+        x, partly = self._embedded(mine)
         x, position_ids, mask, places = mine.without_padding(x)
         balanced = aux_loss_coef(self.config) is not None
         run = self.model if self.graphs is None else self.graphs
@@ -260,6 +257,13 @@ class LanguageModel(nn.Module):
         result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, part.tallies(tallies), asked.targets.share, of_routing)
 
+    def _embedded(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """[B, T, C], and whether the decoder is to add it up over ranks, where it divides it."""
+        if batch.inputs_embeds is not None:
+            return batch.inputs_embeds, {}
+        partly = {} if self.tensor_ranks is None else {"summands": True}
+        return self.model.embed_tokens(batch.input_ids, **partly), partly
+
     def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Any]:
         """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
 
@@ -271,6 +275,8 @@ class LanguageModel(nn.Module):
         keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
         if keys is None:
             keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+            if (ranks := self.tensor_ranks) is not None:  # the first one's on all
+                keys = ranks.gather(keys)[: len(keys)]
         return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
 
     def _resolve(

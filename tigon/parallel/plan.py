@@ -18,12 +18,11 @@ from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
+from tigon.parallel.adapters import Pieces, adapter_cuts, check_adapters, share_adapters
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
 UNIT = 8  # outputs are cut at multiples of it where that leaves each rank some: kernels align
-
-Pieces = tuple[tuple[Rows, Copy], ...]
 
 
 class How(NamedTuple):
@@ -131,6 +130,7 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
     check(model, ranks.size)
     tied = model.ties_head
     cuts = dict(_cuts(model, ranks))
+    cuts |= adapter_cuts(model, cuts)
     model.cuts = {
         name: cut for name, cut in cuts.items() if not (tied and name == "lm_head.weight")
     }
@@ -140,6 +140,7 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
         whole: Tensor = module.get_parameter(own)
         if len(cut.pieces) > 1 or cut.length != whole.shape[cut.dim]:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
+    share_adapters(model, cuts)
     size = model.config.vocab_size
     ((rows, _),) = tokens(model, size, ranks)
     vocabulary = VocabularyShard.of(mesh.get_group(), rows.source, rows.length, size)
@@ -178,8 +179,7 @@ def check(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
-    if model.adapters:
-        raise ValueError("tensor parallelism is not there for adapters")
+    check_adapters(model)
 
 
 def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tigon import strict
 from tigon.hub import check_repository
@@ -205,9 +206,9 @@ def check_parallel(config: Config) -> None:
             f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
             "of each expert on each rank: leave one out"
         )
+    lora = config.lora
     neither = {
         "sharding": config.sharding != "full",
-        "lora": config.lora is not None,
         "cuda_graphs": config.cuda_graphs,
         "optimizer_in_backward": config.optimizer_in_backward,
     }
@@ -218,9 +219,13 @@ def check_parallel(config: Config) -> None:
             "fp8": config.fp8,
             "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
             "task": config.task == "reward",
+            "lora.dora": lora is not None and lora.dora,
+            "lora.quantize": lora is not None and lora.quantize is not None,
+            "lora.modules_to_save": lora is not None and bool(lora.modules_to_save),
         },
         f"parallel.expert={expert}": neither
         | {
+            "lora": lora is not None,
             "optimizer": config.optimizer == "muon",
             "activation_checkpointing": config.activation_checkpointing == "auto",
         },
@@ -229,7 +234,9 @@ def check_parallel(config: Config) -> None:
         if dimension.endswith("=1"):
             continue
         for name in filter(found.get, found):
-            said = name if name == "lora" else f"{name}={str(getattr(config, name)).lower()}"
+            value = attrgetter(name)(config)
+            value = [*value] if isinstance(value, tuple) else str(value).lower()
+            said = name if name == "lora" else f"{name}={value}"
             raise ValueError(f"{said} is not there for {dimension}: leave one of them out")
 
 

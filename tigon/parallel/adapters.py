@@ -22,8 +22,7 @@ def check_adapters(model: CausalLM) -> None:
         of = f"tensor parallelism is not there for the adapter {name!r}"
         if config.dora:
             raise ValueError(f"{of}, which learns lengths of whole rows: give dora=False")
-        if config.modules_to_save:
-            saved = ", ".join(config.modules_to_save)
+        if saved := ", ".join(end for end in config.modules_to_save if end != "score"):
             raise ValueError(f"{of}, which has whole weights of {saved}: leave out modules_to_save")
         for path, low in low_ranks(model, name).items():
             if isinstance(low, LowRankEmbedding) or isinstance(model.get_submodule(path), LMHead):

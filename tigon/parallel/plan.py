@@ -147,6 +147,8 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             _share_heads(module, ranks)
+        elif isinstance(module, LMHead) and model.config.labels:
+            module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
             module.vocabulary = vocabulary
         for kind, name in SUMMANDS.items():
@@ -163,8 +165,6 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
 
 def check(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that so many ranks cannot share."""
-    if model.config.labels:
-        raise ValueError("tensor parallelism is not there for a model that scores sequences")
     size = model.config.vocab_size
     if (ranks - 1) * -(-size // ranks) >= size:
         raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
@@ -187,6 +187,8 @@ def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:
     hows: dict[str, tuple[nn.Module, How]] = {}
     for path, module in model.named_modules():
         rules = dict(next((PLAN[kind] for kind in PLAN if isinstance(module, kind)), {}))
+        if isinstance(module, LMHead) and model.config.labels:  # a row for each score
+            rules = {}
         if isinstance(module, Attention) and module.flat_qk_norm:
             rules |= FLAT
         for name, how in rules.items():

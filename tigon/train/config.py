@@ -218,10 +218,9 @@ def check_parallel(config: Config) -> None:
             "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
             "fp8": config.fp8,
             "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
-            "task": config.task == "reward",
             "lora.dora": lora is not None and lora.dora,
             "lora.quantize": lora is not None and lora.quantize is not None,
-            "lora.modules_to_save": lora is not None and bool(lora.modules_to_save),
+            "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
         f"parallel.expert={expert}": neither
         | {

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
+from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
 from tests.train.ranks import Ranks, train_on
 from tigon.parallel import Sizes
@@ -96,6 +97,45 @@ def test_fsdp_casts_where_it_divides_nothing(workspace, changes, wrapped):
     for key in ("loss", "grad_norm"):
         one, two = (workspace.metrics(f"{run}-{count}", key) for count in ("one", "two"))
         assert two == pytest.approx(one, rel=3e-2 if changes else 1e-5), key
+
+
+def test_states_of_eight_bits(workspace):
+    """Their blocks are those of whole rows, and go from one layout to another. What is rounded
+    otherwise may have another code."""
+    model = write_model(workspace.root / "wide", head_dim=128, intermediate_size=512)
+    same = STEPS | {"optimizer": "adamw_8bit", "model": model, "save_every": 3, "keep_last": 0}
+    main(workspace.settings("eight-one", **same))
+    two = same | {"parallel.tensor": 2}
+    train_on(2, workspace.settings("eight-two", **two))
+    assert_near(workspace, "eight-one", "eight-two")
+    for run, count, source, settings in (
+        ("fewer", 1, "eight-two", same),
+        ("more", 2, "eight-one", two),
+        ("four", 4, "eight-one", two),
+        ("same", 2, "eight-two", two),
+    ):
+        resume = workspace.root / source / "checkpoints/step-00000003"
+        more = {"OMP_NUM_THREADS": "1"} if count == 4 else {}
+        train_on(count, workspace.settings(f"eight-{run}", **settings, resume=resume), **more)
+        assert_near(workspace, "eight-one", f"eight-{run}")
+    files = (workspace.root / f"eight-{run}/hf/model.safetensors" for run in ("two", "same"))
+    ours, theirs = map(load_file, files)
+    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
+
+
+def assert_near(workspace, one: str, other: str) -> None:
+    expected, found = (workspace.metrics(run, "loss") for run in (one, other))
+    assert found == pytest.approx(expected[-len(found) :], rel=1e-4)
+    files = (workspace.root / run / "hf/model.safetensors" for run in (one, other))
+    expected, found = map(load_file, files)
+    for name, weight in expected.items():
+        assert relative_error(found[name], weight) < 1e-3, name
+
+
+def test_blocks_that_ranks_would_divide(workspace):
+    settings = workspace.settings("none", **{"optimizer": "adamw_8bit", "parallel.tensor": 2})
+    with pytest.raises(AssertionError, match=r"blocks of 64 columns, and this rank has the 32 of"):
+        train_on(2, settings)
 
 
 def train_and_say(settings: list[str]) -> None:

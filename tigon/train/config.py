@@ -215,7 +215,7 @@ def check_parallel(config: Config) -> None:
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
-            "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
+            "optimizer": config.optimizer == "muon",  # of whole matrices
             "fp8": config.fp8,
             "activation_checkpointing": config.activation_checkpointing == "auto",  # it estimates
             "lora.dora": lora is not None and lora.dora,

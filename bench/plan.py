@@ -120,7 +120,6 @@ def measured() -> list[Measured]:
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
 # Without ways whose messages have changed since
 DIVIDED = {
-    "tensor": (LLAMA_8B, Layout(1, 1, 1, 2), 8192, "tensor=2"),
     "context, a row of 16,384": (LLAMA_8B, Layout(1, 1, 2, 1), 16384, "context=2"),
     "experts, FSDP2": (EXPERTS, Layout(1, 2, 1, 1), 8192, "FSDP2"),
 }

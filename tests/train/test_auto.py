@@ -62,6 +62,7 @@ def test_the_first_of_the_plan_that_fits(configured, monkeypatch) -> None:
         (lambda x: x.tensor > 1, {"tensor": 2}, {}),
         (lambda x: x.tensor > 1, {"tensor": 4}, {"batch_size": 2, "micro_batch_size": 1}),
         (lambda x: x.context > 1, {"context": 2}, {"optimizer": "adamw_8bit"}),
+        (lambda x: x.tensor > 1, {"tensor": 2}, {"optimizer": "adamw_8bit"}),
     ):
         with monkeypatch.context() as patch:
             limit(patch, fits)
@@ -75,7 +76,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     limit(monkeypatch, lambda x: x.tensor > 1)
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
-        ({"optimizer": "adamw_8bit"}, "optimizer=adamw_8bit is not there for parallel.tensor=2"),
+        ({"optimizer": "muon"}, "optimizer=muon is not there for parallel.tensor=2"),
         ({"sharding": "gradients"}, "no layout of 8 GPUs"),
         ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
     ):
@@ -86,6 +87,9 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     limit(monkeypatch, lambda x: x.tensor > 1)
     with pytest.raises(ValueError, match="tensor above 1: NVLink connects so many"):
         auto.choose(configured(), CUDA, 8, auto.Room(ROOM.memory, 1))
+    limit(monkeypatch, lambda x: x.tensor > 4)
+    with pytest.raises(ValueError, match=r"adamw_8bit keeps states of .* in blocks of 256 columns"):
+        auto.choose(configured(optimizer="adamw_8bit"), CUDA, 8, ROOM)
     limit(monkeypatch, lambda x: x.expert > 1)
     sizes = EXPERTS | WIDE | {"num_experts": 4, "moe_intermediate_size": 64}
     parallel, _ = auto.choose(configured(sizes), CUDA, 8, ROOM)

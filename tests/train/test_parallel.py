@@ -3,11 +3,13 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
+from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
-from tests.train.ranks import train_on
+from tests.train.ranks import Ranks, train_on
 from tigon.parallel import Sizes
-from tigon.train import load, main
+from tigon.train import load, main, prepare, start, train
 from tigon.train.config import sizes_of
 from tigon.train.export import convert_checkpoint
 from tigon.train.matching import check_sizes
@@ -62,6 +64,88 @@ def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     converted = load_file(workspace.root / f"{name}-converted/model.safetensors")
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
+
+
+def test_ranks_that_share_layers_alone(workspace):
+    """FSDP2 divides nothing there, and is left out: frozen weights, micro-batches, clipping, the
+    average of the weights, and a run that goes on are as on one rank."""
+    steps = STEPS | {"ema_decay": 0.5, "max_grad_norm": 0.1, "micro_batch_size": 1, "batch_size": 2}
+    steps |= {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]"}
+    main(workspace.settings("alone-one", **steps))
+    two = steps | {"parallel.tensor": 2, "save_every": 3, "keep_last": 0}
+    assert "frozen" in train_on(2, workspace.settings("alone-two", **two))
+    assert_same_run(workspace, "alone-one", "alone-two", "hf-ema")
+    source = workspace.root / "alone-two/checkpoints/step-00000003"
+    for run, count, settings in (("fewer", 1, steps), ("same", 2, two)):
+        train_on(count, workspace.settings(f"alone-{run}", **settings, resume=source))
+        assert_same_run(workspace, "alone-one", f"alone-{run}", "hf-ema")
+    files = (workspace.root / f"alone-{run}/hf/model.safetensors" for run in ("two", "same"))
+    ours, theirs = map(load_file, files)
+    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrapped"),
+    [({}, False), ({"dtype": "bfloat16"}, True), ({"param_dtype": "bfloat16"}, False)],
+)
+def test_fsdp_casts_where_it_divides_nothing(workspace, changes, wrapped):
+    """Weights in float32 that are computed with in bfloat16 need it, as on one rank."""
+    run = f"casts-{'-'.join(changes)}"
+    same = {"steps": 2, "lr": 1e-3, **changes}
+    main(workspace.settings(f"{run}-one", **same))
+    settings = workspace.settings(f"{run}-two", **same, **{"parallel.tensor": 2})
+    said = Ranks(2, train_and_say, settings).finish()
+    assert said.count(f"wrapped: {wrapped}") == 2
+    for key in ("loss", "grad_norm"):
+        one, two = (workspace.metrics(f"{run}-{count}", key) for count in ("one", "two"))
+        assert two == pytest.approx(one, rel=3e-2 if changes else 1e-5), key
+
+
+def test_states_of_eight_bits(workspace):
+    """Their blocks are those of whole rows, and go from one layout to another. What is rounded
+    otherwise may have another code."""
+    model = write_model(workspace.root / "wide", head_dim=128, intermediate_size=512)
+    same = STEPS | {"optimizer": "adamw_8bit", "model": model, "save_every": 3, "keep_last": 0}
+    main(workspace.settings("eight-one", **same))
+    two = same | {"parallel.tensor": 2}
+    train_on(2, workspace.settings("eight-two", **two))
+    assert_near(workspace, "eight-one", "eight-two")
+    for run, count, source, settings in (
+        ("fewer", 1, "eight-two", same),
+        ("more", 2, "eight-one", two),
+        ("four", 4, "eight-one", two),
+        ("same", 2, "eight-two", two),
+    ):
+        resume = workspace.root / source / "checkpoints/step-00000003"
+        more = {"OMP_NUM_THREADS": "1"} if count == 4 else {}
+        train_on(count, workspace.settings(f"eight-{run}", **settings, resume=resume), **more)
+        assert_near(workspace, "eight-one", f"eight-{run}")
+    files = (workspace.root / f"eight-{run}/hf/model.safetensors" for run in ("two", "same"))
+    ours, theirs = map(load_file, files)
+    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
+
+
+def assert_near(workspace, one: str, other: str) -> None:
+    expected, found = (workspace.metrics(run, "loss") for run in (one, other))
+    assert found == pytest.approx(expected[-len(found) :], rel=1e-4)
+    files = (workspace.root / run / "hf/model.safetensors" for run in (one, other))
+    expected, found = map(load_file, files)
+    for name, weight in expected.items():
+        assert relative_error(found[name], weight) < 1e-3, name
+
+
+def test_blocks_that_ranks_would_divide(workspace):
+    settings = workspace.settings("none", **{"optimizer": "adamw_8bit", "parallel.tensor": 2})
+    with pytest.raises(AssertionError, match=r"blocks of 64 columns, and this rank has the 32 of"):
+        train_on(2, settings)
+
+
+def train_and_say(settings: list[str]) -> None:
+    torch.set_num_threads(1)
+    with start("cpu", parallel=Parallel(tensor=2)) as world:
+        run = prepare(load(None, settings), world)
+        train(run)
+        print("wrapped:", isinstance(run.model, FSDPModule))
 
 
 def assert_same_run(workspace, one: str, other: str, *exports: str) -> None:
@@ -142,9 +226,17 @@ def test_gradients_are_not_sharded_within_groups(workspace):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optimizer": "muon"}, {"lora.rank": 4}, {"sharding": "gradients"}, {"fp8": "true"}]
+    ("changes", "said"),
+    [
+        ({"optimizer": "muon"}, "optimizer=muon"),
+        ({"sharding": "gradients"}, "sharding=gradients"),
+        ({"fp8": "true"}, "fp8=true"),
+        ({"optimizer_in_backward": "true", "max_grad_norm": 0}, "optimizer_in_backward=true"),
+        ({"lora.dora": "true"}, "lora.dora=true"),
+        ({"lora.quantize": "nf4"}, "lora.quantize=nf4"),
+        ({"lora.modules_to_save": "[lm_head]"}, r"lora.modules_to_save=\['lm_head'\]"),
+    ],
 )
-def test_what_tensor_parallelism_lacks_is_named(workspace, changes):
-    (name,) = changes
-    with pytest.raises(SystemExit, match=f"{name.partition('.')[0]}.* is not there for parallel"):
+def test_what_tensor_parallelism_lacks_is_named(workspace, changes, said):
+    with pytest.raises(SystemExit, match=f"{said} is not there for parallel.tensor=2"):
         main(workspace.settings("none", **{"parallel.tensor": 2, **changes}))

@@ -36,8 +36,6 @@ from tigon.train.plan.work import Shapes, work_of
 TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
-# Of tensor and expert parallelism, whose copies and waits around collectives are not planned
-DIVIDED_WITHIN = 0.22
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SIZE |= {"max_position_embeddings": 2**20}
@@ -63,9 +61,7 @@ def test_what_was_measured_is_predicted() -> None:
         "gradients",
     }
     for one in found:
-        divided = max(one.case.layout.tensor, one.case.layout.expert) > 1
-        within = DIVIDED_WITHIN if divided else TIME_WITHIN
-        assert abs(one.time_error) < within, one.case.name
+        assert abs(one.time_error) < TIME_WITHIN, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
         assert abs(one.memory_error) < within, one.case.name
@@ -126,16 +122,14 @@ def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
 
 
 def test_memory_of_parts(job: Callable[..., Job]) -> None:
-    """Weights and states by half. Of activations too, but for the inputs of two products of each of
-    four blocks, which ranks of tensor parallelism keep as they were gathered."""
+    """Weights, states and activations by half; and one gathered input of a product is there."""
     whole = weigh(job(1, tokens=4096, rows=1), Layout(1, 1, 1, 1)).kinds
     one = job(2, tokens=4096, rows=2)
     half = weigh(one, Layout(1, 1, 1, 2)).kinds
     for kind in ("parameters", "optimizer"):
         assert half[kind] == pytest.approx(whole[kind] / 2, rel=0.06), kind
     stream = 4096 * 640 * 2
-    kept = whole["activations"] / 2 + 4 * 2 * stream / 2
-    assert half["activations"] == pytest.approx(kept, rel=0.05)
+    assert 0 < half["activations"] - whole["activations"] / 2 < 6 * stream
     short = weigh(job(2, tokens=2048, rows=2), Layout(1, 2, 1, 1)).kinds
     shared = weigh(one, Layout(1, 1, 2, 1)).kinds
     assert shared["parameters"] == short["parameters"]

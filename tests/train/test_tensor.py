@@ -17,8 +17,8 @@ from tigon.train import load, prepare, start, train
 from tigon.train.parallel_settings import Parallel
 
 __all__ = ["kinds"]  # a fixture
-KINDS = ["seen", "lines", "experts", "dpo", "kto", "distill"]
-FOUR = ["lines", "experts", "dpo"]
+KINDS = ["seen", "lines", "experts", "dpo", "kto", "distill", "reward", "reward-lora"]
+FOUR = ["lines", "experts", "dpo", "reward"]
 WAYS = {"two": (2, {"tensor": 2}, KINDS), "four": (4, {"tensor": 2, "context": 2}, FOUR)}
 
 
@@ -35,6 +35,9 @@ def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
 @pytest.fixture(scope="module")
 def runs(workspace, kinds) -> None:
     experts = write_model(workspace.root / "more-heads", **EXPERTS)
+
+    merged = {"lora.rank": 3, "lora.merge": "true", "export": "true"}
+    kinds["reward-lora"] = kinds["reward"] | merged
 
     def settings(way: str, kind: str) -> list[str]:
         changes = {f"parallel.{name}": size for name, size in WAYS.get(way, (1, {}))[1].items()}

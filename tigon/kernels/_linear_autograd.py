@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._rebuilt import compute_again, recipe_of, sees_products
+from tigon.kernels._rebuilt import compute_again, fetch_again, recipe_of, sees_products
 from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
 from tigon.kernels.gated_act import gradient_and_product
 
@@ -72,11 +72,17 @@ class _Rebuilt(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
-        # The weight's gradient first: x is gone when its gradient comes
+        dx = None
+        if (remote := fetch_again(ctx.how, kept)) is not None and needs_x:
+            dx = rows.mm(weight).view(ctx.shape)  # beside the fetch; what follows, beside a sum
+            remote.reduce(dx)
+        # Else the weight's gradient first: x is gone when its gradient comes
         x = compute_again(ctx.how, kept).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
-        return rows.mm(weight).view(ctx.shape) if needs_x else None, dweight, dbias, None, None
+        if needs_x and dx is None:
+            dx = rows.mm(weight).view(ctx.shape)
+        return dx, dweight, dbias, None, None
 
 
 class _GatedLinear(torch.autograd.Function):

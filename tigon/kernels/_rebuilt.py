@@ -7,7 +7,7 @@ when it needs it for its weight's gradient: the same bits, from less memory.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ def rebuilding(least: float) -> Iterator[None]:
         _least = before
 
 
+def notes(size: int) -> bool:
+    """Whether outputs of so many bytes are noted."""
+    return size >= _least
+
+
 class Gated(NamedTuple):
     """What `gated_act` was given, and its node in the graph."""
 
@@ -42,11 +47,25 @@ class Gated(NamedTuple):
     node: Any
 
 
+class Remote(Protocol):
+    """Other ranks that have parts of a tensor, and of whose gradients its gradient is the sum.
+
+    Exchanges with them run beside what is computed between beginning one and its use.
+    """
+
+    def fetch(self, kept: Sequence[Tensor | None]) -> None:
+        """Begin to compute the tensor again."""
+
+    def reduce(self, gradient: Tensor) -> None:
+        """Begin to add up the gradient, which is returned to autograd all the same."""
+
+
 class How(NamedTuple):
     """`compute(*kept, *constants)` gives the tensor."""
 
     compute: Callable[..., Tensor]
     constants: tuple[Any, ...]
+    remote: Remote | None = None
 
 
 class Recipe(Note):
@@ -81,15 +100,16 @@ def note(
     kept: tuple[Tensor | None, ...],
     *constants: Any,
     gated: Gated | None = None,
+    remote: Remote | None = None,
 ) -> None:
     """Notes that `compute(*kept, *constants)` gives the bits of `x`, which is contiguous.
 
     `kept` is what the backward pass of `x` keeps in any case, and not under torch.compile.
     """
-    if x.numel() * x.element_size() >= _least:
+    if notes(x.numel() * x.element_size()):
         # Their graph may lead to x one day, which would be a cycle
         kept = tuple(t if t is None or type(t) is Parameter else t.detach() for t in kept)
-        x._rebuilt = Recipe(x, How(compute, constants), kept, gated)  # type: ignore[attr-defined]
+        x._rebuilt = Recipe(x, How(compute, constants, remote), kept, gated)  # type: ignore[attr-defined]
 
 
 def recipe_of(x: Tensor) -> Recipe | None:
@@ -104,12 +124,24 @@ def recipe_of(x: Tensor) -> Recipe | None:
 
 def compute_again(how: How, kept: Sequence[Tensor | None]) -> Tensor:
     """The tensor, in backward, from what the graph has saved of `recipe.kept`."""
+    _check_kept(kept)
+    return how.compute(*kept, *how.constants)
+
+
+def fetch_again(how: How, kept: Sequence[Tensor | None]) -> Remote | None:
+    """Begin what `compute_again` ends, if other ranks have parts of the tensor; they."""
+    if how.remote is not None:
+        _check_kept(kept)
+        how.remote.fetch(kept)
+    return how.remote
+
+
+def _check_kept(kept: Sequence[Tensor | None]) -> None:
     if any(t is not None and t.untyped_storage().nbytes() == 0 for t in kept):
         raise RuntimeError(
             "a norm's weight is sharded again before the product behind it is differentiated: "
             "shard both as one group"
         )
-    return how.compute(*kept, *how.constants)
 
 
 def sees_products() -> bool:

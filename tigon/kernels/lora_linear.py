@@ -34,7 +34,7 @@ from tigon.kernels._low_rank import (
     serves_gradients,
     serves_product,
 )
-from tigon.kernels._rebuilt import How, compute_again, recipe_of, sees_products
+from tigon.kernels._rebuilt import How, compute_again, fetch_again, recipe_of, sees_products
 from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
 from tigon.kernels.dropout import Dropout, drop, drop_ref
 from tigon.kernels.fp8_linear import fp8_gradient, fp8_linear, fp8_product
@@ -217,15 +217,21 @@ class _LoRALinear(torch.autograd.Function):
         bs, kept = rest[: len(call.places)], rest[len(call.places) :]
         of_x, of_gate_up, _, _, of_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
+        remote = None
+        if of_a and call.how is not None:  # not of a gated activation
+            remote = fetch_again(call.how, kept)
         du, dbs = _low_rank_gradients(
             rows, u, call.additions(bs), ctx.needs_input_grad[8:][: len(bs)]
         )
         da = dx = dgate_up = None
-        if of_a and not of_gate_up:  # first: what is computed again is gone when dX comes
+        if remote is not None and of_x:
+            dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
+            remote.reduce(dx)
+        if of_a and not of_gate_up:  # else first: what is computed again is gone when dX comes
             x = kept[0] if call.how is None else compute_again(call.how, kept)
             da = _of_a(du, x, call.dropout)
             del x
-        if of_x or of_gate_up:
+        if (of_x or of_gate_up) and dx is None:
             dx = _gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
         if of_gate_up:
             assert dx is not None and call.gated is not None

@@ -77,7 +77,7 @@ class Attention(nn.Module):
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
     def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
-        x = ctx.gathered(x)
+        x = ctx.gathered(x, alone=True)
         b, t, _ = x.shape
         q, k, v = self._project(x, rotation, *ctx.drawn)
         if rotation.query_scale is not None:

@@ -3,15 +3,13 @@
 All ranks compute the same loss. The gradient of what they have alike is then the sum over ranks of
 what each finds, and that of a rank's own is what it finds.
 
-# R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim
+# R ranks, n rows of a rank
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,14 +38,22 @@ class Ranks(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """[n, ...] of each rank -> [R n, ...]."""
-        return _waited(_ops.all_gather_into_tensor(x.contiguous(), self.size, self.group))
+        return waited(self.begin_gather(x))
+
+    def begin_gather(self, x: Tensor) -> Tensor:
+        """As `gather`; nobody may read it but through `waited`."""
+        return _ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
 
     def scatter_sum(self, x: Tensor) -> Tensor:
         """[R n, ...] -> of the sum over ranks, this one's [n, ...]."""
-        return _waited(_ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group))
+        return waited(self.begin_scatter_sum(x))
+
+    def begin_scatter_sum(self, x: Tensor) -> Tensor:
+        """As `scatter_sum`; nobody may read it but through `waited`."""
+        return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
-        return _waited(_ops.all_reduce(x.contiguous(), "sum", self.group))
+        return waited(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
     def own(self, x: Tensor) -> Tensor:
         """[R n, ...] -> this rank's [n, ...]."""
@@ -63,62 +69,18 @@ class Ranks(NamedTuple):
         send = _ops.all_to_all_single
         pairs = zip(xs, sizes, strict=True)
         out = [send(x.contiguous(), list(s.received), list(s.sent), self.group) for x, s in pairs]
-        return [_waited(x) for x in out]
+        return [waited(x) for x in out]
 
 
-def _waited(x: Tensor) -> Tensor:
-    """The stream waits for it, not the host."""
+def waited(x: Tensor) -> Tensor:
+    """What was begun: the stream waits for it, not the host."""
     return x if x.is_meta else _ops.wait_tensor(x)
 
 
-def _ranks(ctx: Any) -> Ranks:
+def ranks_of(ctx: Any) -> Ranks:
     """Of a backward pass."""
     refuse_second_derivative("an exchange between ranks")
     return ctx.ranks
-
-
-class _Whole(torch.autograd.Function):
-    """What ranks have a share of, to what all have; each uses it for a part of the loss."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).scatter_sum(grad), None
-
-
-def _as_row(x: Tensor) -> Tensor:
-    """[n, C] -> [1, n, C], no view: FSDP2 warns of views among what a block returns."""
-    return torch.ops.aten._unsafe_view(x, [1, *x.shape])
-
-
-class _ShareOfSum(torch.autograd.Function):
-    """Each rank's summands [R n, C], to a share of the sum [1, n, C]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _as_row(ranks.scatter_sum(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).gather(grad[0]), None
-
-
-class _Share(torch.autograd.Function):
-    """What all have [R n, C], to a share [1, n, C]; its whole gradient goes back to all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _as_row(ranks.own(x).clone())  # a view would keep the memory of all
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).gather(grad[0]), None
 
 
 class _All(torch.autograd.Function):
@@ -131,7 +93,7 @@ class _All(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).own(grad), None
+        return ranks_of(ctx).own(grad), None
 
 
 class _Sum(torch.autograd.Function):
@@ -156,7 +118,7 @@ class _SumForParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _ranks(ctx).sum(grad), None
+        return ranks_of(ctx).sum(grad), None
 
 
 class _PartOfGradient(torch.autograd.Function):
@@ -183,7 +145,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_ranks(ctx).exchange_all(grads, ctx.sizes)
+        return None, None, *ranks_of(ctx).exchange_all(grads, ctx.sizes)
 
 
 def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
@@ -205,6 +167,11 @@ def exchange_all(xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[Sizes]) -> 
     return _Exchange.apply(ranks, sizes, *xs)
 
 
+def alike(x: Tensor, ranks: Ranks) -> Tensor:
+    """What all ranks computed alike, so that its gradient is counted once."""
+    return _PartOfGradient.apply(x, ranks)
+
+
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum over ranks, of which all make the same."""
     return _Sum.apply(x, ranks)
@@ -213,45 +180,3 @@ def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
 def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum over ranks, which each uses for what it alone has."""
     return _SumForParts.apply(x, ranks)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The stream between blocks, of which each rank has some tokens, or, `whole`, all of them.
-
-    Some save the norms' time and the memory of what backward needs of them. A step of generation
-    has too few tokens to share.
-    """
-
-    ranks: Ranks
-    shape: tuple[int, int]  # B, T
-    whole: bool
-
-    def begin(self, x: Tensor) -> Tensor:
-        """[B, T, C], which all have -> the rank's [1, n, C], zeros behind the last token."""
-        if self.whole:
-            return x
-        return _Share.apply(self._padded(x), self.ranks)
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """The rank's [1, n, C] -> [B, T, C], which each rank uses for a part of the loss."""
-        if self.whole:
-            return x
-        rows = _Whole.apply(x.flatten(0, 1), self.ranks)
-        return rows[: self.shape[0] * self.shape[1]].view(*self.shape, -1)
-
-    def summed(self, x: Tensor) -> Tensor:
-        """Each rank's summands [B, T, C] -> of the sum, the rank's [1, n, C]."""
-        if self.whole:
-            return sum_over(x, self.ranks)
-        return _ShareOfSum.apply(self._padded(x), self.ranks)
-
-    def alike(self, x: Tensor) -> Tensor:
-        """What all ranks computed alike, so that its gradient is counted once."""
-        return _PartOfGradient.apply(x, self.ranks)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """[B, T, C] -> [R n, C]."""
-        rows = x.flatten(0, 1)
-        missing = -len(rows) % self.ranks.size
-        return F.pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
-from tigon.layers.collectives import Stream
 from tigon.layers.shard import Shard
+from tigon.layers.stream import Stream
 
 
 class Places(NamedTuple):
@@ -56,9 +56,10 @@ class Context:
     shard: Shard | None = None  # T are the tokens of one of several ranks; None: of whole rows
     stream: Stream | None = None  # how ranks that divide each layer share these tokens
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """All tokens [B, T, C] of a normed stream, of which a rank may have some."""
-        return x if self.stream is None else self.stream.gathered(x)
+    def gathered(self, x: Tensor, *, alone: bool) -> Tensor:
+        """All tokens [B, T, C] of a normed stream, of which a rank may have some; `alone`: one
+        product is to read them."""
+        return x if self.stream is None else self.stream.gathered(x, alone=alone)
 
     def summed(self, x: Tensor) -> Tensor:
         """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers.collectives import Ranks, sum_over
-from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart
+from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
 
 
 class LowRankEmbedding(LayerAdapter):
@@ -32,11 +32,12 @@ class LowRankEmbedding(LayerAdapter):
         if dora:
             self.lora_magnitude_vector = nn.Parameter(torch.empty(dim, **how))
 
-    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        shape = self.lora_embedding_B.shape
-        b = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        b = torch.empty(shapes["lora_embedding_B"], dtype=torch.float32, device="cpu").normal_(
+            generator=generator
+        )
         return {
-            "lora_embedding_A": torch.zeros(self.lora_embedding_A.shape, device="cpu"),
+            "lora_embedding_A": torch.zeros(shapes["lora_embedding_A"], device="cpu"),
             "lora_embedding_B": b,
         }
 
@@ -63,7 +64,8 @@ class Embedding(nn.Embedding):
     """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as Gemma has it.
 
     `copies`: weights of adapters, one of which may replace its own. `lora`: low-rank adapters, one
-    of which may be added.
+    of which may be added. Where ranks share the table, `summands` leaves to the caller to add up
+    what each has: a token's row on one of them, zeros on the others.
     """
 
     def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
@@ -73,10 +75,11 @@ class Embedding(nn.Embedding):
         self.copies: Copies | None = None
         self.lora: Adapters | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, *, summands: bool = False) -> Tensor:
         weight = None if self.copies is None else self.copies.active()
         if self.vocabulary is not None:
-            x = _embedded_together(input, self.weight, self.padding_idx, self.vocabulary)
+            x = _own_rows(input, self.weight, self.padding_idx, self.vocabulary)
+            x = x if summands else sum_over(x, _ranks(self.vocabulary))
         elif weight is None:
             x = super().forward(input)
         else:
@@ -90,15 +93,19 @@ class Embedding(nn.Embedding):
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
 
-def _embedded_together(
+def _ranks(shard: VocabularyShard) -> Ranks:
+    return Ranks(shard.group, shard.first // shard.share, shard.ranks)
+
+
+def _own_rows(
     ids: Tensor, weight: Tensor, padding_idx: int | None, shard: VocabularyShard
 ) -> Tensor:
-    """[B, T] -> [B, T, C], of this rank's rows of the weight."""
+    """[B, T] -> [B, T, C], of this rank's rows of the weight; zeros for other tokens."""
     own = ids - shard.first
     here = (own >= 0) & (own < shard.rows)
     padding = None if padding_idx is None else padding_idx - shard.first
     if padding is not None and not 0 <= padding < shard.rows:
         padding = None
     outside = (ids < 0) | (ids >= shard.size)  # an error on every rank, as of a whole weight
-    x = F.embedding(own.where(here | outside, 0), weight, padding).masked_fill(~here[..., None], 0)
-    return sum_over(x, Ranks(shard.group, shard.first // shard.share, shard.ranks))
+    x = F.embedding(own.where(here | outside, 0), weight, padding)
+    return x.masked_fill(~here[..., None], 0)

@@ -16,6 +16,7 @@ from tigon.kernels.criteria import ActiveRows, Criterion
 from tigon.kernels.cross_entropy import Options, scale_and_cap
 from tigon.kernels.lora_linear import lora_linear
 from tigon.kernels.row_linear import linear
+from tigon.layers.collectives import Ranks, alike
 from tigon.layers.lora import Adapters, Copies, LowRank
 
 
@@ -48,6 +49,7 @@ class LMHead(nn.Module):
         self.logits_bytes: int | None = None
         # Where ranks share the head: which rows weight and bias are; they join logits
         self.vocabulary: VocabularyShard | None = None
+        self.scorers: Ranks | None = None  # which all have the same head of few rows, and scores
         self.copies: Copies | None = None  # weights of adapters, one of which may replace its own
         self.lora: Adapters | None = None  # low-rank adapters, one of which may be added
 
@@ -106,6 +108,8 @@ class LMHead(nn.Module):
             raw = linear(x, weight, self.bias)
         else:
             raw = lora_linear(x, weight, self.bias, low.lora_A, low.additions())
+        if self.scorers is not None:
+            return alike(raw, self.scorers)
         if self.vocabulary is None:
             return raw
         missing = self.vocabulary.share - raw.shape[-1]  # of the last rank

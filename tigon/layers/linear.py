@@ -63,12 +63,13 @@ class Linear(nn.Linear):
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         base = FP8 if self.fp8 and self.training else PLAIN
         weight = self.weight
-        if self.summands > 1:
-            return base.linear(x, weight, None if self.bias is None else self.bias / self.summands)
+        own_bias: Tensor | None = self.bias
+        if self.summands > 1 and own_bias is not None:
+            own_bias = own_bias / self.summands
         if self.quantised is not None:
             weight, base = self.quantised.outline, self.quantised.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            bias = None if low.dora else self.bias
+            bias = None if low.dora else own_bias
             drops = None
             if dropout_keys is not None and low.dropout and self.training:
                 drops = Dropout(dropout_keys, low.place, low.dropout)
@@ -79,7 +80,7 @@ class Linear(nn.Linear):
                 y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
                 y = y if self.bias is None else y + self.bias
             return y
-        return base.linear(x, weight, self.bias)
+        return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """As methods that others put in place of `product` expect it, which know of no keys."""

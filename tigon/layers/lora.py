@@ -8,7 +8,7 @@ The paths of the base's parameters stay as they are: an adapter's are below them
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,15 +40,20 @@ class LoRAPart(NamedTuple):
     scale: float
 
 
+Shapes = Mapping[str, Sequence[int]]  # by the name of a parameter
+
+
 class LayerAdapter(nn.Module):
     """One adapter of one layer."""
 
     parts: tuple[LoRAPart, ...]
     dora = False
 
-    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Whole initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added
-        yet."""
+    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Initial values of its parameters in fp32 on the CPU, as PEFT's; nothing is added yet.
+
+        `shapes`: of each, whole, of which ranks may have parts.
+        """
         raise NotImplementedError
 
 
@@ -86,14 +91,16 @@ class LowRank(LayerAdapter):
             empty = torch.empty(part.size, **how)
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
-    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def name_of_a(self, part: LoRAPart) -> str:
+        return "lora_A"
+
+    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """A is drawn part by part, B is 0."""
-        ranks, columns = [part.rank for part in self.parts], self.lora_A.shape[1]
-        a = torch.empty(sum(ranks), columns, dtype=torch.float32, device="cpu")
-        for rows in a.split(ranks):
+        a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
+        for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
-        zeros = {B + p.name: torch.zeros(p.size, p.rank, device="cpu") for p in self.parts}
-        return {"lora_A": a} | zeros
+        names = [B + part.name for part in self.parts]
+        return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[Addition]:
         own: dict[str, Any] = self._parameters  # none is None

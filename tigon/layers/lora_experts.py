@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.lora_grouped_mlp import Low
-from tigon.layers.lora import B, LayerAdapter, LoRAPart
+from tigon.layers.lora import B, LayerAdapter, LoRAPart, Shapes
 
 A = "lora_A_"  # what names of parameters begin with, the matrix's behind it; and B
 MATRICES = ("gate_up_proj", "down_proj")
@@ -35,10 +35,13 @@ class LowRankExperts(LayerAdapter):
             self.register_parameter(A + part.name, nn.Parameter(a))
             self.register_parameter(B + part.name, nn.Parameter(b))
 
-    def drawn(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    def name_of_a(self, part: LoRAPart) -> str:
+        return A + part.name
+
+    def drawn(self, shapes: Shapes, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         found = {}
-        for name, p in self.named_parameters():
-            values = torch.zeros(p.shape, dtype=torch.float32, device="cpu")
+        for name, _ in self.named_parameters():
+            values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
             if name.startswith(A):
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
             found[name] = values

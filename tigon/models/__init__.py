@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import _load, families
 from tigon.models._adapter_files import prepare_adapter, write_adapter
-from tigon.models._adapters import adapter_parameters, begin_adapter
+from tigon.models._adapters import adapter_parameters, begin_adapter, low_ranks
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
@@ -66,6 +66,7 @@ __all__ = [
     "describe",
     "from_pretrained",
     "load_weights",
+    "low_ranks",
     "materialize",
     "misfits",
     "prepare_adapter",

@@ -127,15 +127,21 @@ def begin_adapter(
 ) -> None:
     """First values as PEFT has them: A random, B zero, copies of the base's weights.
 
-    They are drawn whole on the CPU, in the order of layers, so that every rank of a sharded model
-    that begins with the same `generator` gets its rows of the same values.
+    They are drawn whole on the CPU, in the order of layers, so that every rank of a model that is
+    divided begins with its part of the same values, of the same `generator`.
     """
     for path, low in low_ranks(model, name).items():
-        first_values = low.drawn(generator)
+        at, whole = f"{path}.lora.{name}", {}
+        for kind, p in low.named_parameters():
+            cut = model.cuts.get(f"{at}.{kind}")
+            whole[kind] = tuple(p.shape) if cut is None else cut.shape
+        first_values = low.drawn(whole, generator)
         if low.dora:  # what is added is 0: the rows have their own lengths
             first_values |= _lengths(model.get_submodule(path), low)
         for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
+            if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
+                values = cut.take(values)
             own.copy_(values[first : first + len(own)])
     for end in model.adapters[name].modules_to_save:
         owner = _end(model, end)

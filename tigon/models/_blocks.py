@@ -78,7 +78,8 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The MLP's branch, and its tally."""
-        y = self.mlp(ctx.gathered(x), *ctx.drawn)
+        x = ctx.gathered(x, alone=isinstance(self.mlp, GatedMLP))
+        y = self.mlp(x, *ctx.drawn)
         if not isinstance(y, Routed):
             return ctx.summed(y), None
         if not ctx.routing:

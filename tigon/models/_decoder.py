@@ -24,9 +24,10 @@ from tigon.layers import (
     Shard,
     State,
 )
-from tigon.layers.collectives import Ranks, Stream
+from tigon.layers.collectives import Ranks
 from tigon.layers.offload import Offload
 from tigon.layers.state import KVState
+from tigon.layers.stream import Stream
 from tigon.models._blocks import Block
 from tigon.models._config import Config
 from tigon.splitmix import mixed, signed
@@ -115,13 +116,15 @@ class Decoder(nn.Module):
         offload: bool = False,
         dropout_keys: Tensor | None = None,
         shard: Shard | None = None,
+        summands: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """The normed stream, and with `routing` how each layer of experts routed its tokens.
 
         `recompute`: the indices of blocks that are computed again in backward; n: every n-th; 0:
         none. `offload`: what backward needs waits in host memory. `dropout_keys`: int64 [B, T], of
         which an adapter's dropout is drawn; None: there is none. `shard`: T are the tokens of one
-        of several ranks, and the mask is of whole rows.
+        of several ranks, and the mask is of whole rows. `summands`: x is to be added up over ranks
+        that share the layers.
         """
         if self.input_scale != 1.0:
             x = x * self.input_scale
@@ -132,7 +135,7 @@ class Decoder(nn.Module):
         if self.tensor is not None:
             whole = cache is not None and not torch.is_grad_enabled()
             stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole)
-            x = stream.begin(x)
+            x = stream.begin(x, summands=summands)
         append = None if cache is None else cache.append
         ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)
         layers = self.layers
@@ -149,6 +152,12 @@ class Decoder(nn.Module):
         if dropout_keys is not None:  # each block has its own: a number in it would compile it anew
             keys = [dropout_keys + signed(mixed(i)) for i in range(len(layers))]
             contexts = [replace(ctx, dropout_keys=of_block) for of_block in keys]
+        # Of a recomputed block what is gathered is there when its backward begins, as of the head
+        keeps = None if stream is None else replace(stream, keeps=True)
+        contexts = [
+            replace(of_block, stream=keeps) if i in recomputed and keeps else of_block
+            for i, of_block in enumerate(contexts)
+        ]
         residual, tallies = None, []
         for i, (block, rope, state, ctx) in enumerate(
             zip(layers, self.rope_of_layer, states, contexts, strict=True)
@@ -171,4 +180,5 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return ctx.gathered(self.norm(x, residual)[0]), tallies
+        x = self.norm(x, residual)[0]
+        return x if keeps is None else keeps.gathered(x, alone=True), tallies

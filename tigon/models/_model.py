@@ -225,8 +225,7 @@ class LanguageModel(nn.Module):
         of_head, of_routing = self._metrics(given.get("metrics"), targets)
         part = split(batch, self.context, self.config.vocab_size)
         asked, mine = Asked(targets, of_head, given.get("criteria"), part), part.batch
-        x = mine.inputs_embeds
-        x = self.model.embed_tokens(mine.input_ids) if x is None else x
+        x, partly = self._embedded(mine)
         x, position_ids, mask, places = mine.without_padding(x)
         balanced = aux_loss_coef(self.config) is not None
         run = self.model if self.graphs is None else self.graphs
@@ -238,7 +237,7 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
-            **self._dropout(mine, places) | part.options,
+            **self._dropout(mine, places) | part.options | partly,
         )
         hidden = mine.with_padding(hidden, places)
         logits = given.get("return_logits")
@@ -258,6 +257,13 @@ class LanguageModel(nn.Module):
         result.hidden = hidden if given.get("return_hidden") else None
         return self._add_routing(result, part.tallies(tallies), asked.targets.share, of_routing)
 
+    def _embedded(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """[B, T, C], and whether the decoder is to add it up over ranks, where it divides it."""
+        if batch.inputs_embeds is not None:
+            return batch.inputs_embeds, {}
+        partly = {} if self.tensor_ranks is None else {"summands": True}
+        return self.model.embed_tokens(batch.input_ids, **partly), partly
+
     def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Any]:
         """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
 
@@ -269,6 +275,8 @@ class LanguageModel(nn.Module):
         keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
         if keys is None:
             keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+            if (ranks := self.tensor_ranks) is not None:  # the first one's on all
+                keys = ranks.gather(keys)[: len(keys)]
         return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
 
     def _resolve(

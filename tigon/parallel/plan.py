@@ -18,12 +18,11 @@ from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
+from tigon.parallel.adapters import Pieces, adapter_cuts, check_adapters, share_adapters
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
 UNIT = 8  # outputs are cut at multiples of it where that leaves each rank some: kernels align
-
-Pieces = tuple[tuple[Rows, Copy], ...]
 
 
 class How(NamedTuple):
@@ -136,6 +135,7 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
     check(model, ranks.size)
     tied = model.ties_head
     cuts = dict(_cuts(model, ranks))
+    cuts |= adapter_cuts(model, cuts)
     model.cuts = {
         name: cut for name, cut in cuts.items() if not (tied and name == "lm_head.weight")
     }
@@ -145,12 +145,15 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
         whole: Tensor = module.get_parameter(own)
         if len(cut.pieces) > 1 or cut.length != whole.shape[cut.dim]:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
+    share_adapters(model, cuts)
     size = model.config.vocab_size
     ((rows, _),) = tokens(model, size, ranks)
     vocabulary = VocabularyShard.of(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _share_heads(module, ranks)
+        elif isinstance(module, LMHead) and model.config.labels:
+            module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
             module.vocabulary = vocabulary
         for kind, name in SUMMANDS.items():
@@ -166,8 +169,6 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
 
 def check(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that so many ranks cannot share."""
-    if model.config.labels:
-        raise ValueError("tensor parallelism is not there for a model that scores sequences")
     size = model.config.vocab_size
     if (ranks - 1) * -(-size // ranks) >= size:
         raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
@@ -182,8 +183,7 @@ def check(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
-    if model.adapters:
-        raise ValueError("tensor parallelism is not there for adapters")
+    check_adapters(model)
 
 
 def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:
@@ -191,6 +191,8 @@ def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:
     hows: dict[str, tuple[nn.Module, How]] = {}
     for path, module in model.named_modules():
         rules = dict(next((PLAN[kind] for kind in PLAN if isinstance(module, kind)), {}))
+        if isinstance(module, LMHead) and model.config.labels:  # a row for each score
+            rules = {}
         if isinstance(module, Attention) and module.flat_qk_norm:
             rules |= FLAT
         for name, how in rules.items():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tigon import strict
 from tigon.hub import check_repository
@@ -207,26 +208,31 @@ def check_parallel(config: Config) -> None:
             f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
             "of each expert on each rank: leave one out"
         )
+    lora = config.lora
     neither = {
         "sharding": config.sharding != "full",
-        "lora": config.lora is not None,
         "cuda_graphs": config.cuda_graphs,
         "optimizer_in_backward": config.optimizer_in_backward,
     }
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
-            "optimizer": config.optimizer in ("muon", "adamw_8bit"),  # of whole matrices, or blocks
+            "optimizer": config.optimizer == "muon",  # of whole matrices
             "fp8": config.fp8,
-            "task": config.task == "reward",
+            "lora.dora": lora is not None and lora.dora,
+            "lora.quantize": lora is not None and lora.quantize is not None,
+            "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
-        f"parallel.expert={expert}": neither | {"optimizer": config.optimizer == "muon"},
+        f"parallel.expert={expert}": neither
+        | {"lora": lora is not None, "optimizer": config.optimizer == "muon"},
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):
             continue
         for name in filter(found.get, found):
-            said = name if name == "lora" else f"{name}={str(getattr(config, name)).lower()}"
+            value = attrgetter(name)(config)
+            value = [*value] if isinstance(value, tuple) else str(value).lower()
+            said = name if name == "lora" else f"{name}={value}"
             raise ValueError(f"{said} is not there for {dimension}: leave one of them out")
 
 

@@ -27,7 +27,8 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
         expert = meshes_of(world).expert
         if expert is not None and has_experts(model):
             share_experts(model, expert)
-        shard(model, world, compute)
+        if meshes_of(world).weights.size() > 1:
+            shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)
     model.use_attention(config.attention)

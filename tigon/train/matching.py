@@ -11,6 +11,7 @@ from tigon.parallel import Sizes, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import context_of, outline
+from tigon.train.optim import check_part
 
 
 def check_context(config: Config, source: Path | None = None) -> None:
@@ -29,7 +30,9 @@ def check_context(config: Config, source: Path | None = None) -> None:
 def check_sizes(config: Config, sizes: Sizes, source: Path | None = None) -> None:
     """ValueError for a model that so many ranks cannot share; also before data are made."""
     if sizes.tensor * sizes.context * sizes.expert > 1:
-        take_part(outline(config, getattr(torch, config.param_dtype), source), sizes)
+        model = outline(config, getattr(torch, config.param_dtype), source)
+        take_part(model, sizes)
+        check_part(model, config)
 
 
 def stop_at(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:

@@ -125,10 +125,11 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
         share_context(model, context)
     if (expert := meshes_of(world).expert) is not None:
         share_experts(model, expert)
-    if config.sharding == "full":
+    weights = meshes_of(world).weights
+    if config.sharding == "gradients":
+        shard_gradients(model, weights, compute, sum_dtype(config))
+    elif is_sharded(config, weights.size(), compute):  # not where tensor parallelism does it all
         shard(model, world, compute)
-    else:
-        shard_gradients(model, meshes_of(world).weights, compute, sum_dtype(config))
 
 
 def sum_dtype(config: Config) -> torch.dtype:
@@ -137,7 +138,7 @@ def sum_dtype(config: Config) -> torch.dtype:
 
 
 def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
-    """Whether the model is divided: that casts weights, too, and adds up gradients over
+    """Whether so many ranks divide the model: that casts weights, too, and adds up gradients over
     micro-batches in float32, on one rank as on many."""
     dtype = getattr(torch, config.param_dtype)
     if config.lora is not None:  # the base is not cast

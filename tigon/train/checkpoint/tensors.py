@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM, adapter_parameters
 from tigon.train.optim import Ema
 from tigon.train.parallel import local
-from tigon.weights import Layout, own_rows, own_slices
+from tigon.weights import Layout, Part, Rows, own_rows, own_slices
 
 OPTIMIZER = "optimizer."  # what the names of its states begin with
 EMA = "ema."  # and those of averages
@@ -161,9 +161,17 @@ def _by_part(own: Mapping[str, tuple[Tensor, int]], model: CausalLM, prefix: str
         shape = parameters[parameter].shape
         for part in layout[parameter]:
             if held.shape[-1:] != shape[-1:] and len(shape) > 1:  # a number for several elements
-                part = replace(part, shape=(*part.shape[:-1], held.shape[-1]))
+                part = _coarser(part, shape[-1] // held.shape[-1])
             name = prefix + part.name
             shapes[name], dtypes[name] = part.shape, held.dtype
             slices = own_slices(part, shape, held, first)
             chunks.setdefault(name, []).extend(Chunk(at, rows) for at, rows in slices)
     return {name: LocalRows(shapes[name], dtypes[name], chunks[name]) for name in shapes}
+
+
+def _coarser(part: Part, block: int) -> Part:
+    """Of a tensor with one number for each `block` elements of a row."""
+    spans = part.spans
+    if spans:
+        spans = (*spans[:-1], Rows(*(n // block for n in spans[-1])))
+    return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), spans=spans)

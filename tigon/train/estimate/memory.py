@@ -65,7 +65,8 @@ def estimate(
     share as the settings say.
     """
     param_dtype = getattr(torch, config.param_dtype)
-    sharded, sizes = is_sharded(config, world, compute), sizes_of(config, world)
+    sizes = sizes_of(config, world)
+    sharded = is_sharded(config, sizes.replicate * sizes.shards, compute)
     take_part(model, sizes)
     freeze(model, config)
     shares = ranks_of(model, sizes.shards)

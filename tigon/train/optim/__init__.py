@@ -1,6 +1,6 @@
 """Optimizers, parameter groups, learning-rate schedules and clipping."""
 
-from tigon.train.optim.build import OPTIMIZERS, build_optimizer, state_bytes
+from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_part, state_bytes
 from tigon.train.optim.clip import clip, clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
@@ -14,6 +14,7 @@ __all__ = [
     "build_ema",
     "build_in_backward",
     "build_optimizer",
+    "check_part",
     "check_ranks",
     "clip",
     "clip_gradients",

@@ -25,6 +25,12 @@ def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
     return OPTIMIZERS[config.optimizer].build(model, config)
 
 
+def check_part(model: CausalLM, config: Config) -> None:
+    """Raises ValueError for a rank's part of a model that the optimizer has no states for."""
+    if config.optimizer == "adamw_8bit":
+        low_precision.blocks_of(model)
+
+
 def state_bytes(config: Config, *, hidden: bool = False) -> float:
     """Bytes of optimizer states per trained parameter, on all ranks together.
 

@@ -219,18 +219,39 @@ class Stored(Optimizer):
 
 
 def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
-    """With states of float32, bfloat16 or 8bit."""
+    """With states of float32, bfloat16 or 8bit. ValueError where ranks divide columns within a
+    block of the last."""
+    blocks = blocks_of(model) if states == "8bit" else {}
 
     def format_of(parameter: Tensor, kind: str) -> Format:
         if states == "bfloat16":
             return BFloat16()
-        block = eight_bit.block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
-        if states == "8bit" and block >= eight_bit.LEAST:
+        if states == "8bit" and blocks[parameter] >= eight_bit.LEAST:
             return EightBit(signed=kind == "exp_avg")
         return Float32()
 
     betas = (config.beta1, config.beta2)
     return _stored(model, config, AdamW(), format_of, betas=betas, eps=config.eps)
+
+
+def blocks_of(model: CausalLM) -> dict[Tensor, int]:
+    """Columns of a block of states of 8 bits, of a whole row; 0 of vectors. ValueError where ranks
+    divide columns within a block."""
+    found: dict[Tensor, int] = {}
+    for name, p in model.named_parameters():
+        cut = model.cuts.get(name)
+        columns = p.shape[-1] if cut is None else cut.shape[-1]
+        found[p] = block = eight_bit.block_size(columns) if p.dim() > 1 else 0
+        if cut is None or cut.dim != p.dim() - 1 or block < eight_bit.LEAST:
+            continue
+        for rows, _ in cut.pieces if p.requires_grad else ():
+            if rows.source % block or eight_bit.block_size(rows.length) != block:
+                raise ValueError(
+                    f"optimizer=adamw_8bit keeps states of {name} in blocks of {block} columns, "
+                    f"and this rank has the {rows.length} of {columns} from {rows.source} on: give "
+                    "another parallel.tensor, or optimizer=adamw_bf16"
+                )
+    return found
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:

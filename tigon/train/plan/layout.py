@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.parallel import check_context
 from tigon.train.config import Config
-from tigon.train.optim import check_ranks
+from tigon.train.optim import check_part, check_ranks
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.work import Shapes
@@ -126,7 +126,9 @@ def misfit(job: Job, layout: Layout) -> str | None:
     if t > job.gpu.host:
         return f"tensor above {job.gpu.host}: NVLink connects so many GPUs"
     try:
-        check_context(job.shapes.part(t, layout.expert), context)
+        part = job.shapes.part(t, layout.expert)
+        check_context(part, context)
+        check_part(part, job.config)
     except ValueError as error:
         return str(error)
     if job.seq_len % (t * context):

@@ -2,9 +2,9 @@
 
 Products, attention, passes and optimizer take their operations and bytes at the rates that were
 measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
-tensor, context and expert parallelism are waited for. Those of FSDP run beside the computation:
-over NVLink a measured share of their time is lost nonetheless, over the network what is longer than
-the computation that they run beside.
+context and expert parallelism are waited for, and most of tensor parallelism. The others of that
+and those of FSDP run beside the computation: over NVLink a measured share of their time is lost
+nonetheless, over the network what is longer than the computation that they run beside.
 
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,
 # k experts of a token
@@ -119,12 +119,12 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     step = Step({kind: count * seconds for kind, seconds in compute.items()})
     step.kinds["optimizer"] = updated(model, job.config, layout.shards) / k.optimizer
     step.kinds["other"] = k.rest * step.seconds
-    waited = inner(job, layout, model) * count
-    step.kinds[WAITED] = waited.nvlink + waited.network
+    waited, hidden = (time * count for time in inner(job, layout, model))
+    step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
     beside = outer(job, layout, model, sum(compute.values()))
     step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
     step.kinds["FSDP over the network"] = beside[1]
-    step.traffic = waited + beside[0]
+    step.traffic = waited + hidden + beside[0]
     lengths = [job.seq_len] * (layout.rows * count)
     shared = layout.tensor * layout.context
     step.tokens = sum(lengths) / shared
@@ -157,22 +157,26 @@ def updated(model: CausalLM, config: Config, shards: int) -> float:
     return found
 
 
-def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
-    """Collectives of a micro-batch inside its blocks. Each branch gathers its tokens and reduces
-    its output over the tensor ranks, forward and backward; attention exchanges tokens for heads
-    over the context ranks; experts get rows from the ranks that share them, and send them back."""
+def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
+    """Collectives of a micro-batch inside its blocks: those that are waited for, and those that run
+    beside products. Each branch gathers its tokens and reduces its output over the tensor ranks,
+    forward and backward; attention exchanges tokens for heads over the context ranks; experts get
+    rows from the ranks that share them, and send them back."""
     gpu, k = job.gpu, job.constants
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
     hidden = BF16 * tokens * model.config.hidden_size
     layers = len(model.model.layers)
     # Two branches of each block; embedding and head
-    found = tensor.gather(hidden, gpu, k) * (layers * 2 * (4 + 2 * layout.again) + 4)
+    each = tensor.gather(hidden, gpu, k)
+    found = each * (layers * 2 * (3 + 2 * layout.again) + 4)
+    # In backward inputs are gathered anew, unless they were just now, and their gradients added up
+    beside = each * (layers * 2 * (2 - layout.again))
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
         sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
         # In two messages, to attention and back; a rank's own share is not sent
-        each = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
-        found += context.exchange(each, gpu, k) * (layers * 2 * (2 + layout.again))
+        size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
+        found += context.exchange(size, gpu, k) * (layers * 2 * (2 + layout.again))
     expert = Group(layout.expert, layout.tensor)
     for layer in model.modules() if layout.expert > 1 else ():
         if not isinstance(layer, SparseMoE):
@@ -184,7 +188,7 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> Time:
         # Numbers of rows, and what experts they are for, besides: of few bytes
         few = expert.exchange(0, gpu, k)
         found += rows * (4 + 2 * layout.again) + few * (3 + 2 * layout.again)
-    return found
+    return found, beside
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""What backward keeps of tokens that ranks gather, and when it exchanges them anew."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.contract import gradients
+from tests.models.test_rebuilt import BIG, B, T, make, saved
+from tests.parallel.test_tensor import TWO, random_model
+from tests.train.ranks import Ranks
+from tigon.kernels import use
+from tigon.kernels._rebuilt import rebuilding
+from tigon.layers import Linear, collectives
+from tigon.layers.stream import Stream
+from tigon.models import CausalLM
+from tigon.parallel import cut_model
+from tigon.train.estimate.memory import kept_of_gathered
+
+R = 2
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One process that is the first of two ranks; nothing is received."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=R)
+    yield
+    dist.destroy_process_group()
+
+
+def on_meta(model_type: str, **changes: Any) -> CausalLM:
+    model = make(model_type, "plain", "meta", **BIG, **changes).to("meta", torch.bfloat16)
+    cut_model(model, init_device_mesh("cpu", (R,)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("llama", {}), ("qwen3_moe", {"moe_intermediate_size": 512}), ("olmo2", {})],
+)
+def test_no_gathered_input_is_kept(alone, model_type, changes):
+    """Of two products in each block. With OLMo 2, whose stream is not normed before them, the
+    rank's own tokens are kept."""
+    model = on_meta(model_type, **changes)
+    found = saved(model)
+    with rebuilding(math.inf):
+        without = saved(model)
+    c = model.config
+    predicted = 2 * B * T * c.hidden_size * 2
+    if model_type == "olmo2":
+        predicted -= predicted // R
+    if model_type != "qwen3_moe":  # what goes into down_proj is computed again, too
+        predicted += B * T * c.intermediate_size // R * 2
+    small = 2**20  # 1 / rms, which autograd saves apart of where the stream is
+    layers = c.num_hidden_layers
+    assert layers * predicted - small <= without - found <= layers * predicted
+    assert kept_of_gathered(model, B * T * c.hidden_size * 2) == 0
+
+
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_the_estimate_counts_what_is_kept(alone, recomputed):
+    """All where tensors are small, and those of one block that is computed again."""
+    model = on_meta("llama")
+    model.activation_checkpointing = recomputed
+    size = B * T * model.config.hidden_size * 2
+    with rebuilding(0 if recomputed else math.inf):
+        assert kept_of_gathered(model, size) == (1 if recomputed else 2) * 2 * size
+
+
+class Order(TorchDispatchMode):
+    """The products and exchanges that are made, in their order."""
+
+    NAMES = ("mm", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func._schema.name.partition("::")[2]) in self.NAMES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_exchanges_run_beside_products(alone):
+    """The gather beside the first product of backward, the sum beside the second."""
+    stream = Stream(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
+    layer = Linear(4, 5, bias=False)
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    with rebuilding(0):
+        y = layer(stream.gathered(x, alone=True))
+    with Order() as order:
+        y.sum().backward()
+    assert order.found == [
+        "all_gather_into_tensor", "mm", "reduce_scatter_tensor", "wait_tensor", "mm", "wait_tensor",
+    ]  # fmt: skip
+
+
+def test_embeddings_are_added_up_where_they_are_divided(alone):
+    model = random_model(*TWO["llama"])
+    cut_model(model, init_device_mesh("cpu", (R,)))
+    ids = torch.arange(4, 9)[None]
+    with Order() as order:
+        model(ids, labels=ids)
+    found = [name for name in order.found if name not in ("mm", "wait_tensor")]
+    assert found[:2] == ["reduce_scatter_tensor", "all_gather_into_tensor"]
+
+
+def test_several_readers_gather_once_and_reduce_once(alone):
+    stream = Stream(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
+    one, other = Linear(4, 5, bias=False), Linear(4, 5, bias=False)
+    x = torch.randn(1, 3, 4, requires_grad=True)
+    with rebuilding(0):
+        whole = stream.gathered(x, alone=False)
+        y = one(whole) + other(whole)
+    with Order() as order:
+        y.sum().backward()
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert order.found.count(name) == 1
+
+
+def step(model: CausalLM, least: float, recompute: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    model.activation_checkpointing = recompute
+    ids = torch.arange(4, 9)[None]  # of an odd number: the last rank's share has padding
+    kernels = "triton" if model.config.model_type == "llama" else "auto"  # slow on a CPU
+    with rebuilding(least), use(kernels):
+        loss = model(ids, labels=ids).loss
+        return loss.detach(), gradients(loss, model)
+
+
+def compare() -> None:
+    """With and without what is gathered anew, whose bits are to be the same."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name in ("llama", "olmo2", "qwen2_moe"):
+        model = random_model(*TWO[name])
+        cut_model(model, init_device_mesh("cpu", (R,)))
+        expected = step(model, math.inf, False)
+        for recompute in (False, True):
+            found = step(model, 0, recompute)
+            assert torch.equal(found[0], expected[0])
+            wrong = [n for n, g in expected[1].items() if not torch.equal(g, found[1][n])]
+            assert not wrong, (name, recompute, wrong)
+        ids = torch.arange(4, 9)[None]
+        logits = model(inputs_embeds=model.model.embed_tokens(ids)).logits
+        assert torch.equal(logits, model(ids).logits)
+        if name == "llama":
+            continue
+        hooked = model.model.layers[0].mlp
+        hooked.register_full_backward_hook(lambda _, came, __: (came[0] * 2,))
+        twice = [step(model, least, False)[1] for least in (0, math.inf)]
+        assert all(torch.equal(g, twice[1][n]) for n, g in twice[0].items()), name
+        before = "model.layers.0.post_attention_layernorm.weight"
+        assert not torch.equal(twice[0][before], expected[1][before])
+    dist.destroy_process_group()
+
+
+def test_no_bit_changes():
+    """A hook that changes a gradient on its way is heard, too."""
+    Ranks(R, compare).finish()

@@ -1,0 +1,130 @@
+"""Adapters of models that are cut over ranks against those of whole ones: losses, gradients, files,
+merged weights; with and without dropout."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel import test_tensor
+from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
+from tests.train.ranks import Ranks
+from tigon.models import CausalLM, LoraConfig, adapter_parameters, begin_adapter
+from tigon.parallel import cut_model
+from tigon.parallel.plan import check
+
+LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]
+OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj")
+Case = tuple[tuple[str, dict[str, Any]], dict[str, Any]]
+CASES: dict[int, dict[str, Case]] = {
+    2: {
+        "all": (LLAMA, {"rank_pattern": {"k_proj": 2}}),
+        "some": (LLAMA, {"targets": ("v_proj", "up_proj", "o_proj"), "rslora": True}),
+        "dropout": (("llama", {"intermediate_size": 64}), {"dropout": 0.3}),
+        "packed in files": (TWO["phi3"], {}),
+        "norms over all heads": (TWO["olmo2"], {}),
+        "experts": (EXPERTS, {"targets": OF_EXPERTS}),
+        "shared expert": (EXPERTS, {}),
+    },
+    4: {"kv heads on two ranks each": (FOUR["kv heads on two ranks each"], {})},
+}
+
+
+def adapted(case: Case) -> CausalLM:
+    (model_type, changes), more = case
+    model = random_model(model_type, changes)
+    model.add_adapter(LoraConfig(**{"rank": 3, "alpha": 5.0} | more))
+    with torch.no_grad():
+        for p in adapter_parameters(model, "default").values():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def keyed() -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        {"dropout_keys": torch.randint(-(2**63), 2**63 - 1, b["input_ids"].shape, generator=draw)}
+        | b
+        for b in batches()
+    ]
+
+
+def compare(directory: str, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    test_tensor.batches = keyed  # of this process alone
+    mesh, found = init_device_mesh("cpu", (count,)), {}
+    for name, case in CASES[count].items():
+        one = adapted(case)
+        cut = copy.deepcopy(one)
+        cut_model(cut, mesh)
+        own = torch.tensor(differences(one, cut))
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        found[name] = own.tolist()
+        for way, model in (("one", one), ("cut", cut)):
+            at = Path(directory, name, way)
+            model.save_adapter(at / "trained")
+            merged = copy.deepcopy(model)
+            merged.merge_adapter()
+            merged.save_pretrained(at / "merged")
+            begin_adapter(model, generator=torch.Generator().manual_seed(4))
+            model.save_adapter(at / "begun")
+    if dist.get_rank() == 0:
+        Path(directory, f"{count}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    directory, results = tmp_path_factory.mktemp("adapters"), {}
+    for count in CASES:
+        Ranks(count, compare, str(directory), count).finish()
+        results |= json.loads((directory / f"{count}.json").read_text())
+    return directory, results
+
+
+NAMES = [name for cases in CASES.values() for name in cases]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_cut_adapter_is_as_a_whole_one(found, case):
+    loss, norm, logits, parameters = found[1][case]
+    assert loss < 1e-5 and norm < 2e-5 and logits < 3e-5 and parameters < 1e-5, found[1][case]
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_files(found, case):
+    """PEFT's of the whole adapter, as it is trained and as it begins, and the merged model's."""
+    for what, tolerance in (("trained", 1e-5), ("begun", 0.0), ("merged", 1e-5)):
+        name = "model.safetensors" if what == "merged" else "adapter_model.safetensors"
+        one, cut = (load_file(found[0] / case / way / what / name) for way in ("one", "cut"))
+        assert one.keys() == cut.keys() and len(one) > 4
+        for key, values in one.items():
+            torch.testing.assert_close(cut[key], values, rtol=0, atol=tolerance, msg=key)
+    configs = [
+        (found[0] / case / way / "trained/adapter_config.json").read_text()
+        for way in ("one", "cut")
+    ]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"dora": True}, "lengths of whole rows: give dora=False"),
+        ({"targets": ("q_proj", "embed_tokens")}, "which is of model.embed_tokens"),
+        ({"targets": ("q_proj", "lm_head")}, "which is of lm_head"),
+        ({"modules_to_save": ("lm_head",)}, "whole weights of lm_head"),
+    ],
+)
+def test_what_ranks_cannot_share_of_adapters(config, said):
+    model = random_model("llama", {})
+    model.add_adapter(LoraConfig(**config))
+    with pytest.raises(ValueError, match=said):
+        check(model, 2)

@@ -1,0 +1,62 @@
+"""Runs that train an adapter on ranks that share each layer, against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.numbers import relative_error
+from tests.train.ranks import train_on
+from tigon.train import main
+from tigon.train.export import convert_checkpoint
+
+SETTINGS: dict[str, Any] = {
+    "steps": 4,
+    "save_every": 2,
+    "keep_last": 0,
+    "lr": 1e-2,
+    "micro_batch_size": 1,
+    "batch_size": 2,
+    "max_grad_norm": 0.1,
+    "lora.rank": 4,
+    "lora.dropout": 0.2,
+    "lora.merge": "true",
+    "export": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(workspace) -> None:
+    main(workspace.settings("one", **SETTINGS))
+
+
+def assert_same(workspace, run: str) -> None:
+    for key in ("loss", "grad_norm"):
+        expected, found = (workspace.metrics(name, key) for name in ("one", run))
+        assert found == pytest.approx(expected[-len(found) :], rel=1e-5)
+    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        expected, found = (load_file(workspace.root / name / file) for name in ("one", run))
+        assert expected.keys() == found.keys()
+        for name, values in expected.items():
+            assert relative_error(found[name], values) < 1e-4, name
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"fsdp": 2, "tensor": 2}])
+def test_a_run_with_dropout(workspace, whole, parallel):
+    """It goes on from a checkpoint of one process, and one process from its own."""
+    count = 2 * parallel.get("fsdp", 1)
+    run, more = f"ranks-{count}", {f"parallel.{name}": n for name, n in parallel.items()}
+    train_on(count, workspace.settings(run, **SETTINGS, **more), OMP_NUM_THREADS="1")
+    assert_same(workspace, run)
+    for name, source, settings, ranks in (("fewer", run, {}, 1), ("more", "one", more, count)):
+        step = workspace.root / source / "checkpoints/step-00000002"
+        again = workspace.settings(f"{run}-{name}", **SETTINGS, **settings, resume=step)
+        train_on(ranks, again, OMP_NUM_THREADS="1")
+        assert_same(workspace, f"{run}-{name}")
+    last = workspace.root / run / "checkpoints/step-00000004"
+    convert_checkpoint(last, str(workspace.root / f"{run}-converted"), merge=True)
+    ours = load_file(workspace.root / run / "hf/model.safetensors")
+    theirs = load_file(workspace.root / f"{run}-converted/model.safetensors")
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6, msg=name)

@@ -1,0 +1,98 @@
+"""What each rank of tensor parallelism has of low-rank adapters, which were added before.
+
+An adapter is cut as its weight is: B by rows where that is cut by its outputs, A by columns where
+it is by its inputs. Every rank has all of the other one, and finds a part of its gradient.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tigon.layers import LMHead, LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
+from tigon.layers.lora import B
+from tigon.models import CausalLM, low_ranks
+from tigon.splitmix import GOLDEN, WORD, signed
+from tigon.weights import Copy, Cut, Rows
+
+Pieces = tuple[tuple[Rows, Copy], ...]
+DRAWN = 4  # columns of dropout that share 64 random bits
+
+
+def check_adapters(model: CausalLM) -> None:
+    """Raises ValueError for adapters that ranks cannot share."""
+    for name, config in model.adapters.items():
+        of = f"tensor parallelism is not there for the adapter {name!r}"
+        if config.dora:
+            raise ValueError(f"{of}, which learns lengths of whole rows: give dora=False")
+        if saved := ", ".join(end for end in config.modules_to_save if end != "score"):
+            raise ValueError(f"{of}, which has whole weights of {saved}: leave out modules_to_save")
+        for path, low in low_ranks(model, name).items():
+            if isinstance(low, LowRankEmbedding) or isinstance(model.get_submodule(path), LMHead):
+                raise ValueError(f"{of}, which is of {path}: leave it out of targets")
+
+
+def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Cut]]:
+    """Of the parameters of adapters that ranks divide; `cuts` are those of the weights."""
+    for at, low, weights in _adapters(model, cuts):
+        for part, weight in zip(low.parts, weights, strict=True):
+            if _by_inputs(weight):
+                name, dim, pieces = low.name_of_a(part), 1, weight.pieces
+            else:
+                name, dim, pieces = B + part.name, 0, _within(weight, part)
+            yield f"{at}.{name}", Cut(tuple(low.get_parameter(name).shape), dim, pieces)
+
+
+def share_adapters(model: CausalLM, cuts: Mapping[str, Cut]) -> None:
+    """The columns of each part that the rank has, and where their dropout is drawn."""
+    for at, low, weights in _adapters(model, cuts):
+        low.parts = tuple(map(_own, low.parts, weights))
+        weight = weights[0]
+        if isinstance(low, LowRank) and low.dropout and _by_inputs(weight):
+            first = weight.pieces[0][0].source
+            if first % DRAWN:
+                raise ValueError(
+                    f"dropout={low.dropout} is not there where a rank's columns begin at {first} "
+                    f"({at}), which {DRAWN} does not divide: give 0, or another number of ranks"
+                )
+            # Column c of the rank has the draws of column first + c
+            low.place = signed((low.place + first // DRAWN * GOLDEN) & WORD)
+
+
+def _adapters(
+    model: CausalLM, cuts: Mapping[str, Cut]
+) -> Iterator[tuple[str, LowRank | LowRankExperts, Sequence[Cut]]]:
+    """Each layer's, by its path, and how the weight of each of its parts is cut."""
+    for path, low in model.named_modules():
+        if isinstance(low, LowRank | LowRankExperts):
+            layer = path.rpartition(".lora.")[0]
+            experts = isinstance(low, LowRankExperts)
+            names = [part.name if experts else "weight" for part in low.parts]
+            yield path, low, [cuts[f"{layer}.{name}"] for name in names]
+
+
+def _by_inputs(weight: Cut) -> bool:
+    return weight.dim == len(weight.shape) - 1
+
+
+def _within(weight: Cut, part: LoRAPart) -> Pieces:
+    """The pieces of the weight's rows that are the part's, counted from its first one."""
+    found = []
+    for rows, copy in weight.pieces:
+        begin = max(rows.source, part.first)
+        end = min(rows.source + rows.length, part.first + part.size)
+        if begin < end:
+            found.append((Rows(begin, rows.target + begin - rows.source, end - begin), copy))
+    start = min(rows.target for rows, _ in found)
+    return tuple((Rows(s - part.first, t - start, n), copy) for (s, t, n), copy in found)
+
+
+def _own(part: LoRAPart, weight: Cut) -> LoRAPart:
+    if _by_inputs(weight):
+        return part
+    pieces = _within(weight, part)
+    # Where the first of them is in the rank's own weight
+    source = part.first + pieces[0][0].source
+    (first,) = (
+        rows.target + source - rows.source
+        for rows, _ in weight.pieces
+        if rows.source <= source < rows.source + rows.length
+    )
+    return part._replace(first=first, size=sum(rows.length for rows, _ in pieces))

@@ -21,8 +21,7 @@ from tigon.kernels._rebuilt import rebuilding
 from tigon.layers import Linear, collectives
 from tigon.layers.stream import Stream
 from tigon.models import CausalLM
-from tigon.parallel import cut_model
-from tigon.train.estimate.memory import kept_of_gathered
+from tigon.parallel import Sizes, cut_model, take_part
 
 R = 2
 
@@ -61,17 +60,18 @@ def test_no_gathered_input_is_kept(alone, model_type, changes):
     small = 2**20  # 1 / rms, which autograd saves apart of where the stream is
     layers = c.num_hidden_layers
     assert layers * predicted - small <= without - found <= layers * predicted
-    assert kept_of_gathered(model, B * T * c.hidden_size * 2) == 0
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
-def test_the_estimate_counts_what_is_kept(alone, recomputed):
-    """All where tensors are small, and those of one block that is computed again."""
-    model = on_meta("llama")
-    model.activation_checkpointing = recomputed
-    size = B * T * model.config.hidden_size * 2
-    with rebuilding(0 if recomputed else math.inf):
-        assert kept_of_gathered(model, size) == (1 if recomputed else 2) * 2 * size
+def test_a_part_without_other_ranks_keeps_as_much(alone, recomputed):
+    """As estimates take it: of a model that is cut over a process group."""
+    model, part = on_meta("llama"), make("llama", "plain", "meta", **BIG).to("meta", torch.bfloat16)
+    take_part(part, Sizes(tensor=R))
+    shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (model, part)]
+    assert shapes[0] == shapes[1] and not part.cuts.keys() ^ model.cuts.keys()
+    for one in (model, part):
+        one.activation_checkpointing = recomputed
+    assert saved(part) == saved(model)
 
 
 class Order(TorchDispatchMode):

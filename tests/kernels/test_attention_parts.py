@@ -83,20 +83,6 @@ def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> N
 
 
 @pytest.mark.usefixtures("played")
-def test_shared_keys_are_refused() -> None:
-    segments = torch.zeros(2, 8, dtype=torch.int64)
-    cu = torch.tensor([0, 8, 16], dtype=torch.int32)
-    mask = AttentionMask(
-        8,
-        segment_ids=segments,
-        cu_seq_lens=cu,
-        longest=8,
-        prefixes=torch.zeros(2, 2, dtype=torch.int64),
-    )
-    with pytest.raises(ValueError, match="whose sequences share keys: give whole rows"):
-        mask.part(2, 4)
-
-
 def test_cudnn_is_refused() -> None:
     q, k, v = tensors(9)
     for spans in ((0, 4), (4, 9)):
@@ -173,3 +159,17 @@ def test_padding_inside_a_sequence() -> None:
     expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
     out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shared_keys_are_refused() -> None:
+    segments = torch.zeros(2, 8, dtype=torch.int64)
+    cu = torch.tensor([0, 8, 16], dtype=torch.int32)
+    mask = AttentionMask(
+        8,
+        segment_ids=segments,
+        cu_seq_lens=cu,
+        longest=8,
+        prefixes=torch.zeros(2, 2, dtype=torch.int64),
+    )
+    with pytest.raises(ValueError, match="whose sequences share keys: give whole rows"):
+        mask.part(2, 4)

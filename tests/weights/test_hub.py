@@ -235,9 +235,11 @@ def test_offline_mode_in_a_fresh_process(hub: HubServer, tmp_path: Path) -> None
 def test_a_path_is_never_taken_for_a_repository(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    for name in ("runs/sft/hf", "runs/sft/", "other/sft/hf"):
+    for name in ("runs/sft/hf", "other/sft/hf"):
         with pytest.raises(FileNotFoundError, match=f"'{name}' is neither an existing directory"):
             Repository(name)
+    with pytest.raises(FileNotFoundError, match="no directory runs/sft/ "):
+        Repository("runs/sft/")
     with pytest.raises(FileNotFoundError, match="no directory runs/sft, though runs is one here"):
         Repository("runs/sft")
     assert Repository("runs/sft", revision="main").directory is None

@@ -226,7 +226,7 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
     def format_of(parameter: Tensor, kind: str) -> Format:
         if states == "bfloat16":
             return BFloat16()
-        if states == "8bit" and blocks[parameter] >= eight_bit.LEAST:
+        if states == "8bit" and blocks.get(parameter, _block(parameter)) >= eight_bit.LEAST:
             return EightBit(signed=kind == "exp_avg")
         return Float32()
 
@@ -235,14 +235,17 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:
-    """Columns of a block of states of 8 bits, of a whole row; 0 of vectors. ValueError where ranks
-    divide columns within a block."""
+    """Columns of a block of states of 8 bits in the whole row, by parameter that ranks of tensor
+    parallelism divide. ValueError where they divide a row within a block."""
     found: dict[Tensor, int] = {}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     for name, p in model.named_parameters():
-        cut = model.cuts.get(name)
-        columns = p.shape[-1] if cut is None else cut.shape[-1]
-        found[p] = block = eight_bit.block_size(columns) if p.dim() > 1 else 0
-        if cut is None or cut.dim != p.dim() - 1 or block < eight_bit.LEAST:
+        cut = cuts.get(name)
+        if cut is None or p.dim() < 2:
+            continue
+        columns = cut.shape[-1]
+        found[p] = block = eight_bit.block_size(columns)
+        if cut.dim != p.dim() - 1 or block < eight_bit.LEAST:
             continue
         for rows, _ in cut.pieces if p.requires_grad else ():
             if rows.source % block or eight_bit.block_size(rows.length) != block:
@@ -252,6 +255,11 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
                     "another parallel.tensor, or optimizer=adamw_bf16"
                 )
     return found
+
+
+def _block(parameter: Tensor) -> int:
+    """Columns of a block of states of 8 bits; 0 of vectors, whose states are float32."""
+    return eight_bit.block_size(parameter.shape[-1]) if parameter.dim() > 1 else 0
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:

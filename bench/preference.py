@@ -8,10 +8,12 @@ lognormal distributions: prompts of 192 tokens in the mean (spread 0.8), answers
 Tokens per second count each pair's own tokens: the prompt twice, both answers, no padding.
 
 Both sides have the same weights, drawn by their names, and the same texts, which each reads and
-tokenises itself. Ours packs the four pairs into one row. TRL 1.16 pads (its padding_free is
-withdrawn): short trials choose its attention (flash-attn-4 or SDPA) and how many pairs are in a
-micro-batch, of which it adds up the gradients. It has its own fused head, Liger's kernels in the
-layers, no recomputation, and adapters in bf16, as float32 is slower. Ratios are of medians.
+tokenises itself. Ours packs the four pairs into one row, where each prompt is computed once for
+both answers; beside it stands the same with a copy of the prompt before each. TRL 1.16 pads (its
+padding_free is withdrawn): short trials choose its attention (flash-attn-4 or SDPA) and how many
+pairs are in a micro-batch, of which it adds up the gradients. It has its own fused head, Liger's
+kernels in the layers, no recomputation, and adapters in bf16, as float32 is slower. Ratios are of
+medians.
 
     python bench/preference.py                # a minute and a half on an H200
     python bench/preference.py --write-docs   # needs no GPU
@@ -29,7 +31,7 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
-from bench.preference_side import LOGGED, OURS, PEER, Request, lengths
+from bench.preference_side import LOGGED, OURS, PEER, TWICE, Request, lengths
 from bench.train_step import LIBRARIES, spawn
 
 SIDE = Path(__file__).with_name("preference_side.py")
@@ -86,7 +88,7 @@ def ratio(record: Record, key: str) -> float | None:
     return values[0] / values[1] if all(values) else None
 
 
-def disagreement(record: Record) -> str:
+def disagreement(record: Record, side: str = OURS) -> str:
     """How the first step of both sides differs beyond bf16, or nothing.
 
     What bf16 does is seen in the peer, whose settings differ in the order of sums alone: ours may
@@ -94,9 +96,9 @@ def disagreement(record: Record) -> str:
     constants judge.
     """
     sides = record["sides"]
-    if any("first" not in sides.get(side, {}) for side in (PEER, OURS)):
+    if any("first" not in sides.get(name, {}) for name in (PEER, side)):
         return ""
-    theirs, mine = sides[PEER]["first"], sides[OURS]["first"]
+    theirs, mine = sides[PEER]["first"], sides[side]["first"]
     within = {name: REWARDS_WITHIN for name in LOGGED if name.startswith("rewards/")}
     within |= {n: LOGPS_WITHIN * abs(theirs[n]) for n in LOGGED if n.startswith("logps/")}
     within |= {"loss": LOSS_WITHIN, "grad_norm": NORM_WITHIN * theirs["grad_norm"]}
@@ -115,8 +117,9 @@ def verdicts(record: Record) -> Iterator[str]:
     yield verdict(f"tokens/s over {PEER}", ratio(record, "ms"), SPEED)
     less = ratio(record, "allocated_gib")
     yield verdict(f"peak memory over {PEER}", less and 1 / less, MEMORY, most=True)
-    if differ := disagreement(record):
-        yield f"WRONG: the sides disagree in the first step: {differ}"
+    for side in (OURS, TWICE):
+        if differ := disagreement(record, side):
+            yield f"WRONG: {side} and {PEER} disagree in the first step: {differ}"
 
 
 def show(record: Record) -> str:
@@ -150,7 +153,7 @@ OPTIONS = (
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
 BENCH = Bench(
-    *("preference", __doc__, run, show, (OURS, PEER), "docs/preference.md"), options=OPTIONS
+    *("preference", __doc__, run, show, (OURS, TWICE, PEER), "docs/preference.md"), options=OPTIONS
 )
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
+from unittest.mock import patch
 
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -37,10 +38,11 @@ from tigon.train.config import Config
 from tigon.train.loop import open_objective, update
 from tigon.train.lora import add_lora
 from tigon.train.model import finish
+from tigon.train.objectives.pairs import Pairs
 from tigon.train.optim import build_optimizer
 from tigon.train.step import backward
 
-OURS, PEER = "tigon", "TRL + PEFT + Liger"
+OURS, TWICE, PEER = "tigon", "tigon, prompts twice", "TRL + PEFT + Liger"
 PAIRS, LONGEST, RANK, BETA, CLIP = 4, 1024, 16, 0.1, 1.0
 PROMPT, ANSWER = (192, 0.8), (320, 0.6)  # mean and spread of the lognormal lengths, in tokens
 WORDS, EOS, PAD = 2000, "</s>", "<pad>"  # the tokens that occur
@@ -152,9 +154,10 @@ class Clock:
         return row
 
 
-def settings(directory: Path, steps: int, tiny: bool) -> Config:
-    """Of tigon.train: bf16 weights and states, as the peer has; each step has all pairs."""
-    room = sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in lengths(tiny))
+def settings(directory: Path, steps: int, tiny: bool, *, twice: bool = False) -> Config:
+    """Of tigon.train: bf16 weights and states, as the peer has; each step has all pairs, in one row
+    without padding. Where a prompt is computed once, its last token is there twice."""
+    room = sum((2 * p if twice else p + 1) + a + b for p, a, b in lengths(tiny))
     values = {"task": "dpo", "model": directory, "data": directory / "pairs.jsonl"}
     values |= {"run_dir": directory / "run", "seq_len": room, "max_length": LONGEST}
     values |= {"batch_size": 1, "steps": steps, "beta": BETA, "max_grad_norm": CLIP}
@@ -168,9 +171,11 @@ def settings(directory: Path, steps: int, tiny: bool) -> Config:
 def ours(request: Request, directory: Path, device: str) -> Record:
     """The trainer's own steps, over a model whose weights are drawn instead of read."""
     shape = write_inputs(directory, request.tiny)
-    config = settings(directory, FIRST + request.steps, request.tiny)
+    twice = request.side == TWICE
+    config = settings(directory, FIRST + request.steps, request.tiny, twice=twice)
     with start(device) as world:
-        inputs = read_inputs(config, world)
+        with patch.object(Pairs, "one_prompt", not twice):
+            inputs = read_inputs(config, world)
         made = tigon.Llama.from_config(shape, dtype=torch.bfloat16, device=device)
         add_lora(made, config)
         fill(parts_of(made))
@@ -306,7 +311,7 @@ def main(text: str) -> None:
     if request.side == PEER:
         try_all(request, device)
         return
-    progress(OURS)
+    progress(request.side)
     say("side", **guarded(lambda: alone(request, device, None)))
 
 

@@ -37,9 +37,10 @@ def in_rows(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
 def in_sequences(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *options: Any
 ) -> Tensor:
-    for x, bounds in ((q, cu), (k, cu_k)):
+    """Of `cu` for queries and `cu_k` for keys and values."""
+    for bounds, x in ((cu, q), (cu_k, k)):
         assert bounds.dtype == torch.int32 and bounds[0] == 0 and bounds[-1] == len(x)
-    parts = (x.split(b.diff().tolist()) for x, b in ((q, cu), (k, cu_k), (v, cu_k)))
+    parts = (x.split(bounds.diff().tolist()) for x, bounds in ((q, cu), (k, cu_k), (v, cu_k)))
     return torch.cat([flash(*part, *options) for part in zip(*parts, strict=True)])
 
 
@@ -105,10 +106,10 @@ class FlashAttn4:
     def flash_attn_varlen_func(
         q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, window_size, **rest
     ):
-        bounds = cu_seqlens_q, cu_seqlens_k
-        for of, cu in zip("qk", bounds, strict=True):
-            assert rest.pop(f"max_seqlen_{of}") >= cu.diff().max()
+        assert rest.pop("max_seqlen_q") >= cu_seqlens_q.diff().max()
+        assert rest.pop("max_seqlen_k") >= cu_seqlens_k.diff().max()
         assert rest == {"softcap": 0.0, "deterministic": False}
+        bounds = cu_seqlens_q, cu_seqlens_k
         return in_sequences(q, k, v, *bounds, causal, softmax_scale, *window_size), None
 
 
@@ -116,7 +117,8 @@ def aten_flash(q, k, v, cu, cu_k, t, s, dropout, causal, debug, *, scale, **wind
     options = causal, scale, window.pop("window_size_left"), window.pop("window_size_right")
     assert dropout == 0.0 and not debug and not window
     if cu is None:
-        assert cu_k is None and (t, s) == (q.shape[1], k.shape[1])
+        assert cu_k is None
+        assert (t, s) == (q.shape[1], k.shape[1])
         return (in_rows(q, k, v, *options),)
     assert cu.diff().max() <= t and cu_k.diff().max() <= s
     return (in_sequences(q, k, v, cu, cu_k, *options),)

@@ -14,7 +14,7 @@ import torch
 from bench import distillation, distillation_side, harness, preference, preference_side
 from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED
 from bench.harness import Record
-from bench.preference_side import OURS, PEER, Way, lengths
+from bench.preference_side import OURS, PEER, TWICE, Way, lengths
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's run")
 STAMP = {"machine": "G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
@@ -57,6 +57,8 @@ def test_dpo_computes_the_same_as_trl(monkeypatch: pytest.MonkeyPatch, tmp_path:
     record = json.loads(out.read_text())
     mine, theirs = (record["sides"][side] for side in (OURS, PEER))
     assert "error" not in mine and "error" not in theirs, record["sides"]
+    copies = record["sides"][TWICE]["first"]
+    assert copies["logps/rejected"] == pytest.approx(mine["first"]["logps/rejected"], rel=1e-4)
     assert theirs["first"]["logps/chosen"] == pytest.approx(mine["first"]["logps/chosen"], rel=1e-4)
     margins = [row["first"]["rewards/margins"] for row in (mine, theirs)]
     assert margins[0] == pytest.approx(margins[1], abs=1e-3) and abs(margins[0]) > 3e-3

@@ -33,7 +33,6 @@ PACKAGES = (
     "layers",
     "models",
     "parallel",
-    "plan",
     "report",
     "tokenizer",
     "train",

@@ -6,7 +6,7 @@ import torch
 
 from tests.data.test_packing import make, window
 from tigon.data import Loader, MicroBatch, Mixture, split, whole
-from tigon.data.collate import collate
+from tigon.data.collate import Line, collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
 EXAMPLES = make(LENGTHS, np.random.default_rng(1).random(LENGTHS.sum()) < 0.7)
@@ -287,14 +287,14 @@ def test_some_sequences_of_a_batch_in_one_line():
     examples = make(lengths, per_example=per_example, noise=rng.random(sum(lengths)))
     corpus = Mixture.of(examples).corpus
     spans = np.stack([examples.offsets[:-1], examples.offsets[1:]], axis=1)
-    packed = collate(corpus, [(corpus, spans[:3]), (corpus, spans[3:])], 16)
-    padded = collate(corpus, [(corpus, span[None]) for span in spans])
+    packed = collate(corpus, [Line(corpus, spans[:3]), Line(corpus, spans[3:])], 16)
+    padded = collate(corpus, [Line(corpus, span[None]) for span in spans])
     for batch in (packed, padded):
         assert batch.known("kind").tolist() == [1, 0, 1, 1, 0]
         for keep in ([1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]):
             chosen = np.array(keep, dtype=bool)
             found = batch.select(chosen)
-            expected = collate(corpus, [(corpus, spans[chosen])])
+            expected = collate(corpus, [Line(corpus, spans[chosen])])
             for name in ("input_ids", "position_ids", "cu_seq_lens", "spans", "parts"):
                 assert torch.equal(getattr(found, name), getattr(expected, name)), name
             assert found.attention_mask is None and found.longest == expected.longest

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tigon.data import Examples, Mixture, Window, split, whole
+from tigon.data.collate import collate_rows
 from tigon.data.packing import best_fit
 
 
@@ -128,3 +131,53 @@ def test_groups_are_cut_to_equal_shares_or_left_out_together():
     assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18]]
     with pytest.raises(ValueError, match="groups of examples cannot be split"):
         split(window(examples), 8)
+
+
+def of_prompts(groups) -> Examples:
+    """Groups of sequences, each a prompt and an answer, of which the latter is learned."""
+    each = [pair for group in groups for pair in group]
+    examples = make(
+        [len(prompt + answer) for prompt, answer in each],
+        [place >= len(p) for p, a in each for place in range(len(p + a))],
+        groups=np.cumsum([0, *map(len, groups)]),
+    )
+    tokens = np.array([i for prompt, answer in each for i in prompt + answer], dtype=np.int32)
+    return replace(examples, tokens=tokens)
+
+
+def test_prompts_of_a_group_are_there_once():
+    one, two = [1, 2, 3, 4], [5, 6]
+    groups = [
+        [(one, [7]), (one, [8, 9])],
+        # The last goes on from the one before it: it has nothing in common with the first
+        [(two, [7, 7]), (two, [7, 8]), ([9, *two], [1]), ([9, *two], [2])],
+        [([5], [7]), ([5], [8])],  # the token that predicts the answer is there twice
+    ]
+    examples = of_prompts(groups)
+    rows = whole(window(examples), 40, share=True)
+    assert len(rows) == 1 and rows.truncated == 0
+    assert rows.shared.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
+    twice = whole(window(examples), 40)
+    assert rows.spans.shape == twice.spans.shape
+    assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
+    assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
+    batch = collate_rows(Mixture.of(examples).corpus, rows, [0])
+    starts = batch.places[:, 0].tolist()
+    prefixes = batch.prefixes[: len(starts)]
+    for own, shared, (first, end), start in zip(
+        rows.spans, rows.shared, prefixes, starts, strict=True
+    ):
+        assert end - first == shared
+        ids = batch.input_ids[0, first:end].tolist() + batch.input_ids[0, start:].tolist()
+        wanted = examples.tokens[own[0] - shared : own[1]].tolist()
+        assert ids[: len(wanted)] == wanted
+        assert batch.position_ids[0, start] == shared
+    assert batch.prefixes[len(starts) :].tolist() == [[0, 0]]  # padding
+
+
+def test_short_prompts_and_lines_of_one_sequence_are_not_shared():
+    examples = of_prompts([[([1, 2], [3] * 90), ([1, 2], [4] * 90)]])
+    assert not whole(window(examples), 200, share=True).shared.any()
+    examples = of_prompts([[([1, 2, 3, 4], [3]), ([1, 2, 3, 4], [4])]])
+    assert not whole(window(examples), 200, packing=False, share=True).shared.any()
+    assert whole(window(examples), 200, share=True).shared.tolist() == [0, 3]

@@ -29,13 +29,22 @@ def segments(*lengths: int) -> dict[str, Tensor]:
 
 
 PADDING = torch.stack([torch.arange(T) >= 60, torch.arange(T) < 201])
-LAYOUTS: dict[str, dict[str, Tensor]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "rows": {},
     "packed": segments(100, 1, 160, 7, 254),
     "even": segments(*[87] * 6),
     "many": segments(*([100] + [1] * 137 + [2] * 12) * B),  # 300: above 256 flash-attn-4 searches
     "padded": {"key_mask": PADDING},
+    "prefixes": segments(100, 60, 101, 200, 61)
+    | {"cu_seq_lens": torch.tensor([0, 100, 160, 261, 461, 522], dtype=torch.int32)}
+    | {"prefixes": torch.tensor([[0, 0], [0, 80], [0, 80], [0, 0], [261, 400]]), "longest": 200},
 }
+
+
+def on_gpu(layout: str) -> dict[str, Any]:
+    """But for what the host has to know."""
+    host = ("prefixes", "longest")
+    return {name: x if name in host else x.cuda() for name, x in LAYOUTS[layout].items()}
 
 
 class Combination(NamedTuple):
@@ -69,6 +78,8 @@ SOME = [
     Combination(128, None, 30.0, "packed"),
     Combination(256, 40, None, "rows"),
     Combination(128, 40, None, "rows", 1, False),
+    Combination(64, 40, None, "prefixes"),
+    Combination(128, None, None, "prefixes"),
 ]
 FA4 = [  # it loads groups that do not divide its tile in another way
     Combination(128, None, None, "even", 7),
@@ -115,7 +126,7 @@ def tensors(c: Combination, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]
 
 
 def forward(function: Any, c: Combination, leaves: list[Tensor], **options: Any) -> Tensor:
-    given = {name: x.cuda() for name, x in LAYOUTS[c.layout].items()}
+    given = on_gpu(c.layout)
     mask = AttentionMask(T, causal=c.causal, **given, **options)
     out = function(*leaves, mask=mask, window=c.window, softcap=c.softcap)
     for plan in mask.plans.values():  # of the function under test
@@ -488,7 +499,7 @@ def test_compiled_flash_attn_4_alone(packed: bool) -> None:
     c = Combination(64, 40, 30.0, "packed" if packed else "rows")
     q, k, v = leaves = tensors(c)
     upstream = torch.randn_like(q)
-    given = {name: x.cuda() for name, x in LAYOUTS[c.layout].items()}
+    given = on_gpu(c.layout)
     if packed:
         cu = torch.tensor([0, 100, 101, 261, 268, 522], dtype=torch.int32, device="cuda")
         given |= {"cu_seq_lens": cu, "longest": 254}

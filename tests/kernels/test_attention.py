@@ -67,8 +67,28 @@ SEGMENTS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 4, 4
 PADDING = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
 
 
+# Three answers to the tokens 0 to 2 of the first row, and two to the tokens 2 and 3 of the second
+BOUNDS = torch.tensor([0, 5, 7, 9, 11, 15, 18], dtype=torch.int32)
+PREFIXES = torch.tensor([[0, 0], [0, 3], [0, 3], [0, 0], [9, 9], [11, 13]])
+SHARED = {
+    "segment_ids": torch.arange(6).repeat_interleave(BOUNDS.diff()).view(2, 9),
+    "cu_seq_lens": BOUNDS,
+    "longest": 5,
+    "prefixes": PREFIXES,
+}
+
+
 def causal(b: int, q: int, k: int) -> bool:
     return k <= q
+
+
+def shared(b: int, q: int, k: int, window: int = 9) -> bool:
+    """As if a sequence were behind its own copy of what it goes on from."""
+    q, k = 9 * b + q, 9 * b + k
+    start = int(BOUNDS[q >= BOUNDS][-1])
+    first, last = PREFIXES[int((q >= BOUNDS).sum()) - 1].tolist()
+    seen = [*range(first, last), *range(start, q + 1)]
+    return k in seen[-window:]
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int], bool]]] = {
@@ -103,6 +123,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[int, int, int],
         {},
         lambda b, q, k: k <= q and q // 3 == k // 3,
     ),
+    "prefixes": (SHARED, {}, shared),
+    "prefixes with a window": (SHARED, {"window": 3}, partial(shared, window=3)),
     "padded": (
         {"key_mask": PADDING},
         {},
@@ -206,6 +228,8 @@ def flex_heads(tokens: int) -> list[Tensor]:
     [
         "softcap, scale and window",
         "packed with a window",
+        "prefixes",
+        "prefixes with a window",
         "padded",
         "both sides",
         "both sides, packed",

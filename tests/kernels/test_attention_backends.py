@@ -272,7 +272,13 @@ BLOCKS: dict[str, dict[str, Any]] = {
         "segment_ids": torch.arange(700).expand(2, -1) // 300,
     },
     "all padding": {"key_mask": torch.zeros(1, 700, dtype=torch.bool)},
+    "prefixes": {
+        "segment_ids": torch.arange(6).repeat_interleave(torch.tensor([300, 260, 140] * 2))[None],
+        "cu_seq_lens": torch.tensor([0, 300, 560, 700, 1000, 1260, 1400], dtype=torch.int32),
+        "prefixes": torch.tensor([[0, 0], [0, 150], [0, 0], [0, 0], [710, 980], [710, 980]]),
+    },
 }
+BLOCKS["prefixes"]["segment_ids"] = BLOCKS["prefixes"]["segment_ids"].view(2, 700)
 
 
 @pytest.mark.parametrize("window", [None, 1, 130, 300])
@@ -301,5 +307,5 @@ def test_blocks_of_flex_attention(case: str, filled: bool, window: int | None) -
     partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
     assert not (full & partial).any() and not (full & ~every).any()
     assert (full | partial | ~some).all()
-    if case != "holes":  # where a block is read for nothing, sometimes
+    if case not in ("holes", "prefixes"):  # where a block is read for nothing, sometimes
         assert torch.equal(full | partial, some) and torch.equal(full[:, :5], every[:, :5])

@@ -24,6 +24,7 @@ from tigon.kernels._attention_mask import BLOCK
 __all__ = ["graphs", "played"]
 SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
 # Windows to both sides are counted from the last key, which is not that of the last query
+WHOLE = [n for n in CASES if not n.startswith("prefixes")]  # sequences with keys of their own
 TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
 
 
@@ -62,7 +63,7 @@ def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto")
 
 
 @pytest.mark.parametrize("function", [attention, attention_ref])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WHOLE)
 def test_forward_and_gradients(function: Any, case: str) -> None:
     assert_right(function, case, 2)
 
@@ -70,7 +71,7 @@ def test_forward_and_gradients(function: Any, case: str) -> None:
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize("backend", ["fa4", "flash"])
-@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
+@pytest.mark.parametrize("case", [n for n in WHOLE if "softcap" not in CASES[n][1]])
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     if case not in TURNED:
         assert_right(attention, case, kv_heads, backend)
@@ -158,3 +159,17 @@ def test_padding_inside_a_sequence() -> None:
     expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
     out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_shared_keys_are_refused() -> None:
+    segments = torch.zeros(2, 8, dtype=torch.int64)
+    cu = torch.tensor([0, 8, 16], dtype=torch.int32)
+    mask = AttentionMask(
+        8,
+        segment_ids=segments,
+        cu_seq_lens=cu,
+        longest=8,
+        prefixes=torch.zeros(2, 2, dtype=torch.int64),
+    )
+    with pytest.raises(ValueError, match="whose sequences share keys: give whole rows"):
+        mask.part(2, 4)

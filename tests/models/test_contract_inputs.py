@@ -14,6 +14,7 @@ IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 
 
 ROWS = torch.tensor([0, 13, 26])
+THREE = torch.tensor([0, 13, 20, 26])
 RESTARTS = torch.tensor([[*range(13)], [*range(8), *range(5)]])
 
 
@@ -55,6 +56,30 @@ def changed(position: tuple[int, int], value: int) -> torch.Tensor:
         (
             {"labels": LABELS, "num_items_in_batch": 3, "loss_reduction": "none"},
             "num_items_in_batch=3 has no meaning with loss_reduction='none'",
+        ),
+        (
+            {"prefixes": torch.tensor([[0, 0], [0, 4]])},
+            r"prefixes \(2, 2\) on cpu must be \[None, 2\] on the CPU, for the sequences",
+        ),
+        (
+            {"cu_seq_lens": ROWS, "prefixes": torch.tensor([[0, 4]])},
+            r"prefixes \(1, 2\) on cpu must be \[2, 2\]",
+        ),
+        (
+            {"cu_seq_lens": ROWS, "prefixes": torch.tensor([[0, 0], [0, 4]])},
+            r"each of prefixes must be .* in the row of its sequence and before it",
+        ),
+        (
+            {"cu_seq_lens": THREE, "prefixes": torch.tensor([[0, 0], [0, 0], [14, 23]])},
+            r"each of prefixes must be .*\[14, 23\]",
+        ),
+        (
+            {"cu_seq_lens": THREE, "prefixes": torch.tensor([[0, 0], [0, 0], [16, 14]])},
+            r"each of prefixes must be .*\[16, 14\]",
+        ),
+        (
+            {"cu_seq_lens": THREE, "prefixes": torch.tensor([[0, 0], [0, 0], [13, 16]])},
+            "prefixes without position_ids",
         ),
         ({"attention_mask": torch.ones(2, 12)}, r"attention_mask \(2, 12\) is not .* \[2, 13\]"),
         ({"attention_mask": torch.ones(2, 1, 13, 13)}, r"attention_mask \(2, 1, 13, 13\) is not"),

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,14 @@ from tigon.data.packing import Rows
 from tigon.splitmix import mixed, outputs, signed
 
 DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
-Line = tuple[Corpus, np.ndarray]  # spans [k, 2] that share a line
+
+
+class Line(NamedTuple):
+    """What shares a line of a batch."""
+
+    corpus: Corpus
+    spans: np.ndarray  # int64 [k, 2]
+    shared: np.ndarray | None = None  # int64 [k], as Rows has it
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class MicroBatch:
     """
 
     input_ids: Tensor  # int64 [B, T]
-    position_ids: Tensor  # int64 [B, T]; they restart with each sequence, and with the padding
+    # int64 [B, T]; they restart with each sequence, behind its prefix, and with the padding
+    position_ids: Tensor
     attention_mask: Tensor | None  # bool [B, T], False on padding; None: there is none
     cu_seq_lens: Tensor  # int32, over the flattened batch; a line's padding is a sequence too
     longest: int  # tokens of the longest of these; attention kernels need it on the host
@@ -40,6 +48,9 @@ class MicroBatch:
     # int64 [n, 2], the spans on the host, where nothing waits for the device
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     dropout_keys: Tensor | None = None  # int64 [B, T], where something is dropped in training
+    # int64 [sequences of cu_seq_lens, 2], on the host: the tokens of the flattened batch that each
+    # goes on from, as `Batch.of` has it; None: no sequence does
+    prefixes: np.ndarray | None = None
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -53,8 +64,9 @@ class MicroBatch:
     def select(self, keep: np.ndarray) -> Self:
         """Some of the sequences, one after the other in one line; [n] says which.
 
-        A line of one token of padding if there is none.
+        A line of one token of padding if there is none. None of them has a prefix.
         """
+        assert self.prefixes is None
         starts, lengths = self.places[keep, 0], np.diff(self.places[keep])[:, 0]
         index_of, ends = ranges(starts, lengths), np.cumsum(lengths)
         device, empty = self.input_ids.device, not len(lengths)
@@ -122,14 +134,15 @@ class MicroBatch:
             "cu_seq_lens": self.cu_seq_lens,
             "max_length_q": self.longest,
             "dropout_keys": self.dropout_keys,
+            "prefixes": None if self.prefixes is None else torch.from_numpy(self.prefixes),
         }
 
 
 def collate_rows(corpus: Corpus, rows: Rows, chosen: Sequence[int]) -> MicroBatch:
     """Some of the rows, packed or each sequence on a line of its own."""
     if rows.packing:
-        return collate(corpus, [(corpus, rows[row]) for row in chosen], rows.seq_len)
-    return collate(corpus, [(corpus, span[None]) for row in chosen for span in rows[row]])
+        return collate(corpus, [Line(corpus, *rows.line(row)) for row in chosen], rows.seq_len)
+    return collate(corpus, [Line(corpus, span[None]) for row in chosen for span in rows[row]])
 
 
 def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -> MicroBatch:
@@ -138,18 +151,21 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
     They are `length` tokens long, or as long as the longest needs, and have the columns of a
     corpus.
     """
-    lines = lines or [(columns, np.zeros((0, 2), dtype=np.int64))]
-    sizes = np.concatenate([np.diff(spans)[:, 0] for _, spans in lines])
-    line = np.repeat(np.arange(len(lines)), [len(spans) for _, spans in lines])
+    lines = lines or [Line(columns, np.zeros((0, 2), dtype=np.int64))]
+    sizes = np.concatenate([np.diff(line.spans)[:, 0] for line in lines])
+    line = np.repeat(np.arange(len(lines)), [len(line.spans) for line in lines])
     used = np.bincount(line, weights=sizes, minlength=len(lines)).astype(np.int64)
     length = max(1, int(used.max())) if length is None else length
     shape, begins = (len(lines), length), np.arange(len(lines)) * length
     stops = np.cumsum(sizes) + (begins - np.cumsum(used) + used)[line]
     cu = np.unique(np.concatenate([begins, stops - sizes, begins + used, [len(lines) * length]]))
     lengths = np.diff(cu)
+    prefixes = prefixes_of(lines, np.searchsorted(cu, stops - sizes), cu)
     positions = np.arange(len(lines) * length) - np.repeat(cu[:-1], lengths)
+    if prefixes is not None:
+        positions += np.repeat(np.diff(prefixes)[:, 0], lengths)
     real = np.arange(length) < used[:, None]
-    slices = [some for corpus, spans in lines for some in corpus.slices(spans)]
+    slices = [some for line in lines for some in line.corpus.slices(line.spans)]
 
     def place(pieces: Sequence[np.ndarray], like: np.ndarray) -> np.ndarray:
         placed = np.zeros((*shape, *like.shape[1:]), like.dtype)
@@ -182,9 +198,24 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
         torch.from_numpy(cu.astype(np.int32)),
         int(lengths.max()),
         torch.from_numpy(places.copy()),
-        torch.from_numpy(np.concatenate([corpus.parts_of(spans) for corpus, spans in lines])),
+        torch.from_numpy(np.concatenate([some.corpus.parts_of(some.spans) for some in lines])),
         {name: torch.from_numpy(column) for name, column in per_token.items()},
         {name: torch.from_numpy(column) for name, column in per_example.items()},
         tuple((examples, start) for examples, start, _ in slices),
         places,
+        prefixes=prefixes,
     )
+
+
+def prefixes_of(lines: Sequence[Line], at: np.ndarray, cu: np.ndarray) -> np.ndarray | None:
+    """As MicroBatch has them; `at` [n]: which sequence of `cu` each span is."""
+    none = np.zeros(max(len(line.spans) for line in lines), dtype=np.int64)
+    each = [none[: len(x.spans)] if x.shared is None else x.shared for x in lines]
+    shared = np.concatenate(each)
+    if not shared.any():
+        return None
+    whole = np.maximum.accumulate(np.where(shared == 0, np.arange(len(shared)), 0))
+    prefixes = np.zeros((len(cu) - 1, 2), dtype=np.int64)
+    first = cu[at[whole]]
+    prefixes[at] = np.stack([first, first + shared], axis=1)
+    return prefixes

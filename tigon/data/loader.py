@@ -6,16 +6,16 @@
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tigon.data.collate import MicroBatch, collate
+from tigon.data.collate import Line, MicroBatch, collate
 from tigon.data.mixture import Corpus, Window, ranges
-from tigon.data.packing import Rows
+from tigon.data.packing import Report, Rows
 
 RECENT = 8  # windows, and calls for a step, that stay at hand: a thread reads ahead of training
 EMPTY = 2**16  # examples without a row, after which a stream, which may not end, is given up
@@ -58,34 +58,6 @@ class Place(NamedTuple):
     begin: int
     end: int
     last: bool
-
-
-@dataclass
-class Report:
-    """What the windows of an epoch hold."""
-
-    examples: int = 0
-    tokens: int = 0
-    rows: int = 0
-    row_tokens: int = 0
-    space: int = 0  # tokens that the rows have room for, when packing
-    truncated: int = 0
-    dropped: int = 0
-
-    def add(self, packed: Packed) -> None:
-        window, rows = packed.window, packed.rows
-        self.examples += len(window)
-        self.tokens += int((window.stops - window.starts).sum())
-        self.rows += len(rows)
-        self.row_tokens += int(packed.tokens.sum())
-        self.space += len(rows) * rows.seq_len * rows.packing
-        self.truncated += rows.truncated
-        self.dropped += rows.dropped
-
-    @property
-    def waste(self) -> float:
-        """The share of packed rows that is padding."""
-        return 1 - self.row_tokens / self.space if self.space else 0.0
 
 
 class Loader:
@@ -134,7 +106,7 @@ class Loader:
         self._packed: dict[int, Packed] = {}
         self._recent: deque[set[int]] = deque(maxlen=RECENT)
         # Of recent steps: asked for in training, while a thread may be waiting for a window
-        self._counts: dict[int, tuple[np.ndarray, int]] = {}  # lengths, targets
+        self._counts: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}  # as `lengths` has them
         self._lock = RLock()  # a thread reads ahead
         self._report = Report()
 
@@ -188,11 +160,12 @@ class Loader:
 
     def counts(self, step: int) -> tuple[int, int]:
         """Tokens and predicted tokens of the global batch."""
-        lengths, targets = self.lengths(step)
+        lengths, _, targets = self.lengths(step)
         return int(lengths.sum()), targets
 
-    def lengths(self, step: int) -> tuple[np.ndarray, int]:
-        """The tokens of each sequence in the global batch, int64, and the predicted ones of all."""
+    def lengths(self, step: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The tokens of each sequence in the global batch, how many of another one it goes on from,
+        int64 both, and the predicted ones of all."""
         if (known := self._counts.get(step)) is not None:
             return known
         with self._lock:
@@ -237,13 +210,15 @@ class Loader:
         with self._lock:
             return [(packed.window, packed.rows, rows) for packed, rows in self._pieces(step)]
 
-    def _count(self, pieces: Pieces) -> tuple[np.ndarray, int]:
-        lengths, targets = [], 0
+    def _count(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, int]:
+        lengths, before, targets = [], [], 0
         for packed, rows in pieces:
-            spans = np.concatenate([packed.rows[row] for row in rows])
+            lines = [packed.rows.line(row) for row in rows]
+            spans = np.concatenate([own for own, _ in lines])
             lengths.append(np.diff(spans)[:, 0])
+            before += [shared for _, shared in lines]
             targets += int(packed.window.corpus.targets(spans).sum())
-        return np.concatenate(lengths), targets
+        return np.concatenate(lengths), np.concatenate(before), targets
 
     def _pieces(self, step: int) -> Pieces:
         epoch, first, stop = self._find(step)
@@ -300,7 +275,7 @@ class Loader:
         window = packed.window
         end = begin + len(packed.rows)
         if number < (self.windows.per_epoch or 0):
-            self._report.add(packed)
+            self._report.add(window, packed.rows)
         endless = self.windows.per_epoch is None and (number + 1) * len(window) >= EMPTY
         if end == 0 and (window.last or endless):
             raise ValueError(
@@ -320,7 +295,7 @@ class Loader:
             window = self.windows.window(number)
             rows = self.pack(window)
             sizes = np.diff(rows.spans)[:, 0]
-            first, costs = rows.offsets[:-1], sizes * (sizes + QUADRATIC)
+            first, costs = rows.offsets[:-1], sizes * (sizes + 2 * rows.shared + QUADRATIC)
             tokens, cost = (np.add.reduceat(v, first) if len(v) else v for v in (sizes, costs))
             packed = Packed(window, rows, tokens, cost, self._order(window, len(rows)))
             window.corpus.release()
@@ -344,7 +319,7 @@ class Loader:
         return np.argsort(bits, kind="stable")
 
     def _collate(self, rows: Sequence[tuple[Packed, int]], columns: Corpus) -> MicroBatch:
-        lines = [(packed.window.corpus, packed.rows[row]) for packed, row in rows]
+        lines = [Line(packed.window.corpus, *packed.rows.line(row)) for packed, row in rows]
         if rows and rows[0][0].rows.packing:
             return collate(columns, lines, rows[0][0].rows.seq_len)
-        return collate(columns, [(c, span[None]) for c, spans in lines for span in spans])
+        return collate(columns, [Line(x.corpus, span[None]) for x in lines for span in x.spans])

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tigon.kernels._attention_prefix import Before, Keys
+
 MOST_REAL = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
@@ -20,11 +22,16 @@ class Sequences(NamedTuple):
 
     cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
     longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
-    keys: "Sequences | None" = None  # those of the keys, where the queries are a part of them
+    keys: Keys | None = None  # where they are not those of the same tokens
 
     def even(self, tokens: int) -> bool:
         """Whether all of them are of one length: then the batch is a batch of these rows."""
-        return (self.cu.shape[0] - 1) * self.longest == tokens
+        return self.keys is None and (self.cu.shape[0] - 1) * self.longest == tokens
+
+    @property
+    def furthest(self) -> int:
+        """Keys that a query may see, at most."""
+        return self.longest if self.keys is None else self.keys.longest
 
 
 class AttentionMask:
@@ -34,8 +41,10 @@ class AttentionMask:
     sequences in order; `key_mask` bool [B, S] is False on padding. Without `causal`
     attention is bidirectional. `cu_seq_lens` int32 [n + 1] are the bounds of the same sequences in
     the flattened batch, given beside segment_ids; `longest` is the number of tokens of the longest
-    sequence, or more. `backend` is "auto" or the name of one. One mask serves a whole forward pass:
-    whatever layers derive from it is computed once.
+    sequence, or more. `prefixes` int64 [n, 2], on the host, are tokens of the flattened batch that
+    each of these sequences goes on from: it sees them, in its row and before it, as if they were
+    its own first ones; equal numbers are none. `backend` is "auto" or the name of one. One mask
+    serves a whole forward pass: whatever layers derive from it is computed once.
     """
 
     def __init__(
@@ -48,10 +57,13 @@ class AttentionMask:
         causal: bool = True,
         cu_seq_lens: Tensor | None = None,
         longest: int | None = None,
+        prefixes: Tensor | None = None,
         backend: str = "auto",
     ):
         if cu_seq_lens is not None and segment_ids is None:
             raise ValueError("cu_seq_lens without segment_ids: give both, or neither for rows")
+        if prefixes is not None and (cu_seq_lens is None or past or not causal):
+            raise ValueError("prefixes are of causal sequences with cu_seq_lens, without a cache")
         self.tokens = tokens
         self.past = past
         self.segment_ids = segment_ids
@@ -61,10 +73,12 @@ class AttentionMask:
         self.whole: Self | None = None  # where the queries are a part of rows: the mask of all
         self.cu_seq_lens = cu_seq_lens
         self.longest = longest
+        self.prefixes = prefixes
         self.backend = backend
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
+        self._before: Before | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
         """The result of `derive`, kept under `key`."""
@@ -92,6 +106,8 @@ class AttentionMask:
         return self._once(("part", first, end), lambda: self._cut(first, end))
 
     def _cut(self, first: int, end: int) -> Self:
+        if self.prefixes is not None:
+            raise ValueError("parts of rows whose sequences share keys: give whole rows")
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -117,7 +133,7 @@ class AttentionMask:
         if self.past:
             return "the cache holds padding"
         if self.cu_seq_lens is not None and self.longest is not None:
-            return Sequences(self.cu_seq_lens, self.longest)
+            return self._given(self.cu_seq_lens, self.longest)
         if torch.compiler.is_compiling():
             return "torch.compile cannot look at their lengths: give cu_seq_lens and max_length_q"
         device = (self.segment_ids if self.key_mask is None else self.key_mask).device  # type: ignore[union-attr]
@@ -128,7 +144,7 @@ class AttentionMask:
                 "sequences are: give cu_seq_lens and max_length_q"
             )
         if self.cu_seq_lens is not None:
-            return Sequences(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
+            return self._given(self.cu_seq_lens, int(self.cu_seq_lens.diff().max()))
         return self._look(device)
 
     def _sequences_of_part(self, whole: Self) -> Sequences | str:
@@ -140,8 +156,21 @@ class AttentionMask:
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
         keys = row * self.keys + token.clamp(max=self.keys)
-        of_keys = Sequences(keys, min(told.longest, self.keys))
+        of_keys = Keys(keys, min(told.longest, self.keys))
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
+
+    def _given(self, cu: Tensor, longest: int) -> Sequences:
+        if self.prefixes is None or self.segment_ids is None:
+            return Sequences(cu, longest)
+        return Sequences(cu, longest, Keys.of(self.prefixes, cu, longest, self.segment_ids.numel()))
+
+    @property
+    def before(self) -> Before | None:
+        """What tokens see by `prefixes`."""
+        if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
+            return self._before
+        prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
+        return self._once("before", lambda: Before.of(prefixes, cu, *shape))
 
     def _look(self, device: torch.device) -> Sequences | str:
         code = torch.zeros((), dtype=torch.uint8, device=device)
@@ -210,9 +239,11 @@ class AttentionMask:
             real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
         if real is not None:
             real = F.pad(real, more)
-        return type(self)(
+        mask = type(self)(
             tokens, segment_ids=segments, key_mask=real, causal=self.causal, backend=self.backend
         )
+        mask._before = None if self.before is None else self.before.padded(more[1])
+        return mask
 
     def needs_dense(self, window: int | None) -> bool:
         """Whether `is_causal` alone does not describe the mask."""
@@ -243,6 +274,8 @@ class AttentionMask:
         if self.segment_ids is not None:
             own = self.segment_ids[:, self.past : self.past + self.tokens]
             seen = seen & (own[:, :, None] == self.segment_ids[:, None, :])
+        if self.before is not None:
+            seen = seen | self.before.seen((..., None), query, key, window)
         if self.key_mask is not None:
             # A padded query sees itself: a row without any key would be NaN
             seen = seen & self.key_mask[:, None, :] | (key == query)[None]
@@ -271,6 +304,9 @@ class AttentionMask:
             s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
             some = some & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
             every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
+        before = self.before
+        if before is not None:
+            some = some | before.blocks(window, BLOCK)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
             some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
@@ -283,6 +319,8 @@ class AttentionMask:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
+            if before is not None:
+                seen = seen | before.seen((b, query), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen

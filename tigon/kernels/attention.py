@@ -96,16 +96,30 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Te
     }
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
-    keys = sequences.keys or sequences
+    flat, (cu, cu_k), (longest, longest_k) = _packed(q, k, v, sequences)
     out = package.flash_attn_varlen_func(
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=sequences.cu,
-        cu_seqlens_k=keys.cu,
-        max_seqlen_q=max(sequences.longest, FA4_LEAST),
-        max_seqlen_k=max(keys.longest, FA4_LEAST),
+        *flat,
+        cu_seqlens_q=cu,
+        cu_seqlens_k=cu_k,
+        max_seqlen_q=max(longest, FA4_LEAST),
+        max_seqlen_k=max(longest_k, FA4_LEAST),
         **options,
     )[0]
     return out.view(q.shape)
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
+    """Flat q, k and v, and the bounds and the greatest length of queries and of keys.
+
+    Where they differ, a kernel has the last query of a sequence see all its keys.
+    """
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    cu, longest, keys = sequences
+    if keys is None:
+        return (q, k, v), (cu, cu), (longest, longest)
+    return (q, keys.take(k), keys.take(v)), (cu, keys.cu), (longest, keys.longest)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
@@ -123,10 +137,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
     if plan.sequences is None:
         sizes = q.shape[1], k.shape[1]
         return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
-    cu, longest, keys = plan.sequences
-    bounds = (cu, cu, longest, longest) if keys is None else (cu, keys.cu, longest, keys.longest)
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    return run(*flat, *bounds, 0.0, causal, False, **options)[0].view(q.shape)
+    flat, bounds, longest = _packed(q, k, v, plan.sequences)
+    return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
@@ -309,13 +321,12 @@ def _plan(
     told = mask.sequences()
     if isinstance(told, str):
         return plan._replace(choice=settle(request._replace(layout=told), *where))
-    longest = (told.keys or told).longest
-    if window is not None and window >= longest:
+    if window is not None and window >= told.furthest:
         window = None
     even = not part and told.even(mask.tokens * q.shape[0])
     request = request._replace(
         layout="rows" if even else "sequences",
-        longest=None if compiling else longest,
+        longest=None if compiling else told.furthest,
         window=window is not None,
     )
     choice = settle(request, *where)

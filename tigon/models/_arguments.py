@@ -32,6 +32,7 @@ class BatchArguments(TypedDict, total=False):
     cu_seq_lens_k: Tensor | None
     max_length_q: int | None  # at least the longest sequence of cu_seq_lens
     max_length_k: int | None
+    prefixes: Tensor | None  # int [sequences, 2], on the host: tokens that each goes on from
     dropout_keys: Tensor | None  # int64 [B, T], random bits that an adapter's dropout is drawn from
 
 

@@ -23,7 +23,7 @@ from tigon.models._decoder import Decoder
 
 TENSORS = (
     *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "dropout_keys"),
-    *_sequences.BOUNDS,
+    *("prefixes", *_sequences.BOUNDS),
 )
 
 
@@ -104,6 +104,11 @@ class Batch:
         Boundaries of packed sequences come from `cu_seq_lens`, or from `position_ids` that do not
         increase. With a cache to fill, the host may wait for the device to learn whether there
         are any.
+
+        A sequence may go on from tokens of another one: `prefixes` has their places [first, end)
+        in the flattened batch, in its row and before it. Its tokens see them as if they were its
+        own first ones, and `position_ids`, which are needed, go on behind them: several answers
+        to a prompt are [prompt, answer] and answers that go on from the prompt.
         """
         check_keywords("Batch.of", given, BATCH)
         _check_tensors({"input_ids": input_ids, **given})
@@ -233,6 +238,9 @@ def _resolve(
     longest = given.get("max_length_k") if longest is None else longest
     if cu_seq_lens is not None:
         bounds, longest = _sequences.check_bounds(cu_seq_lens, longest, batch * tokens, device)
+    prefixes = _sequences.check_prefixes(given.get("prefixes"), bounds, tokens)
+    if prefixes is not None:
+        _check_sharing(model, cache, position_ids)
     past: int | Tensor = 0
     if cache is not None:
         past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
@@ -266,9 +274,22 @@ def _resolve(
         causal=model.causal,
         cu_seq_lens=bounds,
         longest=longest,
+        prefixes=prefixes,
         backend=model.attention,
     )
     return position_ids, segment_ids, mask
+
+
+def _check_sharing(model: Model, cache: Cache | None, position_ids: Tensor | None) -> None:
+    """Raises ValueError for a pass in which sequences cannot go on from tokens of another."""
+    if cache is not None or not model.causal or not model.model.shares_prefixes:
+        name = type(model).__name__
+        raise ValueError(
+            f"prefixes need causal attention in all layers and no cache, and this {name} has "
+            f"{'a cache' if cache is not None else 'other layers'}: repeat the tokens instead"
+        )
+    if position_ids is None:
+        raise ValueError("prefixes without position_ids: give those that go on behind the prefixes")
 
 
 def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:

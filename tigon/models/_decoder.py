@@ -26,6 +26,7 @@ from tigon.layers import (
 )
 from tigon.layers.collectives import Ranks
 from tigon.layers.offload import Offload
+from tigon.layers.state import KVState
 from tigon.layers.stream import Stream
 from tigon.models._blocks import Block
 from tigon.models._config import Config
@@ -90,6 +91,8 @@ class Decoder(nn.Module):
         """What a cache of this model has to hold, layer by layer."""
         one = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.holds = tuple(state.holds for state in one)
+        # Whether sequences may go on from tokens of another one: attention alone sees them there
+        self.shares_prefixes = all(isinstance(state, KVState) for state in one)
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:

@@ -67,6 +67,35 @@ def _told(number: int, letter: str) -> str:
     return letter if torch.compiler.is_compiling() else str(number)
 
 
+def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> Tensor | None:
+    """`prefixes` as int64 [n, 2] on the host; None where no sequence has one."""
+    if prefixes is None:
+        return None
+    count = None if cu is None else len(cu) - 1
+    if cu is None or not on_host(prefixes) or prefixes.shape != (count, 2):
+        raise ValueError(
+            f"prefixes {tuple(prefixes.shape)} on {prefixes.device} must be [{count}, 2] on the "
+            "CPU, for the sequences of cu_seq_lens, which are needed"
+        )
+    if prefixes.is_floating_point() or prefixes.dtype == torch.bool:
+        raise TypeError(f"prefixes is {prefixes.dtype}: places of tokens are integers")
+    given = prefixes.long()
+    first, end = given.unbind(1)
+    message = (
+        "each of prefixes must be [first, end) of tokens in the row of its sequence and before it, "
+        f"or (i, i): {given.tolist()}"
+    )
+    if (first > end).any():
+        raise ValueError(message)
+    if (first == end).all():
+        return None
+    first, end = (x.to(cu.device, non_blocking=True) for x in (first, end))
+    own = cu[:-1].long()
+    fits = (end <= own) & (first >= own // tokens * tokens)
+    check((fits | (first == end)).all(), message)
+    return given
+
+
 def starts_of(cu: Tensor, batch: int, tokens: int) -> Tensor:
     """First tokens of the sequences that `cu` bounds in the flattened batch: [B, T]."""
     # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot

@@ -20,7 +20,7 @@ from tigon.kernels.attention import check_training
 from tigon.models import CausalLM, count_parameters
 from tigon.parallel import Sizes
 from tigon.tokenizer import Tokenizer
-from tigon.train import checkpoint, resume
+from tigon.train import checkpoint, resume, sharing
 from tigon.train.claim import claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
@@ -145,10 +145,13 @@ def read_inputs(
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
         check_context(config, source)
+        reason = sharing.decide(objective, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.eval_data:
             eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
+        if reason is not None:
+            world.say(f"prompts are computed for each answer: {reason}")
     check_equal(config, data, world)
     start, state = 0, State()
     with world.together():

@@ -132,6 +132,12 @@ def describe(
     if report.dropped:
         why = "has nothing to learn within" if config.truncate else "is longer than"
         lines[0] += f": what {why} {longest}"
+    if report.shared:
+        before = report.row_tokens + report.shared
+        lines.append(
+            f"each prompt is computed once for its answers: {report.row_tokens:,} tokens in rows "
+            f"in place of {before:,}, {report.shared / before:.1%} less"
+        )
     if order.weights is not None:
         lines += shares(order, entries)
     rows = sum((part.report for part in windows.corpus.parts), Report())

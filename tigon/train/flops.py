@@ -14,7 +14,7 @@ nothing trained comes before has none of its input.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -88,12 +88,14 @@ class Cost:
                 per_token += _product(module.lora_embedding_B, True)  # looking up A is none
         return cls(per_token, per_position)
 
-    def __call__(self, sequences: Iterable[int]) -> float:
-        """Operations of forward and backward for sequences of these lengths."""
+    def __call__(self, sequences: Iterable[int], before: np.ndarray | int = 0) -> float:
+        """Operations of forward and backward for sequences of these lengths; `before`: tokens of
+        another one that each goes on from."""
         lengths = np.fromiter(sequences, np.int64)
         total = self.per_token * int(lengths.sum())
         for window, each in self.per_position.items():
-            total += each * int(positions_seen(lengths, window).sum())
+            seen = positions_seen(before + lengths, window) - positions_seen(before, window)
+            total += each * int(seen.sum())
         return total
 
 
@@ -102,7 +104,7 @@ def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
     return Cost.of(model)(sequences)
 
 
-def positions_seen(lengths: np.ndarray, window: int | None) -> np.ndarray:
+def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
     """By all tokens of each causal sequence together: token i sees i + 1, at most `window`."""
     full = lengths if window is None else np.minimum(lengths, window)
     return full * (full + 1) // 2 + (lengths - full) * full

@@ -75,7 +75,8 @@ class Graphs:
         """As Decoder.forward."""
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
-        if not learns or offload or self._must_not() or not self.gradients.holders:
+        shares = mask.prefixes is not None
+        if not learns or offload or shares or self._must_not() or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_places()
         roomy = with_room(mask, x.shape[0] * x.shape[1], self.windows)

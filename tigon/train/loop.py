@@ -74,8 +74,8 @@ def steps(run: Run, record: Record) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
-    if run.base:
-        facts["base"] = run.base
+    facts |= {"base": run.base} if run.base else {}
+    facts |= {"share_prompts": True} if run.objective.share_prompts else {}
     profiler = Profiler(config.profile, config.run_dir, world, run.start, run.steps)
     step = run.start
     while step < run.steps:
@@ -129,13 +129,13 @@ def row(
 ) -> dict[str, Any]:
     """Of metrics.jsonl."""
     taken = step + run.state.offset
-    lengths, targets = run.data.lengths(taken)
+    lengths, before, targets = run.data.lengths(taken)
     return {
         "step": step + 1,
         "epoch": run.data.epoch(taken + 1),
         "lr": learning_rate(run.config, step, run.steps),
         **values,
-        **run.meter(lengths, targets, seconds, run.feed.seconds),
+        **run.meter(lengths, before, targets, seconds, run.feed.seconds),
         **({} if trouble is None else {"skipped": trouble.kind}),
         **({"rollbacks": run.state.rollbacks} if run.state.rollbacks else {}),
     }

@@ -36,12 +36,13 @@ class Meter:
         )
 
     def __call__(
-        self, lengths: np.ndarray, targets: int, seconds: float, waited: float
+        self, lengths: np.ndarray, before: np.ndarray, targets: int, seconds: float, waited: float
     ) -> dict[str, Any]:
-        """Of a step over sequences of these lengths, on all ranks together; `waited` for data."""
+        """Of a step over sequences of these lengths, which go on from so many tokens of others, on
+        all ranks together; `waited` for data."""
         tokens, mfu = int(lengths.sum()), None
         if self.peak is not None:
-            mfu = self.cost(lengths) / seconds / (self.peak * self.ranks)
+            mfu = self.cost(lengths, before) / seconds / (self.peak * self.ranks)
         return {
             "tokens": tokens,
             "supervised_tokens": targets,

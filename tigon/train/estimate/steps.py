@@ -64,9 +64,11 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - began)
-            lengths, _ = run.data.lengths(step)
+            lengths, before, _ = run.data.lengths(step)
             tokens.append(int(lengths.sum()))
-            flops.append(cost(lengths) * run.world.sizes.tensor)  # of which a rank has a share
+            flops.append(
+                cost(lengths, before) * run.world.sizes.tensor
+            )  # of which a rank has a share
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     time_of_one = fmean(seconds[half])

@@ -58,6 +58,7 @@ class Answers(Objective):
     def rows(self, window: Window) -> Rows:
         config = self.config
         options = {"packing": config.packing, "truncate": config.truncate}
+        options |= {"share": self.share_prompts}
         return whole(window, config.seq_len, most=config.max_length, **options)
 
     def options(

@@ -57,6 +57,9 @@ class Objective:
     serves: ClassVar[frozenset[str]] = frozenset()
     # What estimates of memory and time take for data: sequences of a row, and their columns
     group: ClassVar[int] = 1
+    # Whether the examples of a group begin with one prompt and are computed in one pass
+    one_prompt: ClassVar[bool] = False
+    share_prompts = False  # to compute it once; `sharing.decide` says
     per_token: ClassVar[Mapping[str, torch.dtype]] = {}
     per_example: ClassVar[Mapping[str, torch.dtype]] = {}
 
@@ -89,7 +92,7 @@ class Objective:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
         options = {"packing": config.packing, "truncate": config.truncate}
-        return whole(window, config.seq_len, **options)
+        return whole(window, config.seq_len, share=self.share_prompts, **options)
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""

@@ -29,6 +29,7 @@ class Pairs(Answers):
     """
 
     group = 2
+    one_prompt = True
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)

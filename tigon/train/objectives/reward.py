@@ -32,6 +32,7 @@ class Reward(Objective):
 
     serves = frozenset(("max_length", "center_rewards_coefficient"))
     group = 2
+    one_prompt = True
     per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}
 
     def __init__(self, config: Config, world: World):
@@ -48,9 +49,8 @@ class Reward(Objective):
 
     def rows(self, window: Window) -> Rows:
         config = self.config
-        return whole(
-            window, config.seq_len, packing=config.packing, truncate=False, most=config.max_length
-        )
+        options = {"packing": config.packing, "share": self.share_prompts}
+        return whole(window, config.seq_len, truncate=False, most=config.max_length, **options)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]

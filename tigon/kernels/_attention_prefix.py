@@ -1,0 +1,114 @@
+"""Packed sequences that go on from tokens of another one, and share their keys and values.
+
+# B batch, T tokens of a row, N = B * T, S keys, n sequences
+"""
+
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Copies(NamedTuple):
+    """Of which tokens of the flattened batch the keys are."""
+
+    places: Tensor  # int64 [S]
+    order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
+    bounds: Tensor  # int64 [N + 1], of each token in `order`
+
+
+class Keys(NamedTuple):
+    """The keys of every sequence, such as those of its prefix and its own behind them."""
+
+    cu: Tensor  # int32 [n + 1]
+    longest: int  # keys of the longest, or more
+    copies: Copies | None = None  # None: they stand one behind the other, each once
+
+    @classmethod
+    def of(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
+        """`prefixes` int64 [n, 2] on the host; no value waits for the device. `total`: N."""
+        lengths = prefixes.diff(dim=1)
+        longest += int(lengths.max())
+        size = total + int(lengths.sum())
+        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
+        starts = torch.stack((prefixes[:, 0], cu[:-1]), 1).flatten()
+        sizes = torch.stack((prefixes.diff(dim=1)[:, 0], cu.diff()), 1).flatten()
+        ends = sizes.cumsum(0)
+        shifts = (starts - ends + sizes).repeat_interleave(sizes, output_size=size)
+        places = torch.arange(size, device=cu.device) + shifts
+        ordered, order = places.sort(stable=True)
+        bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
+        cu = F.pad(ends[1::2], (1, 0)).int()
+        return cls(cu, longest, Copies(places, order, bounds))
+
+    def take(self, x: Tensor) -> Tensor:
+        """x [N, K, D] -> [S, K, D]."""
+        return x if self.copies is None else _Taken.apply(x, *self.copies)
+
+
+class _Taken(torch.autograd.Function):
+    """index_select, whose gradient adds the copies of a token up in fp32 and without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
+        ctx.save_for_backward(order, bounds)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        order, bounds = ctx.saved_tensors
+        how: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
+        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **how)
+        return dx.view(-1, *upstream.shape[1:]), None, None, None
+
+
+class Before(NamedTuple):
+    """What each token of a row sees before its own sequence: keys `first` to `last`, excluded.
+
+    The query at q is q - shift - k positions behind key k of them.
+    """
+
+    first: Tensor  # int64 [B, T], in the row
+    last: Tensor  # the same where there is nothing
+    shift: Tensor
+
+    @classmethod
+    def of(cls, prefixes: Tensor, cu: Tensor, batch: int, tokens: int) -> Self:
+        """`prefixes` int64 [n, 2] on the host."""
+        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
+        place = torch.arange(batch * tokens, device=cu.device)
+        sequence = torch.searchsorted(cu[1:].contiguous(), place, right=True)
+        first, last = prefixes[sequence].unbind(1)
+        row = place // tokens * tokens
+        values = first - row, last - row, cu[sequence] - last
+        return cls(*(x.view(batch, tokens) for x in values))
+
+    def padded(self, tokens: int) -> Self:
+        """With so many more at the end of each row, which see nothing of it."""
+        return type(self)(*(F.pad(x, (0, tokens)) for x in self))
+
+    def seen(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
+        """Whether `query`, whose values are at the index `at`, sees `key` in this way."""
+        first, last, shift = (x[at] for x in self)
+        seen = (first <= key) & (key < last)
+        return seen if window is None else seen & (query - shift - key < window)
+
+    def blocks(self, window: int | None, block: int) -> Tensor:
+        """Bool [B, n, n], whether any token of a block of queries may see one of a block of keys
+        in this way."""
+        tokens = self.first.shape[1]
+        some = self.first < self.last
+        fills = (self.first, tokens), (self.last, 0), (self.shift, 0)
+        each = (
+            F.pad(torch.where(some, x, fill), (0, -tokens % block), value=fill)
+            .unflatten(1, (-1, block))
+            for x, fill in fills
+        )  # fmt: skip
+        first, last, shift = each
+        k0 = torch.arange(0, tokens, block, device=some.device)
+        k1 = k0 + block - 1
+        seen = (k0 < last.amax(-1)[..., None]) & (k1 >= first.amin(-1)[..., None])
+        if window is None:
+            return seen
+        return seen & (k0[:, None] - shift.amax(-1)[..., None] - k1 < window)

@@ -1,0 +1,57 @@
+"""Whether a prompt is computed once for all answers that share a row.
+
+Then a row is [prompt, chosen] and [the prompt's last token, rejected], and the latter goes on from
+the prompt: log-probabilities and gradients are those of answers behind copies of the prompt. Which
+rows a step has depends on it, so a run that is resumed does as it began.
+"""
+
+from pathlib import Path
+
+import torch
+
+from tigon.models import aux_loss_coef
+from tigon.train import checkpoint
+from tigon.train.config import Config, parallel_of
+from tigon.train.model import outline
+from tigon.train.objectives import Objective
+from tigon.train.resume import AFRESH
+
+
+def decide(objective: Objective, source: Path | None) -> str | None:
+    """Settle `objective.share_prompts`; why prompts are not shared where they could be.
+
+    ValueError for a checkpoint `source` whose run shared them, where they cannot be now.
+    """
+    if not objective.one_prompt:
+        return None
+    reason = _obstacle(objective.config, source)
+    if source is not None and not checkpoint.is_legacy(source):
+        if not checkpoint.facts(source).get("share_prompts", False):
+            reason = reason or f"{source} is of a run that did not"
+        elif reason is not None:
+            raise ValueError(
+                f"{source} is of a run that computed each prompt once, which now cannot be "
+                f"({reason}); {AFRESH}"
+            )
+    objective.share_prompts = reason is None
+    return reason
+
+
+def _obstacle(config: Config, source: Path | None) -> str | None:
+    """Why prompts cannot be shared, if they cannot."""
+    if not config.packing:
+        return "packing=false"
+    if config.lora is not None and config.lora.dropout:
+        return f"lora.dropout={config.lora.dropout} is drawn for each answer's own prompt"
+    if config.cuda_graphs:
+        return "cuda_graphs=true needs sequences with keys of their own"
+    if config.attention == "cudnn":
+        return "attention=cudnn needs sequences with keys of their own"
+    model = outline(config, torch.float32, source)
+    if aux_loss_coef(model.config) and config.task != "reward":
+        return "the balance of experts, which is part of the loss, counts each answer's own prompt"
+    if model.config.num_attention_heads % (ranks := parallel_of(config).context):
+        return f"the {ranks} ranks of parallel.context share each row's queries, beyond its heads"
+    if not model.model.shares_prefixes or not model.causal:
+        return f"not all layers of {type(model).__name__} are causal attention"
+    return None

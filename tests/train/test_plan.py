@@ -29,7 +29,7 @@ from tigon.train.plan import (
 )
 from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
 from tigon.train.plan.layout import meshes, misfit
-from tigon.train.plan.search import always
+from tigon.train.plan.search import always, doubted
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
 
@@ -226,7 +226,7 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
 
     plan = make_plan(one, most=3, weigh=heavy)
     assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
-    times = [choice.step.seconds for choice in plan.choices]
+    times = [choice.step.seconds * doubted(one, choice.layout) for choice in plan.choices]
     assert times == sorted(times)
     assert plan.reasons["memory"] > 0 and plan.lacking == 10**15
     assert len(asked) == len(set(asked))
@@ -235,6 +235,18 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
     assert f"the first: {plan.choices[0].layout.settings}" in text
     nothing = make_plan(one, weigh=lambda *_: Estimate({"sum": 10**15}, 0))
     assert "no layout fits" in show(nothing)
+
+
+def test_what_was_planned_too_fast_comes_later(job: Callable[..., Job]) -> None:
+    one = job(8, rows=8)
+    assert doubted(one, Layout(2, 2, 2, 1)) == 1.0
+    assert doubted(one, Layout(1, 4, 1, 2)) == one.constants.doubt["tensor"] > 1.1
+    assert doubted(one, Layout(1, 8, 1, 1, expert=2)) == one.constants.doubt["expert"] > 1.1
+    meshes = [Layout(1, 8, 1, 1), Layout(1, 4, 1, 2)]
+    known = replace(one.constants, doubt={"tensor": 1e3})
+    plans = [make_plan(x, of=meshes) for x in (one, replace(one, constants=known))]
+    assert plans[1].choices[-1].layout.tensor == 2
+    assert plans[0].choices[0].step == plans[1].choices[0].step
 
 
 def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:

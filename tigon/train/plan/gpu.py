@@ -50,6 +50,9 @@ class Constants:
     # Assumed, not measured
     network_share: float  # reached of the network's rate
     hop: float  # more latency for each further host of a collective
+    # By dimension of a mesh, how many times as long as planned a step took when it was last
+    # measured: layouts are ranked so
+    doubt: dict[str, float]
 
     @classmethod
     def read(cls, path: Path = CONSTANTS) -> Self:

@@ -16,9 +16,8 @@ from tigon.train.plan.search import LACKS, Choice, Plan
 from tigon.train.plan.work import Shapes
 
 HEAD = (
-    *MESH,
-    *("rows", "x", "again", "GiB"),
-    *("NVLink GB", "network GB", "network s", "step s", "tok/s/GPU", "MFU"),
+    *("rows", "x", "again", "GiB", "NVLink GB", "network GB", "network s", "step s"),
+    *("tok/s/GPU", "MFU"),
 )
 
 UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
@@ -78,6 +77,7 @@ def show(plan: Plan) -> str:
     model = job.shapes.part(1)
     count = sum(p.numel() for p in model.parameters())
     tokens = job.batch_rows * job.seq_len
+    doubts = ", ".join(f"{n} parallelism x {t:.3g}" for n, t in job.constants.doubt.items())
     lines = [
         f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
         f"{job.gpu.name}; a step has {job.batch_rows:,} rows of {job.seq_len:,} tokens, "
@@ -85,8 +85,10 @@ def show(plan: Plan) -> str:
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
         *["experts: each is taken to get as many tokens as the others"] * (job.shapes.experts > 0),
+        *["ranked as if it took longer than planned, as when it was last measured: " + doubts]
+        * any(max(c.layout.tensor, c.layout.expert) > 1 for c in plan.choices),
         "",
-        *table([cells(choice) for choice in plan.choices]),
+        *table(rows_of(plan)),
     ]
     if not plan.choices:
         lines.append("no layout fits")
@@ -102,13 +104,19 @@ def show(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def cells(choice: Choice) -> list[str]:
+def rows_of(plan: Plan) -> list[list[str]]:
+    """A head, and a row for each choice. A model without experts has no column for them."""
+    mesh = MESH if plan.job.shapes.experts else MESH[:-1]
+    return [[*mesh, *HEAD], *(cells(choice, mesh) for choice in plan.choices)]
+
+
+def cells(choice: Choice, mesh: Sequence[str]) -> list[str]:
     layout, step = choice.layout, choice.step
     gpu = choice.gpu
     again = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
     zero = " ZeRO-2" if layout.sharding == "gradients" else ""
     return [
-        *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in MESH),
+        *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in mesh),
         str(layout.rows),
         str(layout.micro_batches),
         again,
@@ -124,9 +132,8 @@ def cells(choice: Choice) -> list[str]:
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell."""
-    every = [HEAD, *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(HEAD))]
-    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in every]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
 
 
 def why_not(plan: Plan) -> list[str]:

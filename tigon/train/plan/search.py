@@ -77,6 +77,7 @@ def make_plan(
     """The `most` fastest meshes, each in the fastest of its `ways`: micro-batch, checkpointing.
 
     Times are multiplied out for all; a step is weighed only where it may be one of the fastest.
+    Dimensions whose plans were too fast when they were measured are ranked by so much later.
     `of`: the meshes, if not all; `budget`: bytes of tensors, if not all of a GPU.
     """
     budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget
@@ -91,7 +92,7 @@ def make_plan(
                 least[mesh.mesh] = min(held, least.get(mesh.mesh, held))
             else:
                 step = step_of(job, layout)
-                timed.append((step.seconds, layout, step))
+                timed.append((step.seconds * doubted(job, layout), layout, step))
     choices, done = list[Choice](), set[Mesh]()
     weighed = Weighed(job, weigh, budget)
     for _, layout, step in sorted(timed, key=lambda entry: entry[0]):
@@ -109,6 +110,12 @@ def make_plan(
         reasons[LACKS] = len(without)
     lacking = min((size for mesh, size in least.items() if mesh not in done), default=None)
     return Plan(job, choices, reasons, budget, lacking)
+
+
+def doubted(job: Job, layout: Layout) -> float:
+    """How many times as long a step may take as is planned."""
+    doubts = job.constants.doubt.items()
+    return max((times for name, times in doubts if getattr(layout, name) > 1), default=1.0)
 
 
 def always(job: Job, layout: Layout) -> int:

@@ -4,6 +4,7 @@ Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer
 the same weights, drawn by name.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from tigon.train.step import backward
 from tigon.weights import own_rows
 
 TIGON, PEER = "tigon", "peer"
-TENSOR_PEER = f"{PEER}-tensor"
+TENSOR_PEER, EXPERT_PEER = f"{PEER}-tensor", f"{PEER}-expert"
 FIRST = 3  # steps that are not timed
 CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 
@@ -43,7 +44,7 @@ CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 @torch.no_grad()
 def fill(model: Any) -> None:
     """Each parameter's own rows of what its names draw; norms change nothing."""
-    layout = model.layout()
+    layout = model.layout(stacked_experts=True)  # as transformers draws them
     for name, parameter in model.named_parameters():
         own = local(parameter)
         if parameter.dim() == 1:
@@ -80,16 +81,21 @@ def tigon(config: Config, world: World, count: int) -> Record:
 
 
 def peer(config: Config, world: World, count: int, side: str, attention: str) -> Record:
-    """transformers + Liger under FSDP2 or torch's tensor parallelism: forward, backward, update."""
+    """transformers + Liger under FSDP2, torch's tensor parallelism or transformers' own expert
+    parallelism: forward, backward, update."""
     inputs = read_inputs(config, world)
     batches = [inputs.data.micro_batches(n)[0].input_ids for n in range(FIRST + count + 1)]
     inputs.data.close()
     ids = iter([batch.to(world.device) for batch in batches])
     shape = json.loads(Path(config.init).read_text())
-    liger = installed("liger-kernel") is not None and world.device.type == "cuda"
-    model = peer_model(shape, "llama", Options(attention), str(world.device), liger)
+    gpu = world.device.type == "cuda"
+    liger = installed("liger-kernel") is not None and gpu
+    options = Options(attention, "grouped_mm" if gpu and "num_experts" in shape else "")
+    model = peer_model(shape, shape["model_type"], options, str(world.device), liger)
     if side == TENSOR_PEER:
         divide(model, world)
+    elif side == EXPERT_PEER:
+        model = divide_experts(model, world)
     else:
         for block in model.model.layers:
             fully_shard(block, reshard_after_forward=side == f"{PEER}-reshard")
@@ -118,6 +124,15 @@ def divide(model: Any, world: World) -> None:
             plan |= {f"{name}.{each}_proj": ColwiseParallel() for each in module}
         plan |= {f"{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize_module(block, world.meshes.tensor, plan)
+
+
+def divide_experts(model: Any, world: World) -> Any:
+    """Its experts over the ranks, which exchange tokens, and FSDP2 for all else; as from_pretrained
+    does it with DistributedConfig(fsdp_size, ep_size)."""
+    library: Any = importlib.import_module("transformers.distributed")
+    chosen = library.DistributedConfig(fsdp_size=world.size, ep_size=world.size)
+    chosen, _, mesh = model.prepare_distribute_model(chosen)
+    return model.maybe_distribute_model(model, chosen, mesh)
 
 
 def mean(loss: Tensor, world: World) -> float:

@@ -2,7 +2,8 @@
 
 bf16 weights, gradients and states; the same weights and rows on every side. The peer of tensor
 parallelism is transformers + Liger under torch's parallelize_module, with transformers' plan of
-Llama: products of attention and MLPs are divided, the rest every rank computes whole. Rates are
+Llama: products of attention and MLPs are divided, the rest every rank computes whole; the peer of
+context parallelism has torch's context_parallel, a ring of SDPA, as accelerate does. Rates are
 tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 layers) are put
 beside transformers + Liger with its grouped products, under FSDP2 and with its own expert
 parallelism, which can train since 5.22 and is left out before.
@@ -32,7 +33,7 @@ from bench.harness import Bench, Job, Record, figure, heading, markdown, progres
 from bench.train_cases import LLAMA_8B, MODELS, PEER
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
-from bench.train_multi_side import EXPERT_PEER, TENSOR_PEER, TIGON
+from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, TENSOR_PEER, TIGON
 from bench.train_step import libraries
 from tests.small import EXPERTS as SMALL_EXPERTS
 from tests.small import LLAMA
@@ -57,6 +58,8 @@ class Side:
 
 ONE, LONG = "tigon, one GPU", "tigon, one GPU, a row of 16,384"
 TORCH = f"{PEER}, parallelize_module"
+CONTEXT = "tigon, context, a row of 16,384"
+CONTEXT_TORCH = f"{PEER}, context_parallel, a row of 16,384"
 FSDP, FSDP_TORCH = "tigon, experts, FSDP2", f"{PEER}, experts, FSDP2"
 EXPERT, EXPERT_TORCH = "tigon, experts, expert", f"{PEER}, experts, ep_size"
 SIDES = {
@@ -64,9 +67,8 @@ SIDES = {
     TORCH: Side(TENSOR_PEER, 1, parallel="tensor"),
     "tigon, tensor": Side("tigon", 1, parallel="tensor", beside=TORCH, aim=1.1),
     LONG: Side("tigon", 1, 2 * TOKENS, gpus=1),
-    "tigon, context, a row of 16,384": Side(
-        "tigon", 1, 2 * TOKENS, parallel="context", beside=LONG
-    ),
+    CONTEXT_TORCH: Side(CONTEXT_PEER, 1, 2 * TOKENS, parallel="context"),
+    CONTEXT: Side("tigon", 1, 2 * TOKENS, parallel="context", beside=CONTEXT_TORCH, aim=1.1),
     FSDP_TORCH: Side("peer-keep", GPUS, experts=True),
     EXPERT_TORCH: Side(EXPERT_PEER, GPUS, experts=True),
     FSDP: Side("tigon", GPUS, experts=True, beside=FSDP_TORCH),
@@ -108,7 +110,8 @@ def measure(job: Job) -> None:
                 progress(f"round {number + 1} of {job.options.rounds}: {name}")
                 began = time.monotonic()
                 prepare(root, side, tiny)
-                way = "sdpa" if tiny or side.kind == TIGON else "flash_attention_4"
+                sdpa = tiny or side.kind in (TIGON, CONTEXT_PEER)
+                way = "sdpa" if sdpa else "flash_attention_4"
                 given = [side.kind, way, *arguments(root, side, tiny)]
                 found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
                 if "error" in found:
@@ -145,7 +148,7 @@ def verdicts(record: Record) -> list[str]:
     firsts = {n: r[0]["losses"][0] for n, r in record["sides"].items() if r and "ms" in r[0]}
     for alike in (
         {ONE, TORCH, "tigon, tensor"},
-        {LONG, "tigon, context, a row of 16,384"},
+        {LONG, CONTEXT, CONTEXT_TORCH},
         {FSDP, FSDP_TORCH, EXPERT, EXPERT_TORCH},
     ):
         found = [firsts[name] for name in alike if name in firsts]

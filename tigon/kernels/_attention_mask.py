@@ -103,7 +103,10 @@ class AttentionMask:
     def part(self, first: int, end: int) -> Self:
         """The mask of the queries [first, end) of each row, and of its first S keys: all that one
         of them may see. There is no cache."""
-        return self._once(("part", first, end), lambda: self._cut(first, end))
+        part = self._cut(first, end)
+        # Kept is what is derived from a part, and no part: that would be a cycle with `whole`
+        part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
+        return part
 
     def _cut(self, first: int, end: int) -> Self:
         if self.prefixes is not None:

@@ -16,13 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.criteria import KL, CrossEntropy, LogProbs
-from tigon.models import (
-    MODELS,
-    CausalLM,
-    CausalLMOutput,
-    LoraConfig,
-    adapter_parameters,
-)
+from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
 from tigon.parallel import share_context
 from tigon.train import start
 

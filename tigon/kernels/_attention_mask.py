@@ -78,7 +78,7 @@ class AttentionMask:
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
-        self._before: Before | None = None  # of padded rows
+        self._before: Before | None = None  # of padded rows, and of parts of rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
         """The result of `derive`, kept under `key`."""
@@ -109,8 +109,6 @@ class AttentionMask:
         return part
 
     def _cut(self, first: int, end: int) -> Self:
-        if self.prefixes is not None:
-            raise ValueError("parts of rows whose sequences share keys: give whole rows")
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -119,6 +117,7 @@ class AttentionMask:
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
         mask.after, mask.whole = keys - end, self
+        mask._before = None if self.before is None else self.before.part(first, end)
         return mask
 
     def sequences(self) -> Sequences | str:
@@ -159,7 +158,13 @@ class AttentionMask:
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
         keys = row * self.keys + token.clamp(max=self.keys)
-        of_keys = Keys(keys, min(told.longest, self.keys))
+        longest = min(told.longest, self.keys)
+        of_keys = Keys(keys, longest)
+        if whole.prefixes is not None and self.segment_ids is not None:
+            first = whole.prefixes[:, :1]
+            first = first // whole.tokens * self.keys + first % whole.tokens
+            prefixes = first + F.pad(whole.prefixes.diff(dim=1), (1, 0))
+            of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
 
     def _given(self, cu: Tensor, longest: int) -> Sequences:
@@ -309,21 +314,21 @@ class AttentionMask:
             every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
         before = self.before
         if before is not None:
-            some = some | before.blocks(window, BLOCK)
+            some = some | before.blocks(q0, k0, BLOCK, window)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
             some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
             every = every & padded.all(-1)[:, None]
 
-        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            query = query + past
+        def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
+            query = own + past
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, query), query, key, window)
+                seen = seen | before.seen((b, own), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from tigon.data.examples import counted
+from tigon.kernels._rebuilt import notes
 from tigon.layers import Attention, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
@@ -127,10 +128,14 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
     tokens, own = -(-config.seq_len // context), "each of {} ranks has "
     numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
 
-    def sends(size: float, what: str) -> str:
+    def sends(size: float, what: str, backward: float = 1.0) -> str:
+        """`backward`: how often it sends as much in the backward pass."""
+        forward = numbers * size / 2**20
+        recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
         return (
-            f"in the forward pass of a layer it sends {numbers * size / 2**20:,.1f} MiB of {what} "
-            "to the others, and in the backward pass as much"
+            f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
+            f"and {backward * forward:,.1f} in the backward pass"
+            f"{recomputed if config.activation_checkpointing else ''}"
         )
 
     if context > 1:
@@ -142,8 +147,11 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
     if tensor > 1:
         has = f"{own.format(tensor)}a part of each matrix"
         # All tokens of the stream to attention and to the MLP, and what they add to it
-        size = 4 * model.config.hidden_size * (tensor - 1) / tensor
-        lines.append(f"tensor: {has}; {sends(size, 'the stream')}")
+        dim = model.config.hidden_size
+        # Their gradients, and the tokens of both once more, unless they are so few that they stay
+        backward = 6 / 4 if notes(numbers * dim) else 1.0
+        size = 4 * dim * (tensor - 1) / tensor
+        lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
         experts = len(layer.experts.down_proj)

@@ -125,6 +125,23 @@ def test_flex(case: str) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.traced
+def test_flex_compiles_parts_of_rows_of_any_length_alike(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)
+    for t in (25, 27, 29, 31):
+        q, k, v = flex_heads(t)
+        for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):
+            how: dict[str, Any] = given
+            spans = (0, t // 4, 3 * t // 4, t)
+            out = in_parts(attention, q, k, v, AttentionMask(t, **how), spans)
+            expected = attention_ref(q, k, v, mask=AttentionMask(t, **how))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    # Of either kind: from the first query on, and from later ones on with 32 and 48 keys
+    assert len(graphs) == 6
+
+
 @pytest.mark.parametrize("window", [None, 3, 130])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("given", ["rows", "packed", "padded", "prefixes"])

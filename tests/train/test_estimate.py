@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,24 @@ LLAMA_8B = LLAMA | {
     "max_position_embeddings": 2**20,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.mark.parametrize("context", [1, 4])
+def test_copies_of_keys_of_shared_prompts(context: int) -> None:
+    """In each layer, of prompts that fill rows; also where two ranks compute a part of each query
+    of a head."""
+    tokens, heads = 256, {"num_attention_heads": 2, "num_key_value_heads": 2}
+    found = {}
+    for share in (False, True):
+        given: Any = {"task": "simpo", "seq_len": tokens, "parallel": Parallel(context=context)}
+        config = replace(settings(), **given)
+        objective = find_objective("simpo")(config, WORLD)
+        objective.share_prompts = share
+        model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
+        found[share] = estimate(model, objective, config, context, torch.bfloat16).total
+    copied = 4 * B * (2 * tokens - 1) * 64 // min(context, 2) * 2  # of two layers, in bfloat16
+    # Beside them, where they are from; on four ranks, each of two parts of rows has its copies
+    assert copied <= found[True] - found[False] < (1.1 if context == 1 else 1.5) * copied
 
 
 def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:

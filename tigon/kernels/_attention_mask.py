@@ -78,7 +78,7 @@ class AttentionMask:
         self.plans: dict[Any, Any] = {}  # of attention(), per kind of layer
         self._derived: dict[Hashable, Any] = {}
         self._looked: tuple[Tensor, Tensor] | None = None  # on the host: cu, and which are real
-        self._before: Before | None = None  # of padded rows, and of parts of rows
+        self._before: Before | None = None  # of padded rows
 
     def _once(self, key: Hashable, derive: Callable[[], Any]) -> Any:
         """The result of `derive`, kept under `key`."""
@@ -116,8 +116,7 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
-        mask.after, mask.whole = keys - end, self
-        mask._before = None if self.before is None else self.before.part(first, end)
+        mask.after, mask.whole, mask.prefixes = keys - end, self, self.prefixes
         return mask
 
     def sequences(self) -> Sequences | str:
@@ -160,10 +159,10 @@ class AttentionMask:
         keys = row * self.keys + token.clamp(max=self.keys)
         longest = min(told.longest, self.keys)
         of_keys = Keys(keys, longest)
-        if whole.prefixes is not None and self.segment_ids is not None:
-            first = whole.prefixes[:, :1]
+        if self.prefixes is not None and self.segment_ids is not None:
+            first = self.prefixes[:, :1]  # in the whole rows
             first = first // whole.tokens * self.keys + first % whole.tokens
-            prefixes = first + F.pad(whole.prefixes.diff(dim=1), (1, 0))
+            prefixes = first + F.pad(self.prefixes.diff(dim=1), (1, 0))
             of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
 
@@ -175,6 +174,9 @@ class AttentionMask:
     @property
     def before(self) -> Before | None:
         """What tokens see by `prefixes`."""
+        if self.whole is not None:
+            of = self.whole.before
+            return None if of is None else of.part(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
@@ -234,23 +236,26 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         return self._once("even", lambda: type(self)(longest, **options))
 
-    def padded(self, tokens: int, batch: int, device: torch.device) -> Self:
-        """The mask of the same batch with rows padded on the right to `tokens`."""
-        return self._once("padded", lambda: self._pad(tokens, batch, device))
+    def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        """The mask of the same batch with rows of queries and of keys padded on the right.
 
-    def _pad(self, tokens: int, batch: int, device: torch.device) -> Self:
-        segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
+        What padded queries see means nothing: those of a part may be where the keys of others are.
+        """
+        return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
+
+    def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        segments, real, more = self.segment_ids, self.key_mask, keys - self.keys
         if segments is not None:  # one more sequence, in each row the last
-            behind = segments[:, -1:] + 1
-            segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
+            segments = torch.cat([segments, (segments[:, -1:] + 1).expand(-1, more)], 1)
         elif real is None and not self.causal:  # causal attention never sees it
-            real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+            real = torch.ones(batch, self.keys, dtype=torch.bool, device=device)
         if real is not None:
-            real = F.pad(real, more)
-        mask = type(self)(
-            tokens, segment_ids=segments, key_mask=real, causal=self.causal, backend=self.backend
-        )
-        mask._before = None if self.before is None else self.before.padded(more[1])
+            real = F.pad(real, (0, more))
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        options |= {"segment_ids": segments, "key_mask": real}
+        mask = type(self)(tokens, past=self.past, **options)
+        mask.after = keys - self.past - tokens
+        mask._before = None if self.before is None else self.before.padded(tokens - self.tokens)
         return mask
 
     def needs_dense(self, window: int | None) -> bool:
@@ -297,6 +302,8 @@ class AttentionMask:
         # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
         # block's first and last tokens tell what is in it.
         past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask
+        # A number would be compiled into the kernel
+        offset = torch.full((), past, device=device) if past else None
         (q0, q1, q_full), (k0, k1, k_full) = (
             _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
         )
@@ -321,7 +328,7 @@ class AttentionMask:
             every = every & padded.all(-1)[:, None]
 
         def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
-            query = own + past
+            query = own if offset is None else own + offset
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)

@@ -121,14 +121,14 @@ class Division:
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
         each = [x.expand(self.groups, *x.shape) for x in pair]
         ones = [1] * self.ranks.size
-        sizes = [_sizes(self), Sizes(ones, ones)]
+        sizes = [sizes_of(self), Sizes(ones, ones)]
         q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
         k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
         return q.transpose(0, 1), k, v
 
     def _from_groups(self, x: Tensor) -> Tensor:
         """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
-        received, sent = _sizes(self)
+        received, sent = sizes_of(self)
         rows = exchange(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
         found = []
         for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
@@ -142,7 +142,7 @@ class Division:
 
 
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
-def _sizes(division: Division) -> Sizes:
+def sizes_of(division: Division) -> Sizes:
     """Tokens whose queries of one rank's heads come from each rank, and go to each."""
     n, own = range(division.ranks.size), division.ranks.rank
     counts = (

@@ -46,14 +46,16 @@ def in_parts(
     return torch.cat(parts, 1)
 
 
-def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto") -> None:
+def assert_right(
+    function: Any, case: str, kv_heads: int, backend: str = "auto", spans: Any = SPANS
+) -> None:
     given, options, sees = CASES[case]
     q, k, v = tensors(9, kv_heads=kv_heads)
     real = torch.ones(B, 9, dtype=torch.bool)
     if backend != "auto" and "key_mask" in given:
         real = given["key_mask"]
     mask = AttentionMask(9, **given, backend=backend)
-    out = in_parts(function, q, k, v, mask, SPANS, **options)
+    out = in_parts(function, q, k, v, mask, spans, **options)
     expected = loop(q, k, v, sees, **{n: x for n, x in options.items() if n != "window"})
     torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(out) * real[:, :, None, None]
@@ -81,6 +83,14 @@ def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> N
     with pytest.raises(ValueError, match=message):
         assert_right(attention, case, kv_heads, backend)
     assert_right(attention, case, kv_heads)
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("backend", ["fa4", "flash", "sdpa"])
+def test_prefixes_of_a_part_that_ends_before_its_rows(backend: str) -> None:
+    """Their tokens are elsewhere in its keys than in whole rows."""
+    for spans in ((0, 8, 9), (0, 3, 7, 9)):
+        assert_right(attention, "prefixes with a window", 2, backend, spans)
 
 
 @pytest.mark.usefixtures("played")

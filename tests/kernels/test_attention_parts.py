@@ -24,7 +24,6 @@ from tigon.kernels._attention_mask import BLOCK
 __all__ = ["graphs", "played"]
 SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
 # Windows to both sides are counted from the last key, which is not that of the last query
-WHOLE = [n for n in CASES if not n.startswith("prefixes")]  # sequences with keys of their own
 TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
 
 
@@ -63,7 +62,7 @@ def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto")
 
 
 @pytest.mark.parametrize("function", [attention, attention_ref])
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients(function: Any, case: str) -> None:
     assert_right(function, case, 2)
 
@@ -71,7 +70,7 @@ def test_forward_and_gradients(function: Any, case: str) -> None:
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize("backend", ["fa4", "flash"])
-@pytest.mark.parametrize("case", [n for n in WHOLE if "softcap" not in CASES[n][1]])
+@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     if case not in TURNED:
         assert_right(attention, case, kv_heads, backend)
@@ -107,7 +106,9 @@ def test_bounds_that_were_given(backend: str) -> None:
 @pytest.mark.traced
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
-    "case", ["softcap, scale and window", "packed with a window", "padded", *TURNED]
+    "case",
+    ["softcap, scale and window", "packed with a window", "padded", *TURNED]
+    + ["prefixes", "prefixes with a window"],
 )
 def test_flex(case: str) -> None:
     given, options, _ = CASES[case]
@@ -119,7 +120,7 @@ def test_flex(case: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 3, 130])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("given", ["rows", "packed", "padded"])
+@pytest.mark.parametrize("given", ["rows", "packed", "padded", "prefixes"])
 def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: int | None) -> None:
     """Of a part that begins inside a block of keys and ends inside another."""
     t, first, end = 5 * BLOCK + 9, BLOCK + 5, 4 * BLOCK + 1
@@ -128,6 +129,17 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
         options = {"segment_ids": torch.arange(t).expand(B, -1) // 150}
     elif given == "padded":
         options = {"key_mask": torch.arange(t) % 400 < torch.tensor([[250], [400]])}
+    elif given == "prefixes":
+        if not causal:
+            pytest.skip("they are of causal sequences")
+        # Of the second row's, one begins where the part ends
+        bounds = [0, 150, 300, 420, t, t + 200, t + end, t + 600, 2 * t]
+        shared = [[0, 0], [0, 150], [40, 90], [0, 0], [0, 0], [t, t + 200], [t + end, t + end]]
+        cu = torch.tensor(bounds).int()
+        lengths = cu.diff()
+        options = {"cu_seq_lens": cu, "longest": int(lengths.max())}
+        options["segment_ids"] = torch.arange(8).repeat_interleave(lengths).view(B, t)
+        options["prefixes"] = torch.tensor([*shared, [t + 300, t + 600]])
     mask = AttentionMask(t, causal=causal, **options).part(first, end)
     dense = mask.dense(window, torch.device("cpu"))
     blocks = mask.blocks(window, torch.device("cpu"))
@@ -159,17 +171,3 @@ def test_padding_inside_a_sequence() -> None:
     expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
     out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_shared_keys_are_refused() -> None:
-    segments = torch.zeros(2, 8, dtype=torch.int64)
-    cu = torch.tensor([0, 8, 16], dtype=torch.int32)
-    mask = AttentionMask(
-        8,
-        segment_ids=segments,
-        cu_seq_lens=cu,
-        longest=8,
-        prefixes=torch.zeros(2, 2, dtype=torch.int64),
-    )
-    with pytest.raises(ValueError, match="whose sequences share keys: give whole rows"):
-        mask.part(2, 4)

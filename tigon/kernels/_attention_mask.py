@@ -106,8 +106,6 @@ class AttentionMask:
         return self._once(("part", first, end), lambda: self._cut(first, end))
 
     def _cut(self, first: int, end: int) -> Self:
-        if self.prefixes is not None:
-            raise ValueError("parts of rows whose sequences share keys: give whole rows")
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -116,6 +114,7 @@ class AttentionMask:
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
         mask.after, mask.whole = keys - end, self
+        mask._before = None if self.before is None else self.before.part(first, end)
         return mask
 
     def sequences(self) -> Sequences | str:
@@ -155,9 +154,16 @@ class AttentionMask:
             return told
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys = row * self.keys + token.clamp(max=self.keys)
-        of_keys = Keys(keys, min(told.longest, self.keys))
+        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
+        of_keys = Keys(keys, longest)
+        if whole.prefixes is not None and whole.segment_ids is not None:
+            prefixes = self._kept(whole.prefixes, whole.tokens)
+            of_keys = Keys.of(prefixes, keys, longest, len(whole.segment_ids) * self.keys)
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
+
+    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
+        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+        return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _given(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:
@@ -306,21 +312,21 @@ class AttentionMask:
             every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
         before = self.before
         if before is not None:
-            some = some | before.blocks(window, BLOCK)
+            some = some | before.blocks(q0, k0, window, BLOCK)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
             some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
             every = every & padded.all(-1)[:, None]
 
-        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            query = query + past
+        def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            query = row + past
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, query), query, key, window)
+                seen = seen | before.seen((b, row), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen

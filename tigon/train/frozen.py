@@ -1,6 +1,8 @@
 """Models that a run reads and does not train: references and teachers."""
 
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+import torch
+
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize, read_config
 from tigon.parallel import cut_model, share_context, share_experts
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -34,6 +36,12 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
     model.use_attention(config.attention)
     model.requires_grad_(False)
     return model.eval()
+
+
+def outline_of(path: str) -> CausalLM:
+    """Such a model on the meta device, from its config.json alone."""
+    config = read_config(Repository(path), MODELS)[1]
+    return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
 
 
 def check_vocabulary(path: str, tokenizer: Tokenizer) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
-from tigon.models import aux_loss_coef
+from tigon.data.examples import counted
+from tigon.models import CausalLM, aux_loss_coef
 from tigon.train import checkpoint
 from tigon.train.config import Config, parallel_of
+from tigon.train.frozen import outline_of
 from tigon.train.model import outline
 from tigon.train.objectives import Objective
 from tigon.train.resume import AFRESH
@@ -50,8 +52,27 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
     model = outline(config, torch.float32, source)
     if aux_loss_coef(model.config) and config.task != "reward":
         return "the balance of experts, which is part of the loss, counts each answer's own prompt"
-    if model.config.num_attention_heads % (ranks := parallel_of(config).context):
-        return f"the {ranks} ranks of parallel.context share each row's queries, beyond its heads"
+    if (reason := _unable(model, config)) is not None or not config.reference:
+        return reason
+    try:
+        reference = outline_of(config.reference)
+    except OSError:
+        if source is None:
+            raise
+        return None  # a run that goes on has its log-probabilities in the cache
+    reason = _unable(reference, config)
+    return None if reason is None else f"of reference={config.reference}, {reason}"
+
+
+def _unable(model: CausalLM, config: Config) -> str | None:
+    """Why a model's passes over the run's rows cannot share prompts, if they cannot."""
+    parallel = parallel_of(config)
+    heads = model.config.num_attention_heads // parallel.tensor
+    if heads % parallel.context:
+        return (
+            f"the {parallel.context} ranks of parallel.context divide the queries of each head, "
+            f"as a rank has {counted(heads, 'head')}"
+        )
     if not model.model.shares_prefixes or not model.causal:
         return f"not all layers of {type(model).__name__} are causal attention"
     return None

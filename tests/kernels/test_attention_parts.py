@@ -107,8 +107,10 @@ def test_bounds_that_were_given(backend: str) -> None:
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
     "case",
-    ["softcap, scale and window", "packed with a window", "padded", *TURNED]
-    + ["prefixes", "prefixes with a window"],
+    [
+        *("softcap, scale and window", "packed with a window", "padded", *TURNED),
+        *("prefixes", "prefixes with a window"),
+    ],
 )
 def test_flex(case: str) -> None:
     given, options, _ = CASES[case]

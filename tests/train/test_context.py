@@ -32,8 +32,9 @@ KINDS = [
     "distill",
     "zero",
     "few heads",
+    "few heads, dpo",
 ]
-FEW = ["few heads", "experts"]  # of two heads, which four ranks divide
+FEW = ["few heads", "few heads, dpo", "experts"]  # of two heads, which four ranks divide
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 
@@ -62,6 +63,7 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
     grpo = preferences.write(root / "grpo.jsonl", preferences.rewarded(5))
     text = root / "text.txt"
     text.write_text(" ".join(WORDS * 30))
+    few = write_model(root / "few", num_attention_heads=2, num_key_value_heads=1)
     experts = write_model(root / "experts", **EXPERTS | {"num_attention_heads": 2})
     teacher = write_model(root / "teacher", num_hidden_layers=1)
     held_out = f"[{{path: {workspace.held_out}, name: some}}]"
@@ -90,11 +92,12 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
         "zero": {"sharding": "gradients"},
         # A teacher whose heads are divided in another way
         "few heads": {
-            "model": write_model(root / "few", num_attention_heads=2, num_key_value_heads=1),
+            "model": few,
             "task": "distill",
             "teacher": teacher,
             "activation_checkpointing": "true",
         },
+        "few heads, dpo": {"model": few, "task": "dpo", "data": pairs},
     }
 
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 FAR = 1 << 40  # behind all keys
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from tigon.data.examples import counted
 from tigon.models import CausalLM, aux_loss_coef
 from tigon.train import checkpoint
-from tigon.train.config import Config, parallel_of
+from tigon.train.config import Config
 from tigon.train.frozen import outline_of
 from tigon.train.model import outline
 from tigon.train.objectives import Objective
@@ -52,27 +51,21 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
     model = outline(config, torch.float32, source)
     if aux_loss_coef(model.config) and config.task != "reward":
         return "the balance of experts, which is part of the loss, counts each answer's own prompt"
-    if (reason := _unable(model, config)) is not None or not config.reference:
-        return reason
+    if not _able(model):
+        return f"not all layers of {type(model).__name__} are causal attention"
+    if not config.reference:
+        return None
     try:
         reference = outline_of(config.reference)
     except OSError:
         if source is None:
             raise
         return None  # a run that goes on has its log-probabilities in the cache
-    reason = _unable(reference, config)
-    return None if reason is None else f"of reference={config.reference}, {reason}"
+    if _able(reference):
+        return None
+    return f"not all layers of reference={config.reference} are causal attention"
 
 
-def _unable(model: CausalLM, config: Config) -> str | None:
-    """Why a model's passes over the run's rows cannot share prompts, if they cannot."""
-    parallel = parallel_of(config)
-    heads = model.config.num_attention_heads // parallel.tensor
-    if heads % parallel.context:
-        return (
-            f"the {parallel.context} ranks of parallel.context divide the queries of each head, "
-            f"as a rank has {counted(heads, 'head')}"
-        )
-    if not model.model.shares_prefixes or not model.causal:
-        return f"not all layers of {type(model).__name__} are causal attention"
-    return None
+def _able(model: CausalLM) -> bool:
+    """Whether it can compute sequences that share a prompt."""
+    return model.model.shares_prefixes and model.causal

@@ -209,11 +209,7 @@ def check_parallel(config: Config) -> None:
             "of each expert on each rank: leave one out"
         )
     lora = config.lora
-    neither = {
-        "sharding": config.sharding != "full",
-        "cuda_graphs": config.cuda_graphs,
-        "optimizer_in_backward": config.optimizer_in_backward,
-    }
+    neither = {"sharding": config.sharding != "full", "cuda_graphs": config.cuda_graphs}
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
@@ -224,7 +220,11 @@ def check_parallel(config: Config) -> None:
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
         f"parallel.expert={expert}": neither
-        | {"lora": lora is not None, "optimizer": config.optimizer == "muon"},
+        | {
+            "lora": lora is not None,
+            "optimizer": config.optimizer == "muon",
+            "optimizer_in_backward": config.optimizer_in_backward,
+        },
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

@@ -1,0 +1,91 @@
+"""Runs whose ranks share each layer (gloo), with updates in backward, against one process."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from tests.numbers import relative_error
+from tests.small import EXPERTS, write_model
+from tests.train.checkpoints import assert_equal
+from tests.train.ranks import Ranks
+from tigon.train import load, prepare, start, train
+from tigon.train.parallel_settings import Parallel
+
+STEPS = 5
+SAME: dict[str, Any] = {
+    **{"steps": STEPS, "warmup_steps": 2, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0},
+    **{"weight_decay": 0.1, "save_every": 2, "keep_last": 0},
+}
+ON = {"optimizer_in_backward": "true"}
+# The ranks, their layout, and the rows of a micro-batch, which is a step's only one. Of two kv
+# heads each of four ranks has one that another has, too
+WAYS = {
+    "one": (1, {}, 2),
+    "two": (2, {"tensor": 2}, 2),
+    "four": (4, {"tensor": 4}, 2),
+    "both": (4, {"fsdp": 2, "tensor": 2}, 1),
+}
+IN_BACKWARD: dict[str, tuple[str, dict[str, Any]]] = {  # on which ranks, and what differs
+    "four": ("four", {}),
+    "both": ("both", {"activation_checkpointing": "true"}),
+    "experts": ("both", {"optimizer": "sgd", "momentum": 0.9}),
+    "lora": ("two", {"lora.rank": 3}),
+}
+
+
+def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
+    torch.set_num_threads(1)
+    with start("cpu", parallel=Parallel(**parallel)) as world:
+        for settings in runs:
+            assert train(prepare(load(None, settings), world)) == 0
+
+
+def saved(workspace, run: str, number: int = STEPS) -> dict[str, torch.Tensor]:
+    """Weights and states, whole."""
+    directory = workspace.root / run / f"checkpoints/step-{number:08d}"
+    reader = HuggingFaceStorageReader(str(directory))
+    known = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(info.size, dtype=info.properties.dtype) for n, info in known.items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def runs(workspace) -> None:
+    more = {"experts": {"model": write_model(workspace.root / "experts", **EXPERTS)}}
+    of: dict[str, list[list[str]]] = {way: [] for way in WAYS}
+
+    def add(way: str, run: str, **changes: Any) -> None:
+        _, parallel, rows = WAYS[way]
+        layout = {f"parallel.{name}": size for name, size in parallel.items()}
+        its = SAME | {"micro_batch_size": rows} | layout | changes
+        of[way].append(workspace.settings(run, **its))
+
+    for case, (way, changes) in IN_BACKWARD.items():
+        own = changes | more.get(case, {})
+        add(way, f"{case}-after", **own)
+        add(way, f"{case}-in", **own | ON)
+    for way, settings in of.items():
+        count, parallel, _ = WAYS[way]
+        if settings:
+            Ranks(count, run_all, parallel, settings).finish(400)
+
+
+@pytest.mark.parametrize("case", IN_BACKWARD)
+def test_updates_in_backward_are_those_after_it(workspace, runs, case):
+    """On ranks that have norms and kv heads alike. The order in which four ranks add up gradients
+    depends on what is added up together; two have the same bits."""
+    way, _ = IN_BACKWARD[case]
+    after, found = (saved(workspace, f"{case}-{w}") for w in ("after", "in"))
+    for key in ("loss", "grad_norm"):
+        expected, ours = (workspace.metrics(f"{case}-{w}", key) for w in ("after", "in"))
+        assert len(ours) == STEPS
+        assert ours == (expected if way != "four" else pytest.approx(expected, rel=1e-6)), key
+    if way != "four":
+        return assert_equal(found, after)
+    assert found.keys() == after.keys()
+    for name, values in after.items():
+        assert relative_error(found[name], values) < 1e-6, name

@@ -228,7 +228,6 @@ def test_gradients_are_not_sharded_within_groups(workspace):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": "muon"}, "optimizer=muon"),
         ({"sharding": "gradients"}, "sharding=gradients"),
         ({"fp8": "true"}, "fp8=true"),
         ({"lora.dora": "true"}, "lora.dora=true"),

@@ -53,6 +53,12 @@ def saved(workspace, run: str, number: int = STEPS) -> dict[str, torch.Tensor]:
     return state
 
 
+MUON: dict[str, Any] = {"optimizer": "muon", "lr": 1e-2, "adamw_lr": 1e-3}
+SPREAD = ["two", "four", "both"]
+# What goes on from another run's second step: on which ranks, and from which layout
+AGAIN = {"fewer": ("one", "both"), "more": ("four", "one"), "other": ("two", "four")}
+
+
 @pytest.fixture(scope="module")
 def runs(workspace) -> None:
     more = {"experts": {"model": write_model(workspace.root / "experts", **EXPERTS)}}
@@ -68,10 +74,20 @@ def runs(workspace) -> None:
         own = changes | more.get(case, {})
         add(way, f"{case}-after", **own)
         add(way, f"{case}-in", **own | ON)
+    for way in WAYS:
+        add(way, f"muon-{way}", **MUON)
+    for way in ("one", "both"):
+        add(way, f"muon-experts-{way}", **MUON | more["experts"])
     for way, settings in of.items():
         count, parallel, _ = WAYS[way]
+        Ranks(count, run_all, parallel, settings).finish(400)
+        settings.clear()
+    for run, (way, source) in AGAIN.items():
+        begun = workspace.root / f"muon-{source}/checkpoints/step-00000002"
+        add(way, f"muon-{run}", resume=begun, **MUON)
+    for way, settings in of.items():
         if settings:
-            Ranks(count, run_all, parallel, settings).finish(400)
+            Ranks(WAYS[way][0], run_all, WAYS[way][1], settings).finish(400)
 
 
 @pytest.mark.parametrize("case", IN_BACKWARD)
@@ -89,3 +105,19 @@ def test_updates_in_backward_are_those_after_it(workspace, runs, case):
     assert found.keys() == after.keys()
     for name, values in after.items():
         assert relative_error(found[name], values) < 1e-6, name
+
+
+@pytest.mark.parametrize("run", [*SPREAD, *AGAIN, "experts-both"])
+def test_muon_is_as_on_one_rank(workspace, runs, run):
+    """Matrices that ranks have rows or columns of, experts, and kv heads that several ranks have;
+    and runs that go on in another layout with momentum."""
+    one = "muon-experts-one" if "experts" in run else "muon-one"
+    for key in ("loss", "grad_norm"):
+        expected, found = (workspace.metrics(name, key) for name in (one, f"muon-{run}"))
+        assert len(found) == STEPS - 2 * (run in AGAIN)
+        assert found == pytest.approx(expected[-len(found) :], rel=1e-5), key
+    expected, found = (saved(workspace, name) for name in (one, f"muon-{run}"))
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("optimizer.momentum_buffer.") for name in found)
+    for name, values in expected.items():
+        assert relative_error(found[name], values) < 1e-5, name

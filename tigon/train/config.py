@@ -213,7 +213,6 @@ def check_parallel(config: Config) -> None:
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
-            "optimizer": config.optimizer == "muon",  # of whole matrices
             "fp8": config.fp8,
             "lora.dora": lora is not None and lora.dora,
             "lora.quantize": lora is not None and lora.quantize is not None,

@@ -229,7 +229,6 @@ def test_gradients_are_not_sharded_within_groups(workspace):
     ("changes", "said"),
     [
         ({"sharding": "gradients"}, "sharding=gradients"),
-        ({"fp8": "true"}, "fp8=true"),
         ({"lora.dora": "true"}, "lora.dora=true"),
         ({"lora.quantize": "nf4"}, "lora.quantize=nf4"),
         ({"lora.modules_to_save": "[lm_head]"}, r"lora.modules_to_save=\['lm_head'\]"),

@@ -213,7 +213,6 @@ def check_parallel(config: Config) -> None:
     wrong = {
         f"parallel.tensor={tensor}": neither
         | {
-            "fp8": config.fp8,
             "lora.dora": lora is not None and lora.dora,
             "lora.quantize": lora is not None and lora.quantize is not None,
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),

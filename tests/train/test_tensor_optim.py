@@ -28,11 +28,15 @@ WAYS = {
     "two": (2, {"tensor": 2}, 2),
     "four": (4, {"tensor": 4}, 2),
     "both": (4, {"fsdp": 2, "tensor": 2}, 1),
+    "expert": (2, {"expert": 2}, 1),
+    "context": (4, {"context": 2, "expert": 2}, 1),
 }
 IN_BACKWARD: dict[str, tuple[str, dict[str, Any]]] = {  # on which ranks, and what differs
     "four": ("four", {}),
     "experts": ("both", {"activation_checkpointing": "true"}),
     "lora": ("two", {"lora.rank": 3}),
+    "whole experts": ("expert", {}),
+    "whole experts, sharded": ("context", {}),
 }
 
 
@@ -58,13 +62,14 @@ MUON: dict[str, Any] = {
 }
 BF16 = {"dtype": "bfloat16", "lr": 1e-3}
 SPREAD = ["two", "four", "both"]
+OF_EXPERTS = ["both", "expert", "context"]
 # What goes on from another run's second step: on which ranks, and from which layout
 AGAIN = {"fewer": ("one", "both"), "more": ("four", "one"), "other": ("two", "four")}
 
 
 @pytest.fixture(scope="module")
 def runs(workspace) -> None:
-    more = {"experts": {"model": write_model(workspace.root / "experts", **EXPERTS)}}
+    experts = write_model(workspace.root / "experts", **EXPERTS | {"num_experts": 4})
     of: dict[str, list[list[str]]] = {way: [] for way in WAYS}
 
     def add(way: str, run: str, **changes: Any) -> None:
@@ -74,14 +79,15 @@ def runs(workspace) -> None:
         of[way].append(workspace.settings(run, **its))
 
     for case, (way, changes) in IN_BACKWARD.items():
-        own = changes | more.get(case, {})
+        own = changes | ({"model": experts} if "experts" in case else {})
         add(way, f"{case}-after", **own)
         add(way, f"{case}-in", **own | ON)
-    for way in WAYS:
+    for way in ("one", *SPREAD):
         add(way, f"muon-{way}", **MUON)
+    for way in ("one", *OF_EXPERTS):
+        add(way, f"muon-experts-{way}", **MUON, model=experts)
     for way in ("one", "both"):
         add(way, f"fp8-{way}", **BF16, fp8="true")
-        add(way, f"muon-experts-{way}", **MUON | more["experts"])
     add("one", "bf16-one", **BF16)
     for way, settings in of.items():
         count, parallel, _ = WAYS[way]
@@ -113,7 +119,7 @@ def test_updates_in_backward_are_those_after_it(workspace, runs, case):
         assert relative_error(found[name], values) < 1e-6, name
 
 
-@pytest.mark.parametrize("run", [*SPREAD, *AGAIN, "experts-both"])
+@pytest.mark.parametrize("run", [*SPREAD, *AGAIN, *(f"experts-{way}" for way in OF_EXPERTS)])
 def test_muon_is_as_on_one_rank(workspace, runs, run):
     """Matrices that ranks have rows or columns of, experts, and kv heads that several ranks have;
     and runs that go on in another layout with momentum."""

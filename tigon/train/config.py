@@ -217,12 +217,7 @@ def check_parallel(config: Config) -> None:
             "lora.quantize": lora is not None and lora.quantize is not None,
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
-        f"parallel.expert={expert}": neither
-        | {
-            "lora": lora is not None,
-            "optimizer": config.optimizer == "muon",
-            "optimizer_in_backward": config.optimizer_in_backward,
-        },
+        f"parallel.expert={expert}": neither | {"lora": lora is not None},
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

@@ -64,6 +64,7 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
         cuts={named[name]: cut for name, cut in cuts.items()},
         tensor=find_tensor(model),
+        like=next(model.parameters()),
     )
 
 

@@ -35,8 +35,10 @@ class Muon(Optimizer):
 
     `matrices` says of each parameter in the groups with `hidden` how many rows each of its
     matrices has, of the whole one's flattening [-1, last dim]; the other groups are AdamW's. `cuts`
-    says what of a parameter the ranks of `tensor` have. Momentum is divided as the parameter is. In
-    each step the matrices are dealt to the ranks by cost; what each has of them travels there and,
+    says what of a parameter FSDP divides on this rank, where that is not all: the ranks of `tensor`
+    have other parts, and those of expert parallelism. All ranks that divide matrices are those that
+    divide `like`, and of each those of `tensor`. Momentum is divided as the parameter is. In each
+    step the matrices are dealt to the ranks by cost; what each has of them travels there and,
     orthogonalised, back, in `dtype`.
     Source: Keller Jordan, kellerjordan.github.io/posts/muon; match_rms_adamw: arXiv 2502.16982.
     """
@@ -56,8 +58,9 @@ class Muon(Optimizer):
         dtype: torch.dtype = torch.bfloat16,
         cuts: Mapping[Tensor, Cut] | None = None,
         tensor: TensorParallel | None = None,
+        like: Tensor | None = None,
     ):
-        self.cuts, self.tensor = cuts or {}, tensor
+        self.cuts, self.tensor, self.like = cuts or {}, tensor, like
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
@@ -92,7 +95,7 @@ class Muon(Optimizer):
             torch._foreach_mul_(same, decay)
         exchange = self.exchange
         if exchange is None:
-            group = _group(parameters[0], self.tensor)
+            group = _group(parameters[0] if self.like is None else self.like, self.tensor)
             exchange = self.exchange = _Exchange(group, parameters[0].device, self.dtype)
         if self.planned != (known := [id(p) for p in parameters]):
             self.planned, self.rounds = known, self._plan(parameters, exchange)

@@ -61,10 +61,24 @@ MUON: dict[str, Any] = {
     **{"optimizer": "muon", "lr": 1e-2, "adamw_lr": 1e-3, "save_every": 2, "keep_last": 0}
 }
 BF16 = {"dtype": "bfloat16", "lr": 1e-3}
+ZERO: dict[str, Any] = {
+    **{"micro_batch_size": 1, "batch_size": 4, "ema_decay": 0.5, "max_grad_norm": 0.1},
+    **{"save_every": 2, "keep_last": 0},
+}
 SPREAD = ["two", "four", "both"]
 OF_EXPERTS = ["both", "expert", "context"]
-# What goes on from another run's second step: on which ranks, and from which layout
-AGAIN = {"fewer": ("one", "both"), "more": ("four", "one"), "other": ("two", "four")}
+# What goes on from another layout's second step: on which ranks, and from which
+AGAIN = {
+    "muon-fewer": ("one", "both"),
+    "muon-more": ("four", "one"),
+    "muon-other": ("two", "four"),
+    "zero-fewer": ("one", "both"),
+    "zero-more": ("both", "one"),
+}
+
+
+def sharding(way: str) -> dict[str, str]:
+    return {"sharding": "full" if way == "one" else "gradients"}
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +103,18 @@ def runs(workspace) -> None:
     for way in ("one", "both"):
         add(way, f"fp8-{way}", **BF16, fp8="true")
     add("one", "bf16-one", **BF16)
+    for way in ("one", *SPREAD):
+        add(way, f"zero-{way}", **ZERO, **sharding(way))
+    add("both", "muon-zero", **MUON, sharding="gradients")
     for way, settings in of.items():
         count, parallel, _ = WAYS[way]
         said = Ranks(count, run_all, parallel, settings).finish(400)
         assert "fp8=true leaves" not in said
         settings.clear()
     for run, (way, source) in AGAIN.items():
-        begun = workspace.root / f"muon-{source}/checkpoints/step-00000002"
-        add(way, f"muon-{run}", resume=begun, **MUON)
+        kind = run.partition("-")[0]
+        begun = workspace.root / f"{kind}-{source}/checkpoints/step-00000002"
+        add(way, run, resume=begun, **(MUON if kind == "muon" else ZERO | sharding(way)))
     for way, settings in of.items():
         if settings:
             Ranks(WAYS[way][0], run_all, WAYS[way][1], settings).finish(400)
@@ -119,20 +137,41 @@ def test_updates_in_backward_are_those_after_it(workspace, runs, case):
         assert relative_error(found[name], values) < 1e-6, name
 
 
-@pytest.mark.parametrize("run", [*SPREAD, *AGAIN, *(f"experts-{way}" for way in OF_EXPERTS)])
-def test_muon_is_as_on_one_rank(workspace, runs, run):
-    """Matrices that ranks have rows or columns of, experts, and kv heads that several ranks have;
-    and runs that go on in another layout with momentum."""
-    one = "muon-experts-one" if "experts" in run else "muon-one"
+def assert_as_one(workspace, one: str, run: str) -> dict[str, torch.Tensor]:
+    """What is logged, weights and states; these."""
     for key in ("loss", "grad_norm"):
-        expected, found = (workspace.metrics(name, key) for name in (one, f"muon-{run}"))
+        expected, found = (workspace.metrics(name, key) for name in (one, run))
         assert len(found) == STEPS - 2 * (run in AGAIN)
         assert found == pytest.approx(expected[-len(found) :], rel=1e-5), key
-    expected, found = (saved(workspace, name) for name in (one, f"muon-{run}"))
-    assert found.keys() == expected.keys()
-    assert any(name.startswith("optimizer.momentum_buffer.") for name in found)
+    expected, states = (saved(workspace, name) for name in (one, run))
+    assert states.keys() == expected.keys()
     for name, values in expected.items():
-        assert relative_error(found[name], values) < 1e-5, name
+        assert relative_error(states[name], values) < 1e-5, name
+    return states
+
+
+def of(kind: str) -> list[str]:
+    return [f"{kind}-{way}" for way in SPREAD] + [run for run in AGAIN if kind in run]
+
+
+@pytest.mark.parametrize("run", [*of("muon"), "muon-zero"])
+def test_muon_is_as_on_one_rank(workspace, runs, run):
+    """Matrices that ranks have rows or columns of, and kv heads that several ranks have; and runs
+    that go on in another layout with momentum."""
+    states = assert_as_one(workspace, "muon-one", run)
+    assert any(name.startswith("optimizer.momentum_buffer.") for name in states)
+
+
+@pytest.mark.parametrize("way", OF_EXPERTS)
+def test_muon_of_experts_is_as_on_one_rank(workspace, runs, way):
+    """Of which ranks have units, or some whole."""
+    assert_as_one(workspace, "muon-experts-one", f"muon-experts-{way}")
+
+
+@pytest.mark.parametrize("run", of("zero"))
+def test_gradients_of_a_part_are_divided(workspace, runs, run):
+    """By sharding=gradients, over the ranks with the same part and other rows."""
+    assert_as_one(workspace, "zero-one", run)
 
 
 def test_products_of_8_bits_are_as_near_to_bfloat16_as_on_one_rank(workspace, runs):

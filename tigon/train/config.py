@@ -209,15 +209,18 @@ def check_parallel(config: Config) -> None:
             "of each expert on each rank: leave one out"
         )
     lora = config.lora
-    neither = {"sharding": config.sharding != "full", "cuda_graphs": config.cuda_graphs}
     wrong = {
-        f"parallel.tensor={tensor}": neither
-        | {
+        f"parallel.tensor={tensor}": {
+            "cuda_graphs": config.cuda_graphs,
             "lora.dora": lora is not None and lora.dora,
             "lora.quantize": lora is not None and lora.quantize is not None,
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
-        f"parallel.expert={expert}": neither | {"lora": lora is not None},
+        f"parallel.expert={expert}": {
+            "sharding": config.sharding != "full",
+            "cuda_graphs": config.cuda_graphs,
+            "lora": lora is not None,
+        },
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

@@ -33,6 +33,7 @@ def forms() -> Forms:
     lines = partial(_adamw, BF16, BF16, BF16, lines=(24, 96))
     yield "adamw bf16, lines", lines
     yield "adamw alone, bf16, lines", partial(lines, alone=True)
+    yield "adamw alone, bf16, lines of one", partial(lines, alone=True, lines=(1, 2))
     yield "adamw to nearest, odd", partial(nearest, count=1001)
     yield "adamw unscaled", partial(_adamw, FP32, FP32, FP32, scale=False)
     for name in ("fp32", "bf16", "8 bits"):

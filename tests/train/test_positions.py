@@ -86,7 +86,7 @@ def test_positions_are_those_of_the_whole(case):
 
 def assert_positions(runs: tuple[Run, ...], expected: Tensor, name: str) -> None:
     count = len(expected)
-    assert sum(run.count for run in runs) == count, name
+    assert sum(run.length for run in runs) == count, name
     for begin, end in ((0, count), (count // 3, count - count // 4), (count // 2, count // 2 + 1)):
         if begin < end <= count:
             assert torch.equal(positions(runs, begin, end, CPU), expected[begin:end]), name
@@ -117,11 +117,11 @@ def test_a_line_that_32_bits_do_not_count_is_a_run_of_its_own():
     assert [run.lines for run in runs] == [None, None]
 
 
-def wide(columns: int) -> dict[str, Any]:
+def wide(columns: int, **changes: Any) -> dict[str, Any]:
     """A configuration where o_proj and down_proj have so many columns, in blocks of 8 bits."""
     sizes = {"head_dim": columns // 4, "intermediate_size": columns}
     more = {"hidden_size": 32, "num_experts": 2, "moe_intermediate_size": columns, "vocab_size": 81}
-    return EXPERTS | UNTIED | sizes | more | {"attention_bias": True}
+    return EXPERTS | sizes | more | {"attention_bias": True} | changes
 
 
 def gradients(step: int, model: CausalLM) -> Iterator[tuple[str, Any, Tensor]]:
@@ -182,7 +182,7 @@ def differing(found: tuple[CausalLM, Optimizer], expected: tuple[CausalLM, Optim
 def test_updates_are_those_of_one_rank(optimizer, mode, monkeypatch):
     """Of the definition and of the kernel, with bfloat16 weights."""
     monkeypatch.setattr(adamw, "BLOCK", 1 << 14)  # programs take the interpreter long
-    changes, config = {"param_dtype": "bfloat16", "optimizer": optimizer}, wide(512)
+    changes, config = {"param_dtype": "bfloat16", "optimizer": optimizer}, wide(512, **UNTIED)
     parts = [(2, 1), (-2, 1)]
     if optimizer == "adamw_bf16":
         parts.append((4, 2))  # with a kv head that another rank has, too
@@ -191,6 +191,17 @@ def test_updates_are_those_of_one_rank(optimizer, mode, monkeypatch):
         for ranks, rank in parts:
             found = stepped(part(config, ranks, rank).bfloat16(), **changes)
             assert not differing(found, expected), (ranks, rank)
+
+
+def test_updates_of_adapters_are_those_of_one_rank():
+    changes: dict[str, Any] = {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"}
+    one, *parts = (
+        stepped(part(LLAMA, ranks, rank, {"rank": 3}).bfloat16(), **changes)
+        for ranks, rank in ((1, 0), (2, 1), (4, 3))
+    )
+    assert {name for name, p in one[0].named_parameters() if p in one[1].state}
+    for found in parts:
+        assert not differing(found, one)
 
 
 # Lines of one element, of more than a program has, and of few; gate and up of experts
@@ -228,7 +239,10 @@ def test_the_kernel_draws_what_the_definition_draws(own_launch, monkeypatch):
     assert all(map(torch.equal, *kept))
 
 
-WAYS = {2: [{"tensor": 2}], 4: [{"tensor": 4}, {"tensor": 2, "fsdp": 2}, {"expert": 2}]}
+WAYS = {
+    2: [{"fsdp": 2}, {"tensor": 2}],
+    4: [{"tensor": 4}, {"tensor": 2, "fsdp": 2}, {"expert": 2}],
+}
 
 
 def on_ranks(directory: Any) -> None:

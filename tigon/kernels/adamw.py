@@ -51,8 +51,8 @@ class Slot(NamedTuple):
     exp_avg_scale: Tensor | None = None
     exp_avg_sq_scale: Tensor | None = None
     position: int = 0  # of its first element, by which random bits are drawn
-    # Where positions have gaps: so many elements, less than 2**30, have one after the other, and
-    # from their first one to the next such line's it is so far
+    # Width (less than 2**30) and pitch of lines with gaps between their positions: element i has
+    # position + i // width * pitch + i % width
     lines: tuple[int, int] | None = None
 
 
@@ -174,9 +174,9 @@ def _adamw_table_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["position", "stream"])
+@triton.jit(do_not_specialize=["position", "width", "pitch", "stream"])
 def _adamw_tensor_kernel(
-    tensors, count, position, lines, scale, numbers, stream, codes,
+    tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """A program updates BLOCK elements of one parameter."""
@@ -185,6 +185,9 @@ def _adamw_tensor_kernel(
         factor = tl.load(scale)
         if factor != factor:
             return
+    lines = None
+    if width is not None:
+        lines = width, pitch
     _update(
         tensors, tl.program_id(0), count, position, lines, factor, numbers, stream, codes,
         STOCHASTIC, BLOCK, B, PRECISE,
@@ -242,7 +245,7 @@ class FusedAdamW:
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
             _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
-                _tensors(slot), count, slot.position, slot.lines, scale,
+                _tensors(slot), count, slot.position, *(slot.lines or (None, None)), scale,
                 _numbers(settings), settings.stream, self._codes(kind, slot.weight),
                 **self._options(kind),
             )  # fmt: skip

@@ -103,6 +103,7 @@ def _of_run(slot: Slot, run: Run) -> Slot:
         if tensor is None:
             return None
         each = size // tensor.numel()  # elements that share a scale
-        return tensor.view(-1).narrow(0, run.first // each, run.count // each)
+        return tensor.view(-1).narrow(0, run.first // each, run.length // each)
 
-    return Slot(*map(part, slot[:6]), run.position, run.lines)
+    tensors = (part(tensor) for tensor in slot[:6])
+    return Slot(*tensors)._replace(position=run.position, lines=run.lines)

@@ -18,14 +18,14 @@ LONGEST = 1 << 30  # elements of a line: kernels count within one by 32 bits
 
 
 class Run(NamedTuple):
-    """`count` elements of a rank's part of a parameter, from its element `first` on.
+    """`length` elements of a rank's part of a parameter, from its element `first` on.
 
     The i-th of them, from 0, has the position `position + i // width * pitch + i % width` in the
     model: lines of `width` elements, each `pitch` behind the one before. A block is one line.
     """
 
     first: int
-    count: int
+    length: int
     position: int
     width: int
     pitch: int
@@ -33,11 +33,11 @@ class Run(NamedTuple):
     @property
     def lines(self) -> tuple[int, int] | None:
         """Width and pitch; None of one block."""
-        return (self.width, self.pitch) if self.width < self.count else None
+        return (self.width, self.pitch) if self.width < self.length else None
 
     def between(self, begin: int, end: int, device: torch.device) -> Tensor:
         """int64: the positions of those among the part's elements `begin` to `end` that it has."""
-        begin, end = max(begin - self.first, 0), min(end - self.first, self.count)
+        begin, end = max(begin - self.first, 0), min(end - self.first, self.length)
         if begin >= end:
             return torch.empty(0, dtype=torch.int64, device=device)
         if self.lines is None:
@@ -55,7 +55,7 @@ def runs_of(cut: Cut | None, begin: int, count: int, position: int) -> tuple[Run
     """
     every = _block(0, begin + count, 0) if cut is None else _runs(cut)
     found = (_within(run, begin, begin + count) for run in every)
-    return tuple(run._replace(position=position + run.position) for run in found if run.count)
+    return tuple(run._replace(position=position + run.position) for run in found if run.length)
 
 
 def positions(runs: Sequence[Run], begin: int, end: int, device: torch.device) -> Tensor:
@@ -92,7 +92,7 @@ def _runs(cut: Cut) -> Iterator[Run]:
 def _within(run: Run, begin: int, end: int) -> Run:
     """What is left of it, none perhaps, where only the elements `begin` to `end` are there."""
     skipped = max(begin - run.first, 0)
-    count = max(min(end - run.first, run.count) - skipped, 0)
+    count = max(min(end - run.first, run.length) - skipped, 0)
     lines, rest = divmod(skipped, run.width)
     assert run.lines is None or not rest  # rows are divided, and lines are within rows
     return Run(

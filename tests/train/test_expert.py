@@ -16,9 +16,7 @@ from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.train import load, main, prepare, start, train
 from tigon.train.export import convert_checkpoint
-from tigon.train.optim import build_optimizer
 from tigon.train.parallel_settings import Parallel
-from tigon.weights import Copy, Cut, Rows
 
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 4, "max_grad_norm": 0.1, "export": "true"}
 SAME |= {"router_aux_loss_coef": 0.5, "ema_decay": 0.5, "save_every": 2, "keep_last": 0}
@@ -128,24 +126,6 @@ def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
     )
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
-
-
-def test_shared_experts_are_rounded_with_the_same_bits(workspace):
-    """A weight's random bits are those of its place in the whole model."""
-    config = load(None, workspace.settings("none", param_dtype="bfloat16"))
-    whole, own = (MODELS["qwen3_moe"].from_config(QWEN, device="meta") for _ in range(2))
-    name = "model.layers.1.mlp.experts.down_proj"
-    shape = tuple(whole.get_parameter(name).shape)
-    own.cuts[name] = Cut(shape, 0, ((Rows(6, 0, 2), Copy()),))
-    owner = own.get_submodule(name.rpartition(".")[0])
-    owner.down_proj = torch.nn.Parameter(own.cuts[name].take(owner.down_proj.detach()))
-    positions = []
-    for model in (whole, own):
-        model.to_empty(device="cpu")
-        found = build_optimizer(model, config).positions
-        positions.append({n: found[p] for n, p in model.named_parameters()})
-    positions[0][name] += 6 * shape[1] * shape[2]
-    assert positions[0] == positions[1]
 
 
 def test_what_ranks_cannot_share_says_why():

@@ -85,7 +85,7 @@ def test_the_operators_are_what_they_say(path: str) -> None:
     x, gate_up, down, experts, weights = (t.detach() for t in inputs())
     low = [t.detach() for t in factors((4, 4))]
     tests = ("test_schema", "test_faketensor")
-    given = (x, gate_up, down, low, experts, weights, "silu")
+    given = (x, gate_up, down, low, experts, weights, "silu", None)
     torch.library.opcheck(_forward.op, given, test_utils=tests)
     _, *saved = _forward(*given)
     for wanted in ([True] * 8, [True, False, False, True] + [True] * 4):

@@ -203,11 +203,6 @@ def check_parallel(config: Config) -> None:
             "which has all weights on each rank: give sharding=full"
         )
     tensor, expert = config.parallel.tensor, config.parallel.expert
-    if min(tensor, expert) > 1:
-        raise ValueError(
-            f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
-            "of each expert on each rank: leave one out"
-        )
     lora = config.lora
     neither = {
         "sharding": config.sharding != "full",
@@ -224,7 +219,7 @@ def check_parallel(config: Config) -> None:
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
         f"parallel.expert={expert}": neither
-        | {"lora": lora is not None, "optimizer": config.optimizer == "muon"},
+        | {"optimizer": config.optimizer == "muon"},
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):
@@ -232,8 +227,7 @@ def check_parallel(config: Config) -> None:
         for name in filter(found.get, found):
             value = attrgetter(name)(config)
             value = [*value] if isinstance(value, tuple) else str(value).lower()
-            said = name if name == "lora" else f"{name}={value}"
-            raise ValueError(f"{said} is not there for {dimension}: leave one of them out")
+            raise ValueError(f"{name}={value} is not there for {dimension}: leave one of them out")
 
 
 def check_precision(config: Config) -> None:

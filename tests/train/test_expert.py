@@ -36,10 +36,15 @@ WAYS: dict[str, tuple[int, dict[str, int]]] = {
     "all": (4, {"expert": 4}),
     "replicas": (4, {"replicate": 2, "expert": 2}),
     "context": (4, {"context": 2, "expert": 2}),
+    "tensor": (4, {"tensor": 2, "expert": 4}),
+    # Dense layers without FSDP, and experts that two ranks have
+    "tensor alone": (4, {"tensor": 4, "expert": 2}),
 }
 CASES = [(way, name) for way in ("two", "four") for name in FAMILIES]
 CASES += [(way, "qwen3_moe") for way in ("all", "replicas", "context")]
+CASES += [("tensor", name) for name in FAMILIES] + [("tensor alone", "qwen2_moe")]
 CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("four", "recomputed")]
+CASES += [("tensor", "dpo"), ("tensor", "recomputed"), ("tensor alone", "recomputed")]
 
 
 def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:

@@ -243,7 +243,8 @@ def lora_grouped_mlp(
 ) -> Tensor:
     """`grouped_mlp` with low-rank matrices added to those of the experts: [N, C].
 
-    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by `lora_grouped_mlp_ref`; where plain torch runs, that runs.
+    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by
+    `lora_grouped_mlp_ref`; where plain torch runs, that runs.
     """
     dtype = autocast_dtype(x.device) or x.dtype
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)

@@ -77,8 +77,11 @@ class Meshes:
         expert, experts = None, weights
         if sizes.expert > 1:
             # Neighbours across dimensions: those of tensor parallelism are the first of them
-            parts = {"replicate": sizes.replicate, "same": sizes.same, "expert": sizes.expert}
-            apart = init_device_mesh(device, tuple(parts.values()), mesh_dim_names=tuple(parts))
+            names, shape = (
+                ("replicate", "same", "expert"),
+                (sizes.replicate, sizes.same, sizes.expert),
+            )
+            apart = init_device_mesh(device, shape, mesh_dim_names=names)
             expert = apart["expert"]
             experts = apart["replicate", "same"] if sizes.replicate > 1 else apart["same"]
         rows = dist.group.WORLD

@@ -197,9 +197,7 @@ def _apart(model: CausalLM) -> set[nn.Module]:
     return {inner for moe in moes for inner in moe.modules()}
 
 
-def _cuts(
-    model: CausalLM, ranks: Ranks, apart: Container[nn.Module]
-) -> Iterator[tuple[str, Cut]]:
+def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterator[tuple[str, Cut]]:
     """Of every parameter."""
     hows: dict[str, tuple[nn.Module, How]] = {}
     for path, module in model.named_modules():

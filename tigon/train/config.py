@@ -218,8 +218,7 @@ def check_parallel(config: Config) -> None:
             "lora.quantize": lora is not None and lora.quantize is not None,
             "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
         },
-        f"parallel.expert={expert}": neither
-        | {"optimizer": config.optimizer == "muon"},
+        f"parallel.expert={expert}": neither | {"optimizer": config.optimizer == "muon"},
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):

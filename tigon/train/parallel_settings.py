@@ -18,7 +18,7 @@ class Parallel:
     context: int = setting(1, "ranks that divide the tokens of a row", least=1)
     tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", least=1)
     expert: int = setting(
-        1, "of the fsdp x context x tensor ranks, those that divide the experts of each layer", least=1
+        1, "of fsdp x context x tensor ranks, those that divide the experts of each layer", least=1
     )
 
     def sizes(self, ranks: int) -> Sizes:

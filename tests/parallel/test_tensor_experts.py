@@ -1,5 +1,5 @@
-"""Mixtures whose layers ranks share, each with whole experts, against whole ones: losses, gradients,
-the balance of experts, logits, generation; with adapters, their files and what they are merged to."""
+"""Mixtures whose layers ranks share, each with whole experts, against whole ones: losses,
+gradients, balance, logits, generation; with adapters, their files and what they are merged to."""
 
 import copy
 import json

@@ -21,6 +21,8 @@ WAYS: dict[str, tuple[str, dict[str, int]]] = {
     "all": ("dense", {"fsdp": 2, "context": 2, "tensor": 2}),
     "expert": ("experts", {"expert": 8}),
     "expert and tensor": ("experts", {"fsdp": 4, "tensor": 2, "expert": 4}),
+    # Experts that two ranks of each replica have
+    "every one": ("experts", {"replicate": 2, "context": 2, "tensor": 2, "expert": 2}),
 }
 
 

@@ -103,14 +103,16 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
         assert "eval_loss" in new or {"loss", "grad_norm"} <= new.keys()
         assert {"aux_loss", "eval_aux_loss"} & new.keys() or "dpo" in one
         assert new == pytest.approx(old, rel=1e-5, abs=1e-7)
-    # A state whose 8 bits are rounded the other way moves its weight a little
+    # A state whose 8 bits are rounded the other way moves its weight a little. Where gradients are
+    # nothing but rounding, adamw makes steps of them
     most = 1e-4 if "8bit" in one else 1e-5
     for export in ("hf", "hf-ema"):
         files = (workspace.root / run / export / "model.safetensors" for run in (one, other))
         old, new = map(load_file, files)
         assert old.keys() == new.keys()
         for name, weight in old.items():
-            assert relative_error(new[name], weight) < most, name
+            near = torch.allclose(new[name], weight, rtol=0, atol=most)
+            assert near or relative_error(new[name], weight) < most, name
 
 
 @pytest.mark.timeout(500)

@@ -2,9 +2,11 @@
 
 bf16 weights, gradients and states; the same weights and rows on every side. The peer of tensor
 parallelism is transformers + Liger under torch's parallelize_module, with transformers' plan of
-Llama: products of attention and MLPs are divided, the rest every rank computes whole. Rates are
+Llama: products of attention and MLPs are divided, the rest every rank computes whole; the peer of
+context parallelism has torch's context_parallel, a ring of SDPA, as accelerate does. Rates are
 tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 layers) are put
-beside Tigon's own FSDP2, since transformers divides experts for inference alone.
+beside transformers + Liger with its grouped products, under FSDP2 and with its own expert
+parallelism, which can train since 5.22 and is left out before.
 
     python bench/parallel.py                 # about 400 s; starts the processes itself
     python bench/parallel.py --rounds 1 tensor
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +33,7 @@ from bench.harness import Bench, Job, Record, figure, heading, markdown, progres
 from bench.train_cases import LLAMA_8B, MODELS, PEER
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
-from bench.train_multi_side import TENSOR_PEER
+from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, TENSOR_PEER, TIGON
 from bench.train_step import libraries
 from tests.small import EXPERTS as SMALL_EXPERTS
 from tests.small import LLAMA
@@ -38,6 +41,7 @@ from tigon.train.parallel_settings import Parallel
 
 GPUS, TOKENS = 2, 8192
 EXPERTS = MODELS["Qwen3-30B-A3B"][2]
+MODULE = "transformers.distributed.expert_parallel"
 
 
 @dataclass(frozen=True)
@@ -54,24 +58,31 @@ class Side:
 
 ONE, LONG = "tigon, one GPU", "tigon, one GPU, a row of 16,384"
 TORCH = f"{PEER}, parallelize_module"
-FSDP = "tigon, experts, FSDP2"
+CONTEXT = "tigon, context, a row of 16,384"
+CONTEXT_TORCH = f"{PEER}, context_parallel, a row of 16,384"
+FSDP, FSDP_TORCH = "tigon, experts, FSDP2", f"{PEER}, experts, FSDP2"
+EXPERT, EXPERT_TORCH = "tigon, experts, expert", f"{PEER}, experts, ep_size"
 SIDES = {
     ONE: Side("tigon", 1, gpus=1),
     TORCH: Side(TENSOR_PEER, 1, parallel="tensor"),
     "tigon, tensor": Side("tigon", 1, parallel="tensor", beside=TORCH, aim=1.1),
     LONG: Side("tigon", 1, 2 * TOKENS, gpus=1),
-    "tigon, context, a row of 16,384": Side(
-        "tigon", 1, 2 * TOKENS, parallel="context", beside=LONG
-    ),
-    FSDP: Side("tigon", GPUS, experts=True),
-    "tigon, experts, expert": Side("tigon", GPUS, parallel="expert", experts=True, beside=FSDP),
+    CONTEXT_TORCH: Side(CONTEXT_PEER, 1, 2 * TOKENS, parallel="context"),
+    CONTEXT: Side("tigon", 1, 2 * TOKENS, parallel="context", beside=CONTEXT_TORCH, aim=1.1),
+    FSDP_TORCH: Side("peer-keep", GPUS, experts=True),
+    EXPERT_TORCH: Side(EXPERT_PEER, GPUS, experts=True),
+    FSDP: Side("tigon", GPUS, experts=True, beside=FSDP_TORCH),
+    EXPERT: Side("tigon", GPUS, parallel="expert", experts=True, beside=EXPERT_TORCH, aim=1.1),
 }
 
 
 def offered() -> dict[str, Side]:
-    """Those whose dimension this Tigon has."""
+    """Those whose dimension this Tigon has, or this transformers."""
     known = ("", *Parallel.__dataclass_fields__)
-    return {name: side for name, side in SIDES.items() if side.parallel in known}
+    found = {name: side for name, side in SIDES.items() if side.parallel in known}
+    if find_spec("transformers") is None or find_spec(MODULE) is None:
+        del found[EXPERT_TORCH]
+    return found
 
 
 def arguments(root: Path, side: Side, tiny: bool) -> list[str]:
@@ -82,7 +93,8 @@ def arguments(root: Path, side: Side, tiny: bool) -> list[str]:
 
 
 def prepare(root: Path, side: Side, tiny: bool) -> None:
-    experts = SMALL_EXPERTS | {"num_experts": 4} if tiny else EXPERTS
+    small = SMALL_EXPERTS | {"num_experts": 4, "tie_word_embeddings": False}
+    experts = small if tiny else EXPERTS
     shape = experts if side.experts else (LLAMA if tiny else LLAMA_8B)
     (root / "config.json").write_text(json.dumps(shape))
 
@@ -98,7 +110,8 @@ def measure(job: Job) -> None:
                 progress(f"round {number + 1} of {job.options.rounds}: {name}")
                 began = time.monotonic()
                 prepare(root, side, tiny)
-                way = "sdpa" if tiny or side.kind != TENSOR_PEER else "flash_attention_4"
+                sdpa = tiny or side.kind in (TIGON, CONTEXT_PEER)
+                way = "sdpa" if sdpa else "flash_attention_4"
                 given = [side.kind, way, *arguments(root, side, tiny)]
                 found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
                 if "error" in found:
@@ -133,7 +146,11 @@ def verdicts(record: Record) -> list[str]:
             value = ratio(record, name, side.beside)
             said.append(verdict(f"{name} over {side.beside}", value, side.aim))
     firsts = {n: r[0]["losses"][0] for n, r in record["sides"].items() if r and "ms" in r[0]}
-    for alike in ({ONE, TORCH, "tigon, tensor"}, {LONG, "tigon, context, a row of 16,384"}):
+    for alike in (
+        {ONE, TORCH, "tigon, tensor"},
+        {LONG, CONTEXT, CONTEXT_TORCH},
+        {FSDP, FSDP_TORCH, EXPERT, EXPERT_TORCH},
+    ):
         found = [firsts[name] for name in alike if name in firsts]
         if found and max(found) - min(found) > 2e-3 * max(found):
             said.append(f"WRONG: first losses differ: {firsts}")

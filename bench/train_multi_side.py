@@ -4,6 +4,7 @@ Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer
 the same weights, drawn by name.
 """
 
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bench.compare_side import laps
@@ -35,7 +37,9 @@ from tigon.train.step import backward
 from tigon.weights import own_rows
 
 TIGON, PEER = "tigon", "peer"
-TENSOR_PEER = f"{PEER}-tensor"
+TENSOR_PEER, CONTEXT_PEER, EXPERT_PEER = (
+    f"{PEER}-{way}" for way in ("tensor", "context", "expert")
+)
 FIRST = 3  # steps that are not timed
 CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 
@@ -43,7 +47,7 @@ CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 @torch.no_grad()
 def fill(model: Any) -> None:
     """Each parameter's own rows of what its names draw; norms change nothing."""
-    layout = model.layout()
+    layout = model.layout(stacked_experts=True)  # as transformers draws them
     for name, parameter in model.named_parameters():
         own = local(parameter)
         if parameter.dim() == 1:
@@ -80,26 +84,30 @@ def tigon(config: Config, world: World, count: int) -> Record:
 
 
 def peer(config: Config, world: World, count: int, side: str, attention: str) -> Record:
-    """transformers + Liger under FSDP2 or torch's tensor parallelism: forward, backward, update."""
+    """transformers + Liger under FSDP2, torch's tensor or context parallelism or transformers' own
+    expert parallelism: forward, backward, update."""
     inputs = read_inputs(config, world)
     batches = [inputs.data.micro_batches(n)[0].input_ids for n in range(FIRST + count + 1)]
     inputs.data.close()
     ids = iter([batch.to(world.device) for batch in batches])
     shape = json.loads(Path(config.init).read_text())
-    liger = installed("liger-kernel") is not None and world.device.type == "cuda"
-    model = peer_model(shape, "llama", Options(attention), str(world.device), liger)
+    gpu = world.device.type == "cuda"
+    liger = installed("liger-kernel") is not None and gpu
+    options = Options(attention, "grouped_mm" if gpu and "num_experts" in shape else "")
+    model = peer_model(shape, shape["model_type"], options, str(world.device), liger)
     if side == TENSOR_PEER:
         divide(model, world)
+    elif side == EXPERT_PEER:
+        model = divide_experts(model, world)
     else:
         for block in model.model.layers:
             fully_shard(block, reshard_after_forward=side == f"{PEER}-reshard")
         fully_shard(model, reshard_after_forward=False)
     optimizer, losses = adamw(model.train()), []
+    learn = context_pass(model, world) if side == CONTEXT_PEER else whole_pass(model)
 
     def step() -> None:
-        tokens = next(ids)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        loss = learn(next(ids))
         optimizer.step()
         optimizer.zero_grad()
         if len(losses) < FIRST:
@@ -118,6 +126,60 @@ def divide(model: Any, world: World) -> None:
             plan |= {f"{name}.{each}_proj": ColwiseParallel() for each in module}
         plan |= {f"{name}": RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
         parallelize_module(block, world.meshes.tensor, plan)
+
+
+def whole_pass(model: Any) -> Callable[[Tensor], Tensor]:
+    """Forward and backward of rows [B, T] of this rank; returns the loss."""
+
+    def learn(tokens: Tensor) -> Tensor:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        return loss
+
+    return learn
+
+
+def context_pass(model: Any, world: World) -> Callable[[Tensor], Tensor]:
+    """As `whole_pass`, of rows that both ranks have, each of half of their tokens: torch's ring of
+    SDPA, set up as accelerate does it."""
+    assert world.meshes is not None and world.meshes.context is not None
+    mesh = world.meshes.context
+
+    def causal(_: Any, given: Any, named: Record) -> tuple[Any, Record]:
+        return given, named | {"attention_mask": None, "is_causal": True}
+
+    for block in model.model.layers:
+        block.self_attn.register_forward_pre_hook(causal, with_kwargs=True)
+
+    def learn(tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        parts = [tokens, places, targets]
+        ring = context_parallel(
+            mesh, buffers=parts, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(parts)
+        )
+        with ring:
+            loss = model(
+                input_ids=tokens,
+                position_ids=places,
+                labels=targets,
+                shift_labels=targets,
+                # Of four dimensions it is taken as it is, so that none is made
+                attention_mask=tokens.new_zeros(1, 1, 1, 1),
+            ).loss
+            loss.backward()
+        return loss
+
+    return learn
+
+
+def divide_experts(model: Any, world: World) -> Any:
+    """Its experts over the ranks, which exchange tokens, and FSDP2 for all else; as from_pretrained
+    does it with DistributedConfig(fsdp_size, ep_size)."""
+    library: Any = importlib.import_module("transformers.distributed")
+    chosen = library.DistributedConfig(fsdp_size=world.size, ep_size=world.size)
+    chosen, _, mesh = model.prepare_distribute_model(chosen)
+    return model.maybe_distribute_model(model, chosen, mesh)
 
 
 def mean(loss: Tensor, world: World) -> float:

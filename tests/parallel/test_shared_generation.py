@@ -1,5 +1,6 @@
 """Models that two ranks load and generate with, against one process."""
 
+import faulthandler
 import json
 import os
 from pathlib import Path
@@ -51,6 +52,7 @@ def on_ranks(directory: str, models: list[str], device: str = "cpu") -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        faulthandler.dump_traceback_later(150, exit=True)  # a rank that hangs says where
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     mesh = init_device_mesh(device, (2,))
     rank, found = dist.get_rank(), {}
@@ -62,6 +64,7 @@ def on_ranks(directory: str, models: list[str], device: str = "cpu") -> None:
         found[name]["unseeded"] = drawn.tolist()
         found[name]["elements"] = sum(p.numel() for p in model.parameters())
         model.save_pretrained(f"{directory}/{name}-saved")
+        print(f"rank {rank}: {name} is done", flush=True)
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -27,11 +27,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "dora": {"lora.dora": "true", "lora.targets": "[q_proj]", "lora.modules_to_save": "[lm_head]"},
     "nf4": {"lora.quantize": "nf4", "lora.targets": "[experts.down_proj, v_proj]"},
 }
-BOTH = ["experts", "dropout"]
 WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "two": (2, {"expert": 2}, [*KINDS]),
-    "tensor": (4, {"tensor": 2, "expert": 2}, BOTH),
-    "tensor alone": (4, {"tensor": 4, "expert": 2}, BOTH),
+    "tensor": (4, {"tensor": 2, "expert": 2}, ["experts", "dropout"]),
+    "tensor alone": (4, {"tensor": 4, "expert": 2}, ["experts"]),
 }
 
 

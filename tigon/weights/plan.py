@@ -161,8 +161,7 @@ class Lines:
 
 
 def own_columns(part: Part, lines: Tensor) -> Tensor:
-    """Of lines of a parameter, the columns that are the part's: it may have others of the tensor, and
-    another part of them."""
+    """Of lines of a parameter, the columns that are the part's; others are those of other parts."""
     if not part.spans or part.spans[-1].length == lines.shape[-1]:
         return lines
     return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)

@@ -307,6 +307,11 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
     # To two experts and back, three quarters of each
     assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
     assert "sends 0.2 MiB of tokens" in found["expert"]
+    both = {"parallel.tensor": 2, "parallel.expert": 4}
+    main(["--dry-run", "--nproc", "8", *workspace.settings("dry", **more, **both)])
+    said = capsys.readouterr().out
+    # The dense layer gathers the stream; of half of the tokens each rank sends its own
+    assert "sends 0.1 MiB of the stream" in said and "sends 0.1 MiB of tokens" in said
     assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
     for name, size in (("tensor", 2), ("expert", 4)):
         given = workspace.settings("dry", **more, **{f"parallel.{name}": size})

@@ -1,13 +1,13 @@
 """Runs whose ranks share experts (gloo, FSDP2) against one process; runs that go on from them."""
 
 import json
-import re
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.numbers import relative_error
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import Ranks
@@ -34,10 +34,14 @@ WAYS: dict[str, tuple[int, dict[str, int]]] = {
     "all": (4, {"expert": 4}),
     "replicas": (4, {"replicate": 2, "expert": 2}),
     "context": (4, {"context": 2, "expert": 2}),
+    "tensor": (4, {"tensor": 2, "expert": 4}),
+    # Dense layers without FSDP, and experts that two ranks have
+    "tensor alone": (4, {"tensor": 4, "expert": 2}),
 }
-CASES = [(way, name) for way in ("two", "four") for name in FAMILIES]
-CASES += [(way, "qwen3_moe") for way in ("all", "replicas", "context")]
-CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("four", "recomputed")]
+CASES = [(way, name) for way in ("two", "tensor") for name in FAMILIES]
+CASES += [(way, "qwen3_moe") for way in ("four", "all", "replicas", "context")]
+CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("tensor", "dpo")]
+CASES += [("tensor", "recomputed"), ("tensor alone", "qwen2_moe")]
 
 
 def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
@@ -77,11 +81,12 @@ def runs(workspace, settings) -> None:
     saved = "checkpoints/step-00000002"
     for way, (count, parallel) in WAYS.items():
         every = [settings(way, name) for w, name in CASES if w == way]
-        if way == "two":
-            source, back = (workspace.root / run for run in ("qwen3_moe-one", "back-two"))
+        if way in ("two", "tensor"):  # from one process, and from other layouts
+            before = "qwen3_moe-one" if way == "two" else "qwen3_moe-four"
+            source, back = (workspace.root / run for run in (before, f"back-{way}"))
             every.append(settings(way, "qwen3_moe", resume=source / saved, run_dir=back))
         Ranks(count, run_all, parallel, every).finish(400)
-    source = workspace.root / "qwen3_moe-four" / saved
+    source = workspace.root / "qwen3_moe-tensor" / saved
     main(settings("one", "qwen3_moe", resume=source, run_dir=workspace.root / "on-one"))
     source = workspace.root / "8bit-two" / saved
     main(settings("one", "8bit", resume=source, run_dir=workspace.root / "8bit-on-one"))
@@ -95,14 +100,16 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
         assert "eval_loss" in new or {"loss", "grad_norm"} <= new.keys()
         assert {"aux_loss", "eval_aux_loss"} & new.keys() or "dpo" in one
         assert new == pytest.approx(old, rel=1e-5, abs=1e-7)
-    # A state whose 8 bits are rounded the other way moves its weight a little
-    atol = 1e-4 if "8bit" in one else 1e-5
+    # A state whose 8 bits are rounded the other way moves its weight a little. Where gradients are
+    # nothing but rounding, adamw makes steps of them
+    most = 1e-4 if "8bit" in one else 1e-5
     for export in ("hf", "hf-ema"):
         files = (workspace.root / run / export / "model.safetensors" for run in (one, other))
         old, new = map(load_file, files)
         assert old.keys() == new.keys()
         for name, weight in old.items():
-            torch.testing.assert_close(new[name], weight, rtol=0, atol=atol, msg=name)
+            near = torch.allclose(new[name], weight, rtol=0, atol=most)
+            assert near or relative_error(new[name], weight) < most, name
 
 
 @pytest.mark.timeout(500)
@@ -111,14 +118,14 @@ def test_ranks_that_share_experts_are_as_one(workspace, runs, way, name):
     assert_same(workspace, f"{name}-one", f"{name}-{way}")
 
 
-def test_one_rank_goes_on_from_ranks_that_share_experts_and_back(workspace, runs):
-    assert_same(workspace, "qwen3_moe-one", "on-one", 2)
-    assert_same(workspace, "qwen3_moe-one", "back-two", 2)
+def test_other_layouts_go_on(workspace, runs):
+    for run in ("on-one", "back-two", "back-tensor"):
+        assert_same(workspace, "qwen3_moe-one", run, 2)
     assert_same(workspace, "8bit-one", "8bit-on-one", 2)
 
 
 def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
-    run = workspace.root / "mixtral-four"
+    run = workspace.root / "mixtral-tensor"
     convert_checkpoint(run / "checkpoints/step-00000003", str(workspace.root / "converted"))
     exported, converted = (
         load_file(directory / "model.safetensors")
@@ -129,8 +136,8 @@ def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
 
 
 def test_what_ranks_cannot_share_says_why():
-    with pytest.raises(ValueError, match=r"expert=3 does not divide .* fsdp 4 x context 1"):
-        Parallel(expert=3).sizes(4)
+    with pytest.raises(ValueError, match=r"expert=3 does not .* fsdp 2 x context 1 x tensor 2"):
+        Parallel(tensor=2, expert=3).sizes(4)
     odd = MODELS["qwen3_moe"].from_config(EXPERTS, device="meta")
     with pytest.raises(ValueError, match=r"expert=2 does not divide the 5 experts of a layer"):
         check_experts(odd, 2)
@@ -139,15 +146,8 @@ def test_what_ranks_cannot_share_says_why():
         check_experts(dense, 2)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"parallel.tensor": 2}, {"sharding": "gradients"}, {"lora.rank": 4}, {"cuda_graphs": "true"}],
-)
+@pytest.mark.parametrize("changes", [{"sharding": "gradients"}, {"cuda_graphs": "true"}])
 def test_what_expert_parallelism_lacks_is_named(workspace, changes):
     (name, *_), both = changes, {"parallel.expert": 2, "device": "auto"}
-    name = name.removesuffix(".rank").replace(".", r"\.")
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match=rf"{name}=.* is not there for parallel\.expert=2"):
         main(workspace.settings("none", **both | changes))
-    assert re.search(
-        rf"{name}[= ].*parallel\.expert=2|parallel\.expert=2 .*{name}=", str(error.value)
-    )

@@ -203,11 +203,6 @@ def check_parallel(config: Config) -> None:
             "which has all weights on each rank: give sharding=full"
         )
     tensor, expert = config.parallel.tensor, config.parallel.expert
-    if min(tensor, expert) > 1:
-        raise ValueError(
-            f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
-            "of each expert on each rank: leave one out"
-        )
     lora = config.lora
     graphs = config.cuda_graphs, "graphs hold no messages to other ranks"
     wrong: dict[str, dict[str, tuple[bool, str]]] = {
@@ -232,7 +227,6 @@ def check_parallel(config: Config) -> None:
                 "it divides all weights over the same ranks, and experts have others",
             ),
             "cuda_graphs": graphs,
-            "lora": (lora is not None, "an adapter of experts is not divided with them"),
         },
     }
     for dimension, found in wrong.items():
@@ -242,9 +236,8 @@ def check_parallel(config: Config) -> None:
             if there:
                 value = attrgetter(name)(config)
                 value = [*value] if isinstance(value, tuple) else str(value).lower()
-                said = name if name == "lora" else f"{name}={value}"
                 raise ValueError(
-                    f"{said} is not there for {dimension}: {why}; leave one of them out"
+                    f"{name}={value} is not there for {dimension}: {why}; leave one of them out"
                 )
 
 

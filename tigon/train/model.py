@@ -119,16 +119,16 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     compute = compute_dtype(config, world.device)
     if not is_sharded(config, world.size, compute):
         return
-    if (tensor := meshes_of(world).tensor) is not None:
-        cut_model(model, tensor)
-    if (context := meshes_of(world).context) is not None:
-        share_context(model, context)
-    if (expert := meshes_of(world).expert) is not None:
-        share_experts(model, expert)
-    weights = meshes_of(world).weights
+    meshes = meshes_of(world)
+    if meshes.expert is not None:
+        share_experts(model, meshes.expert)
+    if meshes.tensor is not None:
+        cut_model(model, meshes.tensor)
+    if meshes.context is not None:
+        share_context(model, meshes.context)
     if config.sharding == "gradients":
-        shard_gradients(model, weights, compute, sum_dtype(config))
-    elif is_sharded(config, weights.size(), compute):  # not where tensor parallelism does it all
+        shard_gradients(model, meshes.weights, compute, sum_dtype(config))
+    elif is_sharded(config, meshes.sizes.dividing, compute):
         shard(model, world, compute)
 
 

@@ -66,7 +66,7 @@ def estimate(
     """
     param_dtype = getattr(torch, config.param_dtype)
     sizes = sizes_of(config, world)
-    sharded = is_sharded(config, sizes.replicate * sizes.shards, compute)
+    sharded = is_sharded(config, sizes.dividing, compute)
     take_part(model, sizes)
     set_fp8(model, config)
     freeze(model, config)

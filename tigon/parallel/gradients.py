@@ -60,7 +60,8 @@ class TensorParallel:
                         blocks[copy.of].append(block)
         for count, ranks in self.alike.items():
             if found := blocks[count]:
-                total = ranks.sum(torch.cat([block.flatten() for block in found]))
+                # In float32, so that a sum of bfloat16 is rounded once
+                total = ranks.sum(torch.cat([block.flatten() for block in found]).float())
                 each = total.split([block.numel() for block in found])
                 torch._foreach_copy_(
                     found, [x.view_as(b) for b, x in zip(found, each, strict=True)]

@@ -71,16 +71,15 @@ class Meshes:
         whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         context = None
         if sizes.context > 1:
-            parts = (sizes.fsdp, sizes.context)
-            context = whole["shard"]._unflatten(0, parts, ("fsdp", "context"))["context"]
+            names = ("rows", "context", "tensor")
+            shape = (sizes.replicate * sizes.fsdp, sizes.context, sizes.tensor)
+            context = init_device_mesh(device, shape, mesh_dim_names=names)["context"]
         weights = whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"]
         expert, experts = None, weights
         if sizes.expert > 1:
             # Neighbours across dimensions: those of tensor parallelism are the first of them
-            names, shape = (
-                ("replicate", "same", "expert"),
-                (sizes.replicate, sizes.same, sizes.expert),
-            )
+            names = ("replicate", "same", "expert")
+            shape = (sizes.replicate, sizes.same, sizes.expert)
             apart = init_device_mesh(device, shape, mesh_dim_names=names)
             expert = apart["expert"]
             experts = apart["replicate", "same"] if sizes.replicate > 1 else apart["same"]

@@ -76,7 +76,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     limit(monkeypatch, lambda x: x.tensor > 1)
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
-        ({"optimizer": "muon"}, "optimizer=muon is not there for parallel.tensor=2"),
+        ({"cuda_graphs": "true"}, "cuda_graphs=true is not there for parallel.tensor=2"),
         ({"sharding": "gradients"}, "no layout of 8 GPUs"),
         ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
     ):

@@ -23,7 +23,9 @@ from tigon.parallel.adapters import Pieces, adapter_cuts, check_adapters, share_
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
-UNIT = 8  # outputs are cut at multiples of it where that leaves each rank some: kernels align
+# Outputs are cut at multiples of it where that leaves each rank some: kernels align, and products
+# of 8-bit floats need it
+UNIT = 16
 
 
 class How(NamedTuple):

@@ -51,6 +51,26 @@ def test_curves(workspace, family, dtype, tolerance):
         assert two == pytest.approx(one, rel=tolerance), key
 
 
+@pytest.mark.parametrize(
+    ("run", "changes", "tolerance"),
+    [
+        ("backward", {"optimizer_in_backward": "true", "max_grad_norm": 0}, 1e-4),
+        ("zero", {"sharding": "gradients"}, 1e-4),
+        ("muon", {"optimizer": "muon", "adamw_lr": 1e-3}, 3e-2),  # which iterates in bfloat16
+        ("fp8", {"fp8": "true", "dtype": "bfloat16"}, 6e-2),
+    ],
+)
+def test_optimizers_and_products(workspace, run, changes, tolerance):
+    same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "micro_batch_size": 8}
+    same |= {"device": "cuda", "dtype": "float32", **changes}
+    main(workspace.settings(f"{run}-one", **same))
+    train_on(2, workspace.settings(f"{run}-two", **same | {"parallel.tensor": 2}))
+    for key in ("loss", "grad_norm"):
+        one, two = (workspace.metrics(f"{run}-{ways}", key) for ways in ("one", "two"))
+        assert len(one) == 8
+        assert two == pytest.approx(one, rel=tolerance), key
+
+
 def test_tokens(tmp_path):
     write_model(tmp_path / "llama")
     write_model(tmp_path / "experts", **EXPERTS)

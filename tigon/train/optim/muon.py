@@ -30,16 +30,16 @@ ADJUST: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon for the matrices of parameters that FSDP2 and tensor parallelism divide, and
-    AdamW for the rest.
+    """torch.optim.Muon for matrices that ranks divide, and AdamW for the rest.
 
     `matrices` says of each parameter in the groups with `hidden` how many rows each of its
-    matrices has, of the whole one's flattening [-1, last dim]; the other groups are AdamW's. `cuts`
-    says what of a parameter FSDP divides on this rank, where that is not all: the ranks of `tensor`
-    have other parts, and those of expert parallelism. All ranks that divide matrices are those that
-    divide `like`, and of each those of `tensor`. Momentum is divided as the parameter is. In each
-    step the matrices are dealt to the ranks by cost; what each has of them travels there and,
-    orthogonalised, back, in `dtype`.
+    matrices has, of the whole one's flattening [-1, last dim]; the other groups are AdamW's.
+    `cuts`: which part of a whole one this rank's parameter is, where tensor or expert parallelism
+    divides it; FSDP divides the rows of that further. Momentum is divided as the parameter is.
+
+    In each step the matrices are dealt by cost to the ranks that divide them: FSDP's of `like`,
+    times those of `tensor`. What each rank has of a matrix travels there and, orthogonalised, back,
+    in `dtype`.
     Source: Keller Jordan, kellerjordan.github.io/posts/muon; match_rms_adamw: arXiv 2502.16982.
     """
 
@@ -56,11 +56,11 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         dtype: torch.dtype = torch.bfloat16,
-        cuts: Mapping[Tensor, Cut] | None = None,
-        tensor: TensorParallel | None = None,
-        like: Tensor | None = None,
+        cuts: Mapping[Tensor, Cut],
+        tensor: TensorParallel | None,
+        like: Tensor,
     ):
-        self.cuts, self.tensor, self.like = cuts or {}, tensor, like
+        self.cuts, self.tensor, self.like = cuts, tensor, like
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
@@ -95,7 +95,7 @@ class Muon(Optimizer):
             torch._foreach_mul_(same, decay)
         exchange = self.exchange
         if exchange is None:
-            group = _group(parameters[0] if self.like is None else self.like, self.tensor)
+            group = _group(self.like, self.tensor)
             exchange = self.exchange = _Exchange(group, parameters[0].device, self.dtype)
         if self.planned != (known := [id(p) for p in parameters]):
             self.planned, self.rounds = known, self._plan(parameters, exchange)

@@ -1,6 +1,8 @@
 """Attention of some queries of each row, as ranks compute it that divide the queries of a head."""
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels._attention_mask import BLOCK
 
 __all__ = ["graphs", "played"]
+SPLIT = (0, 4), (4, 9)
 SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
 # Windows to both sides are counted from the last key, which is not that of the last query
 TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
@@ -38,7 +41,6 @@ def in_parts(
     parts = []
     for first, end in itertools.pairwise(spans):
         part = mask.part(first, end)
-        assert part is mask.part(first, end)  # whatever layers derive of it is derived once
         keys = (x[:, : part.keys] for x in (k, v))
         parts.append(function(q[:, first:end], *keys, mask=part, **how))
     return torch.cat(parts, 1)
@@ -108,8 +110,11 @@ def test_bounds_that_were_given(backend: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        *("softcap, scale and window", "packed with a window", "padded", *TURNED),
-        *("prefixes", "prefixes with a window"),
+        "softcap, scale and window",
+        "packed with a window",
+        "prefixes with a window",
+        "padded",
+        *TURNED,
     ],
 )
 def test_flex(case: str) -> None:
@@ -118,6 +123,23 @@ def test_flex(case: str) -> None:
     out = in_parts(attention, q, k, v, AttentionMask(9, **given), (0, 4, 9), **options)
     expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.traced
+def test_flex_compiles_parts_of_rows_of_any_length_alike(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)
+    for t in (25, 27, 29, 31):
+        q, k, v = flex_heads(t)
+        for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):
+            how: dict[str, Any] = given
+            spans = (0, t // 4, 3 * t // 4, t)
+            out = in_parts(attention, q, k, v, AttentionMask(t, **how), spans)
+            expected = attention_ref(q, k, v, mask=AttentionMask(t, **how))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    # Of either kind: from the first query on, and from later ones on with 32 and 48 keys
+    assert len(graphs) == 6
 
 
 @pytest.mark.parametrize("window", [None, 3, 130])
@@ -133,15 +155,13 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
         options = {"key_mask": torch.arange(t) % 400 < torch.tensor([[250], [400]])}
     elif given == "prefixes":
         if not causal:
-            pytest.skip("they are of causal sequences")
-        # Of the second row's, one begins where the part ends
-        bounds = [0, 150, 300, 420, t, t + 200, t + end, t + 600, 2 * t]
-        shared = [[0, 0], [0, 150], [40, 90], [0, 0], [0, 0], [t, t + 200], [t + end, t + end]]
-        cu = torch.tensor(bounds).int()
-        lengths = cu.diff()
-        options = {"cu_seq_lens": cu, "longest": int(lengths.max())}
-        options["segment_ids"] = torch.arange(8).repeat_interleave(lengths).view(B, t)
-        options["prefixes"] = torch.tensor([*shared, [t + 300, t + 600]])
+            return
+        # Of the second row's, one begins where the part ends, and goes on from tokens behind it
+        cu = torch.tensor([0, 200, 330, 450, t, t + 300, t + end, t + end + 9, 2 * t]).int()
+        options = {"segment_ids": torch.arange(8).repeat_interleave(cu.diff()).view(B, t)}
+        places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300], [0, 0]]
+        places.append([t + end, t + end + 9])
+        options |= {"cu_seq_lens": cu, "longest": 349, "prefixes": torch.tensor(places)}
     mask = AttentionMask(t, causal=causal, **options).part(first, end)
     dense = mask.dense(window, torch.device("cpu"))
     blocks = mask.blocks(window, torch.device("cpu"))
@@ -173,3 +193,26 @@ def test_padding_inside_a_sequence() -> None:
     expected = attention_ref(q, k, v, mask=AttentionMask(9, key_mask=real))
     out = in_parts(attention, q, k, v, AttentionMask(9, key_mask=real), SPANS)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash", "sdpa"])
+def test_layers_derive_once_and_nothing_stays(backend: str) -> None:
+    """What later layers read is what the first has derived, and goes with the mask, which is no
+    part of a cycle."""
+    segments = torch.arange(9).expand(B, -1) // 4
+    mask = AttentionMask(9, segment_ids=segments)
+    device = torch.device("cpu")
+    derive = {
+        "flex": lambda part: part.blocks(None, device),
+        "flash": lambda part: part.sequences(),
+        "sdpa": lambda part: part.bias(None, torch.float32, device),
+    }[backend]
+    derived = [derive(mask.part(first, end)) for _ in range(2) for first, end in SPLIT]
+    assert derived[0] is derived[2] is not derived[1] is derived[3]
+    kept = weakref.ref(mask.segment_ids)
+    gc.disable()
+    try:
+        del mask, segments, derived
+        assert kept() is None
+    finally:
+        gc.enable()

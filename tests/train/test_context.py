@@ -32,9 +32,9 @@ KINDS = [
     "distill",
     "zero",
     "few heads",
-    "few heads, dpo",
+    "few heads dpo",
 ]
-FEW = ["few heads", "few heads, dpo", "experts"]  # of two heads, which four ranks divide
+FEW = ["few heads", "few heads dpo", "experts"]  # of two heads, which four ranks divide
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 
@@ -63,7 +63,6 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
     grpo = preferences.write(root / "grpo.jsonl", preferences.rewarded(5))
     text = root / "text.txt"
     text.write_text(" ".join(WORDS * 30))
-    few = write_model(root / "few", num_attention_heads=2, num_key_value_heads=1)
     experts = write_model(root / "experts", **EXPERTS | {"num_attention_heads": 2})
     teacher = write_model(root / "teacher", num_hidden_layers=1)
     held_out = f"[{{path: {workspace.held_out}, name: some}}]"
@@ -72,6 +71,8 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
     seen |= {"hooks": f"[{watching}:report, {watching}:FirstAnswers]", "return_logits": "true"}
     seen |= {"sample_prompts": "[a model]", "eval_return_logits": "false"}
     lora = {"lora.rank": 3, "lora.dropout": 0.3}
+    few = write_model(root / "few", num_attention_heads=2, num_key_value_heads=1)
+    one = write_model(root / "one", num_attention_heads=1, num_key_value_heads=1)
     return {
         "sft": {"steps": 5, "save_every": 2, "keep_last": 0, "activation_checkpointing": "true"},
         "seen": {"steps": 2, "sample_tokens": 4} | seen,
@@ -97,7 +98,7 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
             "teacher": teacher,
             "activation_checkpointing": "true",
         },
-        "few heads, dpo": {"model": few, "task": "dpo", "data": pairs},
+        "few heads dpo": {"task": "dpo", "data": pairs, "model": few, "reference": one},
     }
 
 

@@ -1,6 +1,5 @@
 """A prompt that is computed once for both answers changes nothing but the number of tokens."""
 
-import re
 from typing import Any
 
 import pytest
@@ -10,14 +9,19 @@ from tests.flash import played
 from tests.small import EXPERTS, write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
-from tigon.train import load, main, prepare, sharing, start
+from tigon.train import load, main, prepare, start
 from tigon.train.loop import open_objective
-from tigon.train.objectives.dpo import DPO
 from tigon.train.objectives.pairs import Pairs
 from tigon.train.objectives.reward import Reward
 from tigon.train.step import backward
 
 __all__ = ["played"]
+BOTH_SIDES = {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_bidirectional_attention": True,
+}
 WINDOWED = {"model_type": "mistral", "sliding_window": 5}
 
 
@@ -106,6 +110,7 @@ def test_losses_metrics_and_gradients_are_the_same(
 
 def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_path, capsys):
     experts = write_model(tmp_path / "experts", **EXPERTS, output_router_logits=True)
+    both_sides = write_model(tmp_path / "both-sides", **BOTH_SIDES)
 
     def said(name: str, **changes: Any) -> str:
         main(settings(name, steps=1, **changes))
@@ -115,41 +120,12 @@ def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_pat
     for name, changes, why in (
         ("lines", {"packing": "false"}, "packing=false"),
         ("dropout", {"lora.rank": 2, "lora.dropout": 0.1}, "lora.dropout=0.1 is drawn for"),
+        ("sides", {"reference": both_sides}, "not all layers of Gemma3 are causal attention"),
         ("experts", {"model": experts}, "the balance of experts, which is part of the loss"),
     ):
         assert f"prompts are computed for each answer: {why}" in said(name, **changes)
     balanced = {"model": experts, "router_aux_loss_coef": 0}
     assert "computed once" in said("unbalanced", **balanced)
-
-
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
-BOTH_SIDES = {
-    "model_type": "gemma3_text",
-    "head_dim": 16,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "use_bidirectional_attention": True,
-}
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, int], str | None]] = {
-    "a head of two for each": ({}, {"tensor": 2}, None),
-    "heads for all": ({}, {"context": 2}, None),
-    "a head on two": ({}, {"tensor": 2, "context": 2}, None),
-    "its reference's head on two": (ONE_HEAD, {"context": 2}, None),
-    "a reference of both sides": (BOTH_SIDES, {}, "reference=.* are causal"),
-}
-
-
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_on_which_ranks_prompts_are_shared(settings, world, tmp_path, case):
-    reference, layout, expected = LAYOUTS[case]
-    changes: dict[str, Any] = {"model": write_model(tmp_path / "model", **HEADS)}
-    if reference:
-        changes["reference"] = write_model(tmp_path / "reference", **reference)
-    changes |= {f"parallel.{name}": size for name, size in layout.items()}
-    objective = DPO(load(None, settings("layouts", **changes)), world)
-    reason = sharing.decide(objective, None)
-    assert objective.share_prompts == (expected is None)
-    assert reason is None if expected is None else re.search(expected, reason)
 
 
 def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys):

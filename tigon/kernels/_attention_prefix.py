@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FAR = 1 << 40  # behind all keys
-
 
 class Copies(NamedTuple):
     """Of which tokens of the flattened batch the keys are."""
@@ -100,16 +98,16 @@ class Before(NamedTuple):
         seen = (first <= key) & (key < last)
         return seen if window is None else seen & (query - shift - key < window)
 
-    def blocks(self, q0: Tensor, k0: Tensor, window: int | None, block: int) -> Tensor:
-        """Bool [B, n, m], whether any token of a block of queries, which begins at `q0` [n, 1], may
-        see one of a block of keys, at `k0` [m], in this way."""
+    def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
+        """Bool [B, n, m], whether any token of a block of queries may see one of a block of keys
+        in this way. `q0` [n, 1] and `k0` [m] are the first tokens of the blocks, in the row."""
         tokens = self.first.shape[1]
         some = self.first < self.last
-        fills = (self.first, FAR), (self.last, 0), (self.shift, 0)
+        nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
         each = (
             F.pad(torch.where(some, x, fill), (0, -tokens % block), value=fill)
             .unflatten(1, (-1, block))
-            for x, fill in fills
+            for x, fill in nothing
         )  # fmt: skip
         first, last, shift = each
         k1 = k0 + block - 1

@@ -51,21 +51,17 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
     model = outline(config, torch.float32, source)
     if aux_loss_coef(model.config) and config.task != "reward":
         return "the balance of experts, which is part of the loss, counts each answer's own prompt"
-    if not _able(model):
-        return f"not all layers of {type(model).__name__} are causal attention"
-    if not config.reference:
-        return None
+    for read in filter(None, (model, _reference(config, source))):
+        if not read.model.shares_prefixes or not read.causal:
+            return f"not all layers of {type(read).__name__} are causal attention"
+    return None
+
+
+def _reference(config: Config, source: Path | None) -> CausalLM | None:
+    """Another model that reads the same rows, if there is one."""
     try:
-        reference = outline_of(config.reference)
+        return outline_of(config.reference) if config.reference else None
     except OSError:
         if source is None:
             raise
         return None  # a run that goes on has its log-probabilities in the cache
-    if _able(reference):
-        return None
-    return f"not all layers of reference={config.reference} are causal attention"
-
-
-def _able(model: CausalLM) -> bool:
-    """Whether it can compute sequences that share a prompt."""
-    return model.model.shares_prefixes and model.causal

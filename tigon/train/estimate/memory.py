@@ -10,6 +10,7 @@ around it, which `gathering` adds, or what sharding=gradients does, which `reduc
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -166,17 +167,25 @@ def _free_together(part: list[nn.Parameter], meter: Meter) -> None:
 
 
 def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
-    """A micro-batch of full rows on the meta device, with an objective's columns."""
+    """A micro-batch of full rows on the meta device, with an objective's columns.
+
+    Where prompts are shared they are all of a row: how long they are is not known before the data
+    are, and this is when attention copies most of their keys and values.
+    """
     options: dict[str, Any] = {"device": "meta"}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
-    sequences = rows * of.group
+    sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
+    if of.share_prompts:
+        longest = tokens - 1
+        prefixes = np.array([[0, 0], [0, longest]]) + tokens * np.arange(rows)[:, None, None]
+        prefixes = prefixes.reshape(-1, 2)
     per_token = {"supervised": torch.bool, **of.per_token}
     return MicroBatch(
         input_ids=ids,
         position_ids=torch.zeros_like(ids),
         attention_mask=None,
         cu_seq_lens=torch.zeros(sequences + 1, dtype=torch.int32, **options),
-        longest=-(-tokens // of.group),
+        longest=longest,
         spans=torch.zeros(sequences, 2, dtype=torch.int64, **options),
         parts=torch.zeros(sequences, dtype=torch.int64, **options),
         per_token={n: torch.ones(rows, tokens, dtype=d, **options) for n, d in per_token.items()},
@@ -184,4 +193,5 @@ def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective
             n: torch.ones(sequences, dtype=d, **options) for n, d in of.per_example.items()
         },
         sources=(),
+        prefixes=prefixes,
     )

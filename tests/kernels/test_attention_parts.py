@@ -166,9 +166,11 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
     elif given == "prefixes":
         if not causal:
             return
-        cu = torch.tensor([0, 200, 330, 450, t, t + 300, 2 * t]).int()
-        options = {"segment_ids": torch.arange(6).repeat_interleave(cu.diff()).view(B, t)}
-        places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300]]
+        # Of the second row's, one begins where the part ends, and goes on from tokens behind it
+        cu = torch.tensor([0, 200, 330, 450, t, t + 300, t + end, t + end + 9, 2 * t]).int()
+        options = {"segment_ids": torch.arange(8).repeat_interleave(cu.diff()).view(B, t)}
+        places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300], [0, 0]]
+        places.append([t + end, t + end + 9])
         options |= {"cu_seq_lens": cu, "longest": 349, "prefixes": torch.tensor(places)}
     mask = AttentionMask(t, causal=causal, **options).part(first, end)
     dense = mask.dense(window, torch.device("cpu"))

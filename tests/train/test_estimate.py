@@ -26,6 +26,7 @@ from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, tensors_of
 from tigon.train.estimate.steps import measure
 from tigon.train.flops import model_flops
+from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
@@ -332,6 +333,11 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
     # To two experts and back, three quarters of each
     assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
     assert "sends 0.2 MiB of tokens" in found["expert"]
+    both = {"parallel.tensor": 2, "parallel.expert": 4}
+    main(["--dry-run", "--nproc", "8", *workspace.settings("dry", **more, **both)])
+    said = capsys.readouterr().out
+    # The dense layer gathers the stream; of half of the tokens each rank sends its own
+    assert "sends 0.1 MiB of the stream" in said and "sends 0.1 MiB of tokens" in said
     assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
     for name, size in (("tensor", 2), ("expert", 4)):
         given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
@@ -340,6 +346,17 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
         assert "auto: no block computed again; " in capsys.readouterr().out
         with pytest.raises(SystemExit, match="with every block computed again"):
             main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1e-5"])
+
+
+def test_parts_that_8_bits_do_not_fit_are_weighed_in_bfloat16() -> None:
+    """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
+    model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
+    shares: dict[str, Any] = {"fp8": True, "parallel": Parallel(tensor=4)}
+    finish(model, settings(**shares))
+    of = {name.rpartition(".")[2]: layer for name, layer in projections(model)}
+    assert all(layer.fp8 for layer in of.values())
+    assert planned(model, 4, **shares).total > 0
+    assert [name for name, layer in of.items() if layer.fp8] == ["gate_up_proj", "down_proj"]
 
 
 def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:

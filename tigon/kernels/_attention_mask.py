@@ -156,15 +156,16 @@ class AttentionMask:
             return told
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys = row * self.keys + token.clamp(max=self.keys)
-        longest = min(told.longest, self.keys)
+        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
         of_keys = Keys(keys, longest)
         if self.prefixes is not None and self.segment_ids is not None:
-            first = self.prefixes[:, :1]  # in the whole rows
-            first = first // whole.tokens * self.keys + first % whole.tokens
-            prefixes = first + F.pad(self.prefixes.diff(dim=1), (1, 0))
+            prefixes = self._kept(self.prefixes, whole.tokens)
             of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
+
+    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
+        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+        return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _given(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:

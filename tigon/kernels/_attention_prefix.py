@@ -27,10 +27,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
-        """`prefixes` int64 [n, 2] on the host; no value waits for the device. `total`: N.
-
-        A sequence whose keys nobody reads may have a prefix that is not there.
-        """
+        """`prefixes` int64 [n, 2] on the host; no value waits for the device. `total`: N."""
         lengths = prefixes.diff(dim=1)
         longest += int(lengths.max())
         size = total + int(lengths.sum())
@@ -39,7 +36,7 @@ class Keys(NamedTuple):
         sizes = torch.stack((prefixes.diff(dim=1)[:, 0], cu.diff()), 1).flatten()
         ends = sizes.cumsum(0)
         shifts = (starts - ends + sizes).repeat_interleave(sizes, output_size=size)
-        places = (torch.arange(size, device=cu.device) + shifts).clamp(max=total - 1)
+        places = torch.arange(size, device=cu.device) + shifts
         ordered, order = places.sort(stable=True)
         bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
         cu = F.pad(ends[1::2], (1, 0)).int()

@@ -22,7 +22,7 @@ from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded, ranks_of
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
-from tigon.train.model import is_sharded, sum_dtype
+from tigon.train.model import is_sharded, set_fp8, sum_dtype
 from tigon.train.objectives import Objective
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
 
@@ -67,8 +67,9 @@ def estimate(
     """
     param_dtype = getattr(torch, config.param_dtype)
     sizes = sizes_of(config, world)
-    sharded = is_sharded(config, sizes.replicate * sizes.shards, compute)
+    sharded = is_sharded(config, sizes.dividing, compute)
     take_part(model, sizes)
+    set_fp8(model, config)
     freeze(model, config)
     shares = ranks_of(model, sizes.shards)
     hidden = hidden_matrices(model)

@@ -7,7 +7,7 @@ import torch
 
 from tigon.data.examples import counted
 from tigon.kernels._rebuilt import notes
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.shared_attention import heads_sent
@@ -146,17 +146,20 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
         lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
         has = f"{own.format(tensor)}a part of each matrix"
-        # All tokens of the stream to attention and to the MLP, and what they add to it
         dim = model.config.hidden_size
-        # Their gradients, and the tokens of both once more, unless they are so few that they stay
-        backward = 6 / 4 if notes(numbers * dim) else 1.0
-        size = 4 * dim * (tensor - 1) / tensor
+        # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
+        # experts none
+        dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
+        # Their gradients, and the tokens once more, unless they are so few that they stay
+        backward = 1.5 if notes(numbers * dim) else 1.0
+        size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
         lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
         experts = len(layer.experts.down_proj)
         has = f"{own.format(expert)}{experts // expert} experts of a layer"
-        rows = ExpertShard(Ranks("", 0, expert), experts).rows(tokens, layer.per_token)
+        shard = ExpertShard(Ranks("", 0, expert), experts)
+        rows = shard.rows(-(-tokens // tensor), layer.per_token)
         # A token once to each rank that has any of its experts, and back
         size = 2 * (expert - 1) * rows * model.config.hidden_size / tokens
         evenly = "if all experts are chosen as often, which the memory below counts on, too"

@@ -279,7 +279,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
     "slow, spread out": ({"rank_pattern": {"(?x:(.+) +)~": 4}}, "group of a special kind"),
     "slow together": ({"rank_pattern": {f".*.*.*{i}~": 4 for i in range(3000)}}, "more than 20"),
-    "slow in number": ({"alpha_pattern": {f"x{i}": 4 for i in range(20000)}}, "has 20,000 patterns"),
+    "slow in number": (
+        {"alpha_pattern": {f"x{i}": 4 for i in range(20000)}},
+        "has 20,000 patterns",
+    ),
     "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
     "alpha for float32": ({"lora_alpha": 1e300}, r"alpha is a number above 0 .*1e\+300"),
     "text for true": ({"use_rslora": "false"}, "use_rslora='false' is neither true nor false"),

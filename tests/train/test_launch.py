@@ -96,7 +96,11 @@ record.Record.step = fail
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [
-        ("raise RuntimeError('by chance')", 1, "rank 1, whose last step was 2: RuntimeError: by chance"),
+        (
+            "raise RuntimeError('by chance')",
+            1,
+            "rank 1, whose last step was 2: RuntimeError: by chance",
+        ),
         ("import signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKI"),
     ],
 )

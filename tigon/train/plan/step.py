@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import Attention
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.train.config import Config
@@ -120,7 +120,7 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     step = Step({kind: count * seconds for kind, seconds in compute.items()})
     step.kinds["optimizer"] = updated(numbers, job.config, layout.shards) / k.optimizer
     step.kinds["other"] = k.rest * step.seconds
-    waited, hidden = (time * count for time in inner(job, layout, model))
+    waited, hidden = (time * count for time in inner(job, layout, model, numbers))
     step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
     beside = outer(job, gathered(layout, model, numbers), layout, sum(compute.values()))
     step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
@@ -157,7 +157,7 @@ def updated(numbers: Numbers, config: Config, shards: int) -> float:
     )
 
 
-def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
+def inner(job: Job, layout: Layout, model: CausalLM, numbers: Numbers) -> tuple[Time, Time]:
     """Collectives of a micro-batch inside its blocks: those that are waited for, and those that run
     beside products. Each branch gathers its tokens and reduces its output over the tensor ranks,
     forward and backward; attention exchanges tokens for heads over the context ranks; experts get
@@ -166,24 +166,23 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
     hidden = BF16 * tokens * model.config.hidden_size
-    layers = len(model.model.layers)
-    # Two branches of each block; embedding and head
+    layers, moes = len(model.model.layers), numbers.mixtures
+    # Two branches of each block, but for experts that ranks have whole; embedding and head
+    branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
     each = tensor.gather(hidden, gpu, k)
-    found = each * (layers * 2 * (3 + 2 * layout.again) + 4)
+    found = each * (branches * (3 + 2 * layout.again) + 4)
     # In backward inputs are gathered anew, unless they were just now, and their gradients added up
-    beside = each * (layers * 2 * (2 - layout.again))
+    beside = each * (branches * (2 - layout.again))
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
         sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
         # In two messages, to attention and back; a rank's own share is not sent
         size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
         found += context.exchange(size, gpu, k) * (layers * 2 * (2 + layout.again))
-    expert = Group(layout.expert, layout.tensor)
-    for layer in model.modules() if layout.expert > 1 else ():
-        if not isinstance(layer, SparseMoE):
-            continue
+    expert = Group(layout.expert, 1)
+    for layer in moes if layout.expert > 1 else ():
         shard = layer.experts.shard
         assert shard is not None
-        sent = layout.expert * shard.rows(tokens, layer.per_token)
+        sent = layout.expert * shard.rows(tokens // layout.tensor, layer.per_token)
         rows = expert.exchange(BF16 * sent * model.config.hidden_size, gpu, k)
         # Numbers of rows, and what experts they are for, besides: of few bytes
         few = expert.exchange(0, gpu, k)
@@ -217,8 +216,9 @@ def gathered(layout: Layout, model: CausalLM, numbers: Numbers) -> list[Gathered
     rest = numbers.total - apart
     found = [Gathered(Group(layout.shards, layout.tensor), copies, groups, rest / groups)]
     if apart:
-        same = Group(layout.shards // layout.expert, layout.tensor * layout.expert)
-        found.append(Gathered(same, copies, numbers.groups, apart / numbers.groups))
+        same = Group(layout.shards * layout.tensor // layout.expert, layout.expert)
+        groups = len(numbers.mixtures)
+        found.append(Gathered(same, copies, groups, apart / groups))
     return found
 
 

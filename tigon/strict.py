@@ -100,6 +100,13 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
             groups.setdefault(first, {})[rest] = value
         else:
             own[key] = value
+    for name, inside in groups.items():
+        if own.get(name) is not None and not is_dataclass(own[name]):
+            more = next(iter(inside))
+            raise ConfigError(
+                f"{name}={shown(own[name])} and {name}.{more}={shown(inside[more])} contradict "
+                "each other: give one of them"
+            )
     kinds = hints(cls)
     inner = {name: make(_dataclass(kinds[name]), inside) for name, inside in groups.items()}
     return cls(**own | inner)

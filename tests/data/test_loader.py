@@ -261,6 +261,11 @@ def test_an_epoch_without_anything_to_learn():
     data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 4"):
         _ = data.steps_per_epoch
+    for most, within in ((2, "max_length 2"), (9, "seq_len 4")):
+        rows = partial(whole, seq_len=4, most=most)
+        data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
+        with pytest.raises(ValueError, match=f"to learn within {within}$"):
+            _ = data.steps_per_epoch
 
 
 def test_a_window_without_rows_in_the_middle_of_a_batch():

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.kernels._rebuilt import rebuilding
 from tigon.layers import Linear
-from tigon.models import CausalLM, _peft
+from tigon.models import CausalLM, _peft_patterns
+from tigon.models._lora import places
 
 
 @pytest.fixture(scope="module")
@@ -285,6 +287,10 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "slower": ({"alpha_pattern": {".*.*.*.*x": 3}}, "too complicated"),
     "slow, spread out": ({"rank_pattern": {"(?x:(.+) +)~": 4}}, "group of a special kind"),
     "slow together": ({"rank_pattern": {f".*.*.*{i}~": 4 for i in range(3000)}}, "more than 20"),
+    "slow in number": (
+        {"alpha_pattern": {f"x{i}": 4 for i in range(20000)}},
+        "has 20,000 patterns",
+    ),
     "no pattern": ({"alpha_pattern": {"(": 3}}, "no regular expression"),
     "alpha for float32": ({"lora_alpha": 1e300}, r"alpha is a number above 0 .*1e\+300"),
     "text for true": ({"use_rslora": "false"}, "use_rslora='false' is neither true nor false"),
@@ -366,10 +372,43 @@ def test_patterns_of_every_projection_are_read_once(
     model: CausalLM, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(_peft, "_compiled", lambda k, p: read.append(p) or re.compile(p))
+    real = _peft_patterns.compiled
+    monkeypatch.setattr(_peft_patterns, "compiled", lambda k, p: read.append(p) or real(k, p))
     target = edit(adapter, tmp_path / "it", alpha_pattern={f"x{i}": 1 for i in range(50)})
     model.load_adapter(target)
     assert len(read) == 50
+    names = [place.name for place in places(model)]
+    whole = {name: 8 for name in names} | {r"layers\.0\.mlp\.down_proj": 8}
+    model.load_adapter(edit(adapter, tmp_path / "whole", alpha_pattern=whole), name="whole")
+    assert len(names) > 3 and len(read) == 50  # which are looked up
+
+
+def test_patterns_mean_what_they_mean_to_peft() -> None:
+    """The first that fits, as a regular expression of all of a name or of what follows a dot."""
+    names = [f"model.layers.{i}.{n}" for i in (1, 11) for n in ("attn.q_proj", "mlp.up", "q_proj")]
+    for patterns in (
+        ["q_proj", r"layers\.1\..*"],
+        [r"layers\.1\..*", "q_proj", "attn.q_proj"],
+        ["proj", "layers.1..mlp.up", "attn.q.proj", r"11\.mlp\.up"],
+        [r"1\.q_proj", "1.q_proj", "model.layers.1.mlp.up", ".*up", "(?:11|1).q_proj"],
+    ):
+        values = {pattern: i for i, pattern in enumerate(patterns)}
+        found = _peft_patterns.Patterns({"a": values}, "a", int, names)
+        for name in names:
+            fits = (i for p, i in values.items() if re.fullmatch(rf"(.*\.)?({p})", name))
+            assert found.of(name, -1) == next(fits, -1), (name, patterns)
+
+
+def test_long_lists_of_targets_take_no_longer(
+    model: CausalLM, adapter: Path, tmp_path: Path
+) -> None:
+    """Looked up: compared with each name one by one they would take seconds."""
+    many = [f"x{i}" for i in range(200_000)]
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    target = edit(adapter, tmp_path / "it", target_modules=[*values["target_modules"], *many])
+    began = time.process_time()
+    model.load_adapter(target)
+    assert time.process_time() - began < 1.5
 
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:

@@ -131,11 +131,7 @@ def test_a_run_on_one_rank_has_no_choice(workspace, capsys) -> None:
         main(
             ["--dry-run", "--nproc", "8", *workspace.settings("x", parallel="auto", device="auto")]
         )
-    main(
-        workspace.settings(
-            "one", steps=2, **{"parallel": "auto", "parallel.fsdp": 1}, resume="auto"
-        )
-    )
+    main(workspace.settings("one", steps=2, **{"parallel.fsdp": 1}, resume="auto"))
     assert workspace.metrics("one", "loss")
 
 

@@ -106,6 +106,23 @@ def test_a_group_without_settings_has_the_defaults():
     )
 
 
+def test_a_word_and_settings_of_a_group_contradict_each_other(tmp_path):
+    for given in (["parallel=auto", "parallel.tensor=2"], ["parallel.tensor=2", "parallel=auto"]):
+        said = "parallel='auto' and parallel.tensor=2 contradict each other: give one of them"
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            load(None, [*NEEDED, *given])
+    path = tmp_path / "auto.yaml"
+    path.write_text("parallel: auto\n")
+    assert load(path, [*NEEDED, "parallel.tensor=2"]).parallel.tensor == 2  # which wins over it
+    assert load(path, NEEDED).parallel == "auto"
+
+
+@pytest.mark.parametrize("name", ["batch_size", "micro_batch_size", "seed", "max_grad_norm"])
+def test_numbers_of_too_many_digits_are_named(name):
+    with pytest.raises(ValueError, match=f"^{name}={10**22} must be (at most|below) "):
+        load(None, [*NEEDED, f"{name}={10**22}"])
+
+
 def test_other_trainers_names_are_answered_with_settings_that_exist():
     """No name is both; and an answer of one word is a setting."""
     assert not set(OTHERS) & set(Config.__dataclass_fields__)

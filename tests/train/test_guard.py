@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,6 +220,16 @@ def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):
     printed = Ranks(2, blamed, workspace.settings("blame", **settings)).finish()
     assert re.search(r"step 3: loss nan.*\(rank 1: its part is nan\).*Back to .*00002", printed)
     assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
+
+
+def test_what_all_ranks_have_is_said_of_all() -> None:
+    def world(*answers: str) -> Any:
+        return SimpleNamespace(size=2, board=SimpleNamespace(gather=lambda _: list(answers)))
+
+    nan = "its part is nan"
+    assert guard.ranks_of(world("", nan), math.nan) == " (rank 1: its part is nan)"
+    assert guard.ranks_of(world(nan, nan), math.nan) == " (on all ranks)"
+    assert guard.ranks_of(world("", ""), 1.0) == ""
 
 
 def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):

@@ -96,7 +96,11 @@ record.Record.step = fail
 @pytest.mark.parametrize(
     ("what", "code", "message"),
     [
-        ("raise RuntimeError('by chance')", 1, "rank 1: RuntimeError: by chance"),
+        (
+            "raise RuntimeError('by chance')",
+            1,
+            "rank 1, whose last step was 2: RuntimeError: by chance",
+        ),
         ("import signal; os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKI"),
     ],
 )
@@ -107,6 +111,32 @@ def test_a_rank_that_fails_later_ends_the_other(workspace, launch, tmp_path, wha
     assert last.strip().splitlines()[-1].startswith(f"tigon.train: {message}")
     # Of the rank that failed; other threads of this process may write to its stderr too
     assert errors.count("Traceback") == (code == 1), errors
+
+
+DIE = """
+import signal
+import tigon.train.checkpoint.saver, tigon.train.exporter, tigon.train.loop
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("exporter.write_model", "exporter.prepare_save"),
+        *("checkpoint.saver.Writer.write_data", "loop.evaluate"),
+    ],
+)
+def test_a_rank_that_is_killed_outside_of_steps_is_named(workspace, launch, tmp_path, where):
+    """What the others met instead, such as an export that they could not write, is not told."""
+    settings = {"steps": 2, "export": "true", "save_every": 2, "eval_data": workspace.held_out}
+    settings = workspace.settings("x", run_dir=tmp_path / "run", **settings)
+    code, errors, last = launch(settings, f"{DIE}tigon.train.{where} = die")
+    assert code == 137, errors
+    line = last.strip().splitlines()[-1]
+    assert line.startswith("tigon.train: rank 1 was killed by SIGKILL on "), line
+    assert line.endswith("its last step was 2") and "Traceback" not in errors
 
 
 def test_ranks_have_the_same_curve_and_a_signal_reaches_all_once(workspace):

@@ -32,17 +32,18 @@ def wait_for_steps(running: Ranks, run: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "seconds", "said"),
+    ("number", "seconds", "said", "tensor"),
     [
-        (signal.SIGKILL, 60.0, "ended without a word; its last step was "),
-        (signal.SIGSTOP, 3.0, "has not answered for 3 s; its last step was "),
+        (signal.SIGKILL, 60.0, "ended without a word; its last step was ", 1),
+        (signal.SIGKILL, 60.0, "ended without a word; its last step was ", 2),
+        (signal.SIGSTOP, 3.0, "has not answered for 3 s; its last step was ", 2),
     ],
 )
-def test_the_others_end_and_name_it(workspace, number, seconds, said) -> None:
+def test_the_others_end_and_name_it(workspace, number, seconds, said, tensor) -> None:
     """Without a parent that would tell them, as where the rank was on another host."""
-    run = workspace.root / number.name
-    settings = workspace.settings(number.name, **SAME)
-    running = Ranks(2, impatient, settings, seconds)
+    name = f"{number.name}-{tensor}"
+    run, settings = workspace.root / name, workspace.settings(name, **SAME)
+    running = Ranks(2, impatient, [*settings, f"parallel.tensor={tensor}"], seconds)
     wait_for_steps(running, run, 2)
     os.kill(running.processes[1].pid, number)
     began = time.monotonic()
@@ -58,7 +59,7 @@ def test_the_others_end_and_name_it(workspace, number, seconds, said) -> None:
     assert "Traceback" not in errors
     if number == signal.SIGKILL:
         train_on(1, [*settings, "resume=auto"])
-        assert workspace.metrics(number.name, "step")[-1] == STEPS
+        assert workspace.metrics(name, "step") == [*range(1, STEPS + 1)]
 
 
 def test_silence_is_counted_by_looks_at_an_unchanged_sign(monkeypatch) -> None:

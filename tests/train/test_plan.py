@@ -28,7 +28,7 @@ from tigon.train.plan import (
     weigh,
 )
 from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
-from tigon.train.plan.layout import meshes, misfit
+from tigon.train.plan.layout import divisors, meshes, misfit
 from tigon.train.plan.search import always, doubted
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
@@ -38,14 +38,14 @@ TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-SIZE |= {"max_position_embeddings": 2**20}
+LONG = {"max_position_embeddings": 2**20}
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Job]:
     def make(gpus: int, tokens: int = 1024, rows: int | None = None, **sizes: Any) -> Job:
         path = tmp_path / "config.json"
-        path.write_text(json.dumps(LLAMA | SIZE | sizes))
+        path.write_text(json.dumps(LLAMA | SIZE | sizes | LONG))
         batch = None if rows is None else rows * tokens
         return read_job(str(path), gpus, "h200", tokens, batch, ["param_dtype=bfloat16"])
 
@@ -163,6 +163,29 @@ def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
     assert found == [1, 2, 4]
     assert {mesh.expert for mesh in meshes(16, 6)} == {1, 2}
     assert {mesh.expert for mesh in meshes(16, 0)} == {1}
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 720])
+def test_divisors(number: int) -> None:
+    assert divisors(number) == tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def test_meshes_of_many_gpus_are_found_at_once() -> None:
+    assert sum(1 for _ in meshes(2**18 - 5)) == 3  # a prime: tried one by one, 10**11 numbers
+
+
+def test_parameters_are_counted_once(job: Callable[..., Job]) -> None:
+    """By hand: those of a block that a rank has whole, a part of the experts, and the rest."""
+    shapes = job(4, **(EXPERTS | {"num_experts": 8, "head_dim": 16})).shapes
+    whole, shared = shapes.numbers(), shapes.numbers(expert=2)
+    assert whole.shared == 0 and len(shared.mixtures) == 1
+    assert whole.total == sum(p.numel() for p in shapes.part().parameters())
+    experts = 8 * 3 * 64 * 40
+    assert shared.shared == experts // 2 and shared.total == whole.total - experts // 2
+    owned = sum(count for _, count in shared.owned(4))
+    assert owned == pytest.approx(whole.total / 4)
+    hidden = sum(count for is_hidden, count in whole.owned(1) if is_hidden)
+    assert hidden == experts + 2 * 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96
 
 
 def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> None:
@@ -292,10 +315,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", str(path), *few, "--settings", "optimizer=adamw_bf16", "--most", "2"]) == 0
     said = capsys.readouterr().out
     assert "float32 weights, adamw_bf16" in said and "as many tokens as the others" in said
-    assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
+    assert "tok/s/GPU" in said and "micro_batch_size=" in said
     assert sorted(tmp_path.iterdir()) == [path]
     for wrong, why in (
-        (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be at least 1"),
+        (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
+        (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
+        (["--gpus", "8", "--seq-len", str(10**34)], f"--seq-len {10**34} is more than the model's"),
+        ([*few, "--batch-tokens", str(64 * 10**20)], "must be at most 1,099,511,627,776"),
         ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
         ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
         ([*few, "--gpu", "a"], "--gpu a: is not one of"),

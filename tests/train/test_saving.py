@@ -18,6 +18,7 @@ from tests.train.ranks import Ranks
 from tigon.train import checkpoint, main
 from tigon.train.checkpoint import Keep, files, memory, newest_whole, saver, storage
 from tigon.train.parallel import start
+from tigon.weights.disk import require_space
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -83,6 +84,22 @@ def test_a_run_on_a_full_disk_ends_in_one_line(workspace, monkeypatch):
     assert "step-00000001 was not written: the disk of" in message
     assert message.endswith("is too full: 0.9 MiB needed, 0.5 MiB free")
     assert list((workspace.root / "full/checkpoints").iterdir()) == []
+
+
+def test_sizes_that_differ_by_little_are_told_in_bytes(tmp_path, monkeypatch):
+    free = 987_654
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, free))
+    with pytest.raises(OSError, match=f": {free + 1:,} bytes needed, {free:,} bytes free$"):
+        require_space(tmp_path, free + 1)
+    with pytest.raises(OSError, match=r": 1\.9 MiB needed, 0\.9 MiB free$"):
+        require_space(tmp_path, 2 * free)
+
+
+def test_a_checkpoint_is_said_to_be_there_when_it_is(workspace, capsys):
+    for name, said in (("true", "checkpoint begun; training waited "), ("false", "c")):
+        main(workspace.settings(f"said-{name}", steps=1, async_save=name))
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if "1/1  checkpoint" in x]
+        assert f"step 1/1  {said}" in line and ("checkpoint, in " in line) == (name == "false")
 
 
 @pytest.mark.parametrize("where", ["weight", "state"])

@@ -31,6 +31,7 @@ class Rows:
     # int64 [S]: so many tokens before a span are left out, in whose place are those with which the
     # last span before it begins that leaves out none
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    most: int | None = None  # tokens of an example, where that is fewer than seq_len
 
     def __post_init__(self) -> None:
         if not len(self.shared):
@@ -126,7 +127,10 @@ def whole(
         counts = np.add.reduceat(sizes[taken], np.append(0, ends[:-1]))
     offsets = np.concatenate([[0], np.cumsum(counts)])
     cut = kept & (lengths > limit)
-    return Rows(spans, offsets, seq_len, packing, int(cut.sum()), int((~kept).sum()), shared)
+    counted = int(cut.sum()), int((~kept).sum())
+    return Rows(
+        spans, offsets, seq_len, packing, *counted, shared, most if most < seq_len else None
+    )
 
 
 def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -6,15 +6,16 @@ get_peft_model_state_dict.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tigon.json_file import escaped, read_json, shown
 from tigon.models._layout import PREFIXES, stem_of_experts
 from tigon.models._lora import LoraConfig, Place, places, saved_ends
 from tigon.models._model import LanguageModel
-from tigon.models._peft_config import listed, meant_by, short
+from tigon.models._peft_config import meant_by, short
 from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
+from tigon.models._peft_patterns import Patterns, checked, ends_of, quick
 from tigon.weights import Checkpoint, Decoded, Repository, TensorInfo, read_header
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -47,11 +48,8 @@ KNOWN = frozenset(
         *("qalora_group_size", "megatron_core", "runtime_config"),
     )
 )
-REPEAT = re.compile(r"[*+?{]")
 # Ways to begin that leave the base as it is; others take from it what the adapter begins with
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
-LONGEST_PATTERN, MOST_REPEATS = 200, 3
-MOST_REPEATING = 20  # patterns of one setting that have any: each is tried on every name
 
 
 class Stored(NamedTuple):
@@ -84,9 +82,10 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
     tensors: Tensors = {**read_header(weights)}
     names = _names(tensors, f"{repository.name}/{WEIGHTS}")
     try:
+        stems = [match[1] for name in names if (match := LOW_RANK.fullmatch(name))]
         if any(APART.fullmatch(name) for name in names):
-            values = _stack(values, names, tensors, model)
-        config = _config(values, {n: tensors[own] for n, own in names.items()}, model)
+            values = _stack(values, stems, names, tensors, model)
+        config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escaped(repository.name)}: {error}") from None
     base = {}
@@ -100,18 +99,22 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
 
 
 def _stack(
-    values: Mapping[str, Any], names: dict[str, str], tensors: Tensors, model: LanguageModel
+    values: Mapping[str, Any],
+    stems: Sequence[str],
+    names: dict[str, str],
+    tensors: Tensors,
+    model: LanguageModel,
 ) -> dict[str, Any]:
     """Experts that are apart in one matrix each, in place; their settings are returned."""
     of = [(values.get(key, 8), kind) for key, kind in (("r", int), ("lora_alpha", int | float))]
-    rank, alpha = (_number("r or lora_alpha", value, kind) for value, kind in of)
+    rank, alpha = (checked("r or lora_alpha", value, kind) for value, kind in of)
     keys = ("rank_pattern", int), ("alpha_pattern", int | float)
-    ranks, alphas = (_patterns(values, key, kind) for key, kind in keys)
+    ranks, alphas = (Patterns(values, key, kind, stems) for key, kind in keys)
     plain = {n: info for n, own in names.items() if isinstance(info := tensors[own], TensorInfo)}
     found = stack(
         model,
         plain,
-        lambda name: (_first(ranks, name, rank), _first(alphas, name, alpha)),
+        lambda name: (ranks.of(name, rank), alphas.of(name, alpha)),
         rslora=bool(values.get("use_rslora")),
     )
     for name in found.apart:
@@ -160,12 +163,18 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
 
 
 def _config(
-    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo | Decoded], model: LanguageModel
+    values: Mapping[str, Any],
+    stems: Sequence[str],
+    tensors: Mapping[str, TensorInfo | Decoded],
+    model: LanguageModel,
 ) -> LoraConfig:
-    """With whole names in place of PEFT's patterns. Ranks are those of the tensors."""
+    """With whole names in place of PEFT's patterns. Ranks are those of the tensors.
+
+    `stems`: what the names of the file's tensors begin with, those of experts apart too.
+    """
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
-    _number("r", rank, int)
-    _number("lora_alpha", alpha, int | float)
+    checked("r", rank, int)
+    checked("lora_alpha", alpha, int | float)
     own = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
     known = _stems(values, model)
     if not own:
@@ -180,13 +189,14 @@ def _config(
         )
     _check_whole(values, own, known)
     ranks, alphas = {}, {}
+    named = [*stems, *(place.name for place in known.values())]
     rank_patterns, alpha_patterns = (
-        _patterns(values, key, kind)
+        Patterns(values, key, kind, named)
         for key, kind in (("rank_pattern", int), ("alpha_pattern", int | float))
     )
     for stem in filter(own.__contains__, known):
         place, name = known[stem], known[stem].name
-        said = _first(rank_patterns, name, rank)
+        said = rank_patterns.of(name, rank)
         end = "lora_embedding_A" if place.own == "embed_tokens" else "lora_A.weight"
         info = tensors.get(f"{stem}.{end}")
         rows = said * (_experts_of(model, place) if place.experts else 1)
@@ -196,21 +206,21 @@ def _config(
             )
         if said != rank:
             ranks[name] = said
-        if (other := _first(alpha_patterns, name, alpha)) != alpha:
+        if (other := alpha_patterns.of(name, alpha)) != alpha:
             alphas[name] = other
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
-    ends = saved_ends(model)
+    both = saved_ends(model)
     tied = values.get("ensure_weight_tying") and model.ties_head
-    if tied and (saved or any(known[name].own in ends for name in own)):
+    if tied and (saved or any(known[name].own in both for name in own)):
         raise ValueError(
             "ensure_weight_tying=True is not supported: what an adapter has for embedding and head "
             "is apart here"
         )
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
-    if "score" in ends:
+    if "score" in both:
         last.pop("classifier", None)
     base = values.get("base_model_name_or_path")
     return LoraConfig(
@@ -233,16 +243,17 @@ def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={shown(parameters)} is no list of names")
     every = places(model)
+    stacked = {end for place in every if place.experts for end in ends_of(place.name)}
     for target in parameters:
-        if not any(p.experts and listed(p.name, target) for p in every):
+        if target not in stacked:
             raise ValueError(
                 f"target_parameters={shown(target)} matches no experts of this "
                 f"{type(model).__name__}"
             )
-    found = {}
+    found, chosen = {}, [p for p in every if p.experts and meant_by(p, {*parameters})]
     for place in every:
         if place.experts:
-            meant = [p.own for p in every if p.path == place.path and meant_by(p, parameters)]
+            meant = [p.own for p in chosen if p.path == place.path]
             if place.own in meant:
                 found[stem_of_experts(place.path, place.own, meant)] = place
         else:
@@ -254,12 +265,6 @@ def _experts_of(model: LanguageModel, place: Place) -> int:
     return len(model.get_submodule(place.path).get_parameter(place.own))
 
 
-def _number(name: str, value: Any, kind: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name}={shown(value)} is no number that it can be")
-    return value
-
-
 def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, Place]) -> None:
     """ValueError if projections that the targets name have no tensors: the adapter is of a model of
     fewer layers, or its file lacks some."""
@@ -267,11 +272,11 @@ def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, P
     chosen = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(some not in (None, [], "") for some in chosen):
         return
-    pattern = _quick(targets) if isinstance(targets, str) else None
-    names = targets if isinstance(targets, list) else []
-    parameters = values.get("target_parameters") or []
+    pattern = quick("target_modules", targets) if isinstance(targets, str) else None
+    names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
+    parameters = {*(values.get("target_parameters") or [])}
     for name, place in known.items():
-        meant = any(listed(place.name, t) for t in (parameters if place.experts else names))
+        meant = meant_by(place, parameters if place.experts else names)
         if pattern is not None and not place.experts:
             meant = pattern.fullmatch(place.name) is not None
         if name not in own and meant:
@@ -279,52 +284,3 @@ def _check_whole(values: Mapping[str, Any], own: set[str], known: Mapping[str, P
                 f"target_modules={shown(targets)}, and {WEIGHTS} has none for {shown(place.name)}: "
                 "it is of another model, or lacks tensors"
             )
-
-
-Patterns = list[tuple[re.Pattern[str], Any]]
-
-
-def _patterns(values: Mapping[str, Any], key: str, kind: Any) -> Patterns:
-    """PEFT's, in order, each read once: there may be one for each projection."""
-    patterns = values.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{key}={shown(patterns)} is no dictionary")
-    if sum(bool(REPEAT.search(pattern)) for pattern in patterns) > MOST_REPEATING:
-        raise ValueError(
-            f"{key} has more than {MOST_REPEATING} patterns that repeat something: write whole "
-            "names"
-        )
-    return [
-        (_compiled(key, pattern), _number(f"{key}[{shown(pattern)}]", value, kind))
-        for pattern, value in patterns.items()
-    ]
-
-
-def _first(patterns: Patterns, name: str, default: Any) -> Any:
-    """The number of the first of PEFT's patterns that fits a projection."""
-    return next((value for pattern, value in patterns if pattern.fullmatch(name)), default)
-
-
-def _quick(pattern: str) -> re.Pattern[str] | None:
-    """PEFT's regular expression of targets; None for one that may take long."""
-    try:
-        _compiled("target_modules", pattern)
-    except ValueError:
-        return None
-    return re.compile(pattern)
-
-
-def _compiled(key: str, pattern: str) -> re.Pattern[str]:
-    """PEFT's regular expression, if no name can take it long."""
-    if len(pattern) > LONGEST_PATTERN or len(REPEAT.findall(pattern)) > MOST_REPEATS:
-        raise ValueError(f"{key}[{shown(pattern)}] is too complicated: write whole names")
-    if re.search(r"\(\?(?!:)", pattern):  # with (?x:...) repeats of groups look otherwise
-        raise ValueError(
-            f"{key}[{shown(pattern)}] has a group of a special kind: write whole names"
-        )
-    if re.search(r"\)[*+?{]", pattern):
-        raise ValueError(f"{key}[{shown(pattern)}] repeats a group: write whole names")
-    try:
-        return re.compile(rf"(.*\.)?({pattern})")
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{key}[{shown(pattern)}] is no regular expression: {error}") from None

@@ -1,19 +1,16 @@
 """What PEFT's adapter_config.json says of an adapter, and PEFT's names of its tensors."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from tigon.models._lora import LoraConfig, Place, matches, places
 from tigon.models._model import LanguageModel
+from tigon.models._peft_patterns import ends_of
 
 
-def meant_by(place: Place, parameters: Collection[str]) -> bool:
-    return any(listed(place.name, target) for target in parameters)
-
-
-def listed(name: str, target: Any) -> bool:
-    """Whether PEFT's list of names means this one."""
-    return isinstance(target, str) and (name == target or name.endswith(f".{target}"))
+def meant_by(place: Place, names: Set[str]) -> bool:
+    """Whether a list of names in PEFT's files means this one."""
+    return any(end in names for end in ends_of(place.name))
 
 
 def short(model: LanguageModel, names: Collection[str]) -> list[str]:
@@ -62,9 +59,9 @@ def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]
 def _parameters(model: LanguageModel, own: Collection[Place]) -> list[str] | None:
     """Of experts, which are no modules."""
     mine = [place for place in own if place.experts]
-    ends = sorted({f"mlp.experts.{place.own}" for place in mine})
-    meant = [p for p in places(model) if p.experts and meant_by(p, ends)]
-    return (ends if len(meant) == len(mine) else sorted(p.name for p in mine)) or None
+    short = {f"mlp.experts.{place.own}" for place in mine}
+    meant = [p for p in places(model) if p.experts and meant_by(p, short)]
+    return (sorted(short) if len(meant) == len(mine) else sorted(p.name for p in mine)) or None
 
 
 def peft_name(name: str, adapter: str) -> str:

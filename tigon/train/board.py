@@ -40,7 +40,8 @@ class Board:
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
         self.poll = max(POLL, size / 1000)  # the server answers some thousand requests a second
-        self._step = self._signs = self._round = 0
+        self.step = 0  # the last that this rank has begun
+        self._signs = self._round = 0
         self._closed, self._wake, self._lock = (
             threading.Event(),
             threading.Event(),
@@ -53,7 +54,7 @@ class Board:
 
     def begin_step(self, step: int) -> None:
         """So that the others know, if this rank is killed."""
-        self._step = step
+        self.step = step
         self._wake.set()
 
     def gather(self, text: str, *, late: timedelta = FOREVER) -> list[str | None]:
@@ -124,13 +125,13 @@ class Board:
                     if self._closed.is_set():
                         return
                     self._signs += 1
-                    sign = json.dumps([self._signs, self._step, socket.gethostname()])
+                    sign = json.dumps([self._signs, self.step, socket.gethostname()])
                     store.set(sign_of(self.rank), sign)
                 failure = read_failure(store) or silence.look()
             except RuntimeError:
                 where = os.environ["MASTER_ADDR"]
                 text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
-                failure = Failure(f"{text}; the last step of rank {self.rank} was {self._step}")
+                failure = Failure(f"{text}; the last step of rank {self.rank} was {self.step}")
             if failure and not self._closed.wait(GRACE):
                 say(failure)
                 end_process(failure.code)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from tigon import strict
 from tigon.hub import check_repository
+from tigon.json_file import shown
 from tigon.parallel import Sizes
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
@@ -72,7 +73,10 @@ class Config(
             *("lr", "weight_decay", "max_grad_norm", "spike_sigma", "eps"),
             *("momentum", "adamw_lr"),
         ):
-            if not math.isfinite(value := getattr(self, name) or 0.0):
+            value = getattr(self, name) or 0.0
+            if isinstance(value, int) and value >= 2**63:
+                raise ValueError(f"{name}={shown(value)} must be below 2**63")
+            if not math.isfinite(value):
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.eval_data):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")

@@ -47,9 +47,11 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     given = _read(dict(_pairs(overrides)), _parse)
-    # A group that is null on the command line has no settings of the file either
-    values = {name: v for name, v in values.items() if name.partition(".")[0] not in given} | given
-    return strict.make(Config, values)
+    # A group that is null on the command line has no settings of the file either, and one that has
+    # settings there is not null, or auto, as the file may say
+    over = {name.partition(".")[0] for name in given if "." in name}
+    kept = {n: v for n, v in values.items() if n.partition(".")[0] not in given and n not in over}
+    return strict.make(Config, kept | given)
 
 
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:

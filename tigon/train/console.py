@@ -67,9 +67,12 @@ class Console:
         for row in rows:
             self.say(f"  {shorten(row['prompt'], 40)} -> {shorten(row['text'], 70)}")
 
-    def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint, for which training waited so long."""
-        self.say(f"{self._step(step)}  checkpoint, in {seconds:.1f} s")
+    def saved(self, step: int, seconds: float, *, whole: bool = True) -> None:
+        """A checkpoint, for which training waited so long; `whole`: it is on the disk."""
+        text = f"checkpoint, in {seconds:.1f} s"
+        if not whole:
+            text = f"checkpoint begun; training waited {seconds:.1f} s"
+        self.say(f"{self._step(step)}  {text}")
 
     def seconds_left(self, step: int) -> float | None:
         """Of steps and evaluations; None as long as nothing is known."""

@@ -134,6 +134,8 @@ def ranks_of(world: World, own_loss: float) -> str:
     if world.size == 1:
         return ""
     answers = world.board.gather("" if math.isfinite(own_loss) else f"its part is {own_loss}")
+    if all(answers):  # as where ranks share rows, whichever of them it began on
+        return " (on all ranks)"
     return f" ({told(answers)})" if any(answers) else ""
 
 

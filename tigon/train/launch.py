@@ -127,20 +127,21 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
     details = ""
     try:
         return _run(config, world, plan)
-    except InputError as error:
+    except (InputError, FloatingPointError) as error:  # the same on all ranks
         text = str(error)
-    except EXPECTED as error:
-        text = f"rank {world.rank}: {error}"
     except SystemExit as stop:  # by a signal
         world.board.fail("stopped by a signal", int(str(stop.code)))
         raise
     except Exception as error:
-        # It may be what the end of another rank looks like from here
-        if other := world.board.failure():
+        if is_doubtful(error) and (other := world.board.failure()):
             say(other)
             return other.code
-        details = traceback.format_exc()
-        text = f"rank {world.rank}: {type(error).__name__}: {error}"
+        if isinstance(error, EXPECTED):
+            text = f"rank {world.rank}: {error}"
+        else:
+            details, step = traceback.format_exc(), world.board.step
+            where = f", whose last step was {step}" if step else ""
+            text = f"rank {world.rank}{where}: {type(error).__name__}: {error}"
     failure = Failure(text)
     report(failure)
     if world.board.fail(text):
@@ -151,3 +152,13 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
     ending.daemon = True
     ending.start()
     return failure.code
+
+
+def is_doubtful(error: BaseException) -> bool:
+    """Whether it may be what the end of another rank looks like from here: a collective that fails
+    raises any exception, and may be behind a file that was not written."""
+    if isinstance(error, Exception) and not isinstance(error, EXPECTED):
+        return True
+    failures = getattr(error, "failures", {})  # of a checkpoint, by rank
+    behind = [error.__cause__, *(cause for cause, _ in failures.values())]
+    return any(is_doubtful(cause) for cause in behind if cause is not None)

@@ -179,7 +179,7 @@ def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
     began = time.perf_counter()
     more = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     run.saver.save(step, run.model, run.optimizer, run.tokenizer, facts | more, run.ema)
-    record.saved(step, time.perf_counter() - began)
+    record.saved(step, time.perf_counter() - began, whole=not run.saver.writing)
 
 
 def owes_export(run: Run) -> bool:

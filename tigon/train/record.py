@@ -75,10 +75,10 @@ class Record:
             os.fsync(file.fileno())
         self.sinks.flush()
 
-    def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint, for which training waited so long."""
+    def saved(self, step: int, seconds: float, *, whole: bool) -> None:
+        """A checkpoint, for which training waited so long; `whole`: it is on the disk."""
         if self.main:
-            self.console.saved(step, seconds)
+            self.console.saved(step, seconds, whole=whole)
 
     def close(self) -> None:
         if self.main:

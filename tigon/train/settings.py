@@ -9,6 +9,8 @@ from tigon.kernels.attention import Backend
 from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 
+MOST = 2**31 - 1  # of numbers of rows, whose products are to fit 64 bits
+
 
 def option(
     default: Any,
@@ -107,9 +109,11 @@ class DataSettings:
     truncate: bool = option(
         True, "cut chats longer than seq_len; false leaves them out", stream=True
     )
-    batch_size: int = option(8, "rows in a step, over all ranks", least=1, stream=True)
-    micro_batch_size: int = option(1, "rows in one forward of one rank", least=1)
-    seed: int = option(0, "of the data order and of random weights", least=0, stream=True)
+    batch_size: int = option(8, "rows in a step, over all ranks", least=1, most=MOST, stream=True)
+    micro_batch_size: int = option(1, "rows in one forward of one rank", least=1, most=MOST)
+    seed: int = option(
+        0, "of the data order and of random weights", least=0, most=2**63 - 1, stream=True
+    )
     format: str | None = option(
         None,
         "of the rows: messages, sharegpt, prompt_completion, instruction, text, preference, "

@@ -17,9 +17,7 @@ def require_space(directory: Path, needed: int) -> None:
     """Raises DiskFull unless `needed` bytes fit there."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise DiskFull(
-            f"the disk of {directory} is too full: {_size(needed)} needed, {_size(free)} free"
-        )
+        raise DiskFull(f"the disk of {directory} is too full: {_sizes(needed, free)}")
 
 
 @contextmanager
@@ -35,9 +33,16 @@ def named_if_full(path: Path, needed: int) -> Iterator[None]:
         free = shutil.disk_usage(path.parent).free
         quota = " (a quota)" if error.errno == errno.EDQUOT else ""
         raise DiskFull(
-            f"the disk{quota} became full while {path} was written: {_size(needed)} needed, "
-            f"{_size(free)} free"
+            f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
         ) from error
+
+
+def _sizes(needed: int, free: int) -> str:
+    """In bytes where rounding would hide that they differ."""
+    found = [_size(count) for count in (needed, free)]
+    if found[0] == found[1]:
+        found = [f"{count:,} bytes" for count in (needed, free)]
+    return f"{found[0]} needed, {found[1]} free"
 
 
 def _size(count: int) -> str:

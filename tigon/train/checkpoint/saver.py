@@ -135,6 +135,11 @@ class Saver(InBackground):
         self.wait()
         return target
 
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint may not be on the disk yet."""
+        return self._saving is not None
+
     def expected(self) -> float:
         """Seconds after which a checkpoint begun now would be on the disk, going by the last one;
         0 where none is known."""

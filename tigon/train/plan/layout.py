@@ -3,8 +3,10 @@
 # B rows of a micro-batch, T tokens of a row
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from tigon.parallel import check_context
@@ -99,8 +101,11 @@ class Layout:
         return *(getattr(self, name) for name in MESH), self.sharding
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In order; takes as long as there are numbers up to the root."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return *small, *(number // n for n in reversed(small) if n * n != number)
 
 
 def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
@@ -121,10 +126,10 @@ def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
 def misfit(job: Job, layout: Layout) -> str | None:
     """Why the job cannot have this mesh, whatever its micro-batch; None if it can."""
     t, context = layout.tensor, layout.context
-    if (reason := excluded(job, layout)) is not None:
-        return reason
     if t > job.gpu.host:
         return f"tensor above {job.gpu.host}: NVLink connects so many GPUs"
+    if (reason := excluded(job, layout)) is not None:
+        return reason
     try:
         part = job.shapes.part(t, layout.expert)
         check_context(part, context)

@@ -21,6 +21,7 @@ HEAD = (
 )
 
 UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
+MOST_GPUS, MOST_TOKENS = 2**18, 2**40  # of a plan: more than anybody has, and it takes long
 REASONS = 6  # that are told one by one
 
 
@@ -37,12 +38,14 @@ def read_job(
 
     Raises ValueError and OSError for what cannot be planned.
     """
-    if gpus < 1:
-        raise ValueError(f"--gpus {gpus} must be at least 1")
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus {gpus} must be 1 to {MOST_GPUS:,}")
     found, constants = find_gpu(gpu)
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
     if seq_len < 1 or tokens % seq_len or not tokens:
         raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
+    if batch_tokens is not None and batch_tokens > MOST_TOKENS:
+        raise ValueError(f"--batch-tokens {batch_tokens} must be at most {MOST_TOKENS:,}")
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
     where = f"init={model}" if Path(model).is_file() else f"model={model}"
@@ -51,10 +54,10 @@ def read_job(
     check(config)
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
-    if seq_len > read.config.max_position_embeddings:
-        print(
-            f"note: rows of {seq_len:,} tokens, and the model's context is "
-            f"{read.config.max_position_embeddings:,}"
+    if seq_len > (context := read.config.max_position_embeddings):  # as `tigon train` has it
+        raise ValueError(
+            f"--seq-len {seq_len} is more than the model's context of {context} tokens "
+            f"(max_position_embeddings): give --seq-len {context} or less"
         )
     shapes, rows = Shapes(read.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, found, constants, seq_len, rows)

@@ -8,7 +8,6 @@ import torch
 
 from tigon.train.estimate import Estimate
 from tigon.train.estimate.budget import CONTEXT, SHARE
-from tigon.train.estimate.gathering import ranks_of
 from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU
 from tigon.train.plan.layout import Job, Layout, meshes, misfit, variants
@@ -121,12 +120,11 @@ def doubted(job: Job, layout: Layout) -> float:
 def always(job: Job, layout: Layout) -> int:
     """Bytes that are there all the time: weights, gradients and states."""
     item = getattr(torch, job.config.param_dtype).itemsize
-    ranks = ranks_of(job.shapes.part(layout.tensor, layout.expert), layout.shards)
+    numbers = job.shapes.numbers(layout.tensor, layout.expert)
     states = 0.0 if job.config.optimizer_offload else state_bytes(job.config, hidden=True)
-    own = sum(p.numel() / n for p, n in ranks.items()) * (item + states)
-    numbers = sum(p.numel() for p in ranks)
+    own = sum(count for _, count in numbers.owned(layout.shards)) * (item + states)
     if layout.sharding == "gradients":
-        own += numbers * BF16
+        own += numbers.total * BF16
     elif layout.micro_batches > 1:  # whole gradients add up in float32
-        own += numbers * FP32
+        own += numbers.total * FP32
     return int(own)

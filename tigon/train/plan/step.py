@@ -10,19 +10,19 @@ nonetheless, over the network what is longer than the computation that they run 
 # k experts of a token
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import Attention
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.train.config import Config
-from tigon.train.estimate.gathering import ranks_of, shared_experts
-from tigon.train.optim import hidden_matrices, state_bytes
+from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.layout import Job, Layout
-from tigon.train.plan.work import Work
+from tigon.train.plan.work import Numbers, Work
 
 BF16, FP32 = 2, 4
 WAITED = "tensor, context and expert"  # what ranks of these send each other
@@ -113,15 +113,16 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     """The time of a step. `learned`: the share of tokens that have a target."""
     k, count, shapes = job.constants, layout.micro_batches, job.shapes
     model = shapes.part(layout.tensor, layout.expert)
+    numbers = shapes.numbers(layout.tensor, layout.expert)
     ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
     work = shapes.work(layout.rows, job.seq_len, again=layout.again, learned=learned, **ranks)
     compute = computed(work, k)
     step = Step({kind: count * seconds for kind, seconds in compute.items()})
-    step.kinds["optimizer"] = updated(model, job.config, layout.shards) / k.optimizer
+    step.kinds["optimizer"] = updated(numbers, job.config, layout.shards) / k.optimizer
     step.kinds["other"] = k.rest * step.seconds
-    waited, hidden = (time * count for time in inner(job, layout, model))
+    waited, hidden = (time * count for time in inner(job, layout, model, numbers))
     step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
-    beside = outer(job, layout, model, sum(compute.values()))
+    beside = outer(job, gathered(layout, model, numbers), layout, sum(compute.values()))
     step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
     step.kinds["FSDP over the network"] = beside[1]
     step.traffic = waited + hidden + beside[0]
@@ -146,18 +147,17 @@ def computed(work: Work, k: Constants) -> dict[str, float]:
     }
 
 
-def updated(model: CausalLM, config: Config, shards: int) -> float:
+def updated(numbers: Numbers, config: Config, shards: int) -> float:
     """Bytes that the optimizer of a rank reads and writes: weights and states both, gradients
     once."""
-    item, hidden, found = getattr(torch, config.param_dtype).itemsize, hidden_matrices(model), 0.0
-    ranks, names = ranks_of(model, shards), dict(model.named_parameters())
-    for name, parameter in names.items():
-        each = 3 * item + 2 * state_bytes(config, hidden=name in hidden)
-        found += each * parameter.numel() / ranks[parameter]
-    return found
+    item = getattr(torch, config.param_dtype).itemsize
+    return sum(
+        (3 * item + 2 * state_bytes(config, hidden=hidden)) * count
+        for hidden, count in numbers.owned(shards)
+    )
 
 
-def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
+def inner(job: Job, layout: Layout, model: CausalLM, numbers: Numbers) -> tuple[Time, Time]:
     """Collectives of a micro-batch inside its blocks: those that are waited for, and those that run
     beside products. Each branch gathers its tokens and reduces its output over the tensor ranks,
     forward and backward; attention exchanges tokens for heads over the context ranks; experts get
@@ -166,7 +166,7 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
     hidden = BF16 * tokens * model.config.hidden_size
-    layers, moes = len(model.model.layers), [m for m in model.modules() if isinstance(m, SparseMoE)]
+    layers, moes = len(model.model.layers), numbers.mixtures
     # Two branches of each block, but for experts that ranks have whole; embedding and head
     branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
     each = tensor.gather(hidden, gpu, k)
@@ -209,26 +209,26 @@ class Gathered:
         return found + self.copies.gather(own, gpu, k) * (2 * self.groups)
 
 
-def gathered(layout: Layout, model: CausalLM) -> list[Gathered]:
+def gathered(layout: Layout, model: CausalLM, numbers: Numbers) -> list[Gathered]:
     """Of one rank's part: blocks, and the ends; and experts that ranks share, which are apart."""
     copies = Group(layout.replicate, layout.tensor * layout.shards)
-    apart = [sum(p.numel() for p in e.parameters()) for e in shared_experts(model)]
-    rest, groups = (
-        sum(p.numel() for p in model.parameters()) - sum(apart),
-        len(model.model.layers) + 1,
-    )
+    apart, groups = numbers.shared, len(model.model.layers) + 1
+    rest = numbers.total - apart
     found = [Gathered(Group(layout.shards, layout.tensor), copies, groups, rest / groups)]
     if apart:
         same = Group(layout.shards * layout.tensor // layout.expert, layout.expert)
-        found.append(Gathered(same, copies, len(apart), sum(apart) / len(apart)))
+        groups = len(numbers.mixtures)
+        found.append(Gathered(same, copies, groups, apart / groups))
     return found
 
 
-def outer(job: Job, layout: Layout, model: CausalLM, compute: float) -> tuple[Time, float]:
+def outer(
+    job: Job, parts: Sequence[Gathered], layout: Layout, compute: float
+) -> tuple[Time, float]:
     """Collectives of a step for weights and gradients, and by how much those over the network
-    outlast `compute`, the seconds of a micro-batch. `model`: a rank's part."""
+    outlast `compute`, the seconds of a micro-batch."""
     gpu, k, count = job.gpu, job.constants, layout.micro_batches
-    parts, item = gathered(layout, model), FP32
+    item = FP32
     if layout.sharding == "gradients" and not job.config.accumulate_fp32:  # in their dtype
         item = getattr(torch, job.config.param_dtype).itemsize
     gather = sum((part.weights(gpu, k) for part in parts), Time())

@@ -9,9 +9,10 @@ experts that ranks share, each gets as many tokens as the others.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,9 @@ from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import Sizes, take_part
+from tigon.train.estimate.gathering import shared_experts
 from tigon.train.flops import Cost, positions_seen
+from tigon.train.optim import hidden_matrices
 
 BF16 = 2
 # Elements that each pass between the products moves, forward and backward, of every element that it
@@ -54,12 +57,47 @@ class Work:
     moved: dict[str, float] = field(default_factory=dict)  # bytes of passes, by kind
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Parameters of a rank's part of a model, counted."""
+
+    # By whether they are a hidden matrix, and whether they are of experts that ranks share
+    counts: Mapping[tuple[bool, bool], int]
+    tensor: int  # ranks that share layers
+    expert: int  # and experts
+    mixtures: tuple[SparseMoE, ...]
+
+    @classmethod
+    def of(cls, model: CausalLM, tensor: int, expert: int) -> Self:
+        hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
+        shared = {p for experts in shared_experts(model) for p in experts.parameters()}
+        for name, parameter in model.named_parameters():
+            counts[name in hidden, parameter in shared] += parameter.numel()
+        mixtures = tuple(m for m in model.modules() if isinstance(m, SparseMoE))
+        return cls(counts, tensor, expert, mixtures)
+
+    @property
+    def shared(self) -> int:
+        """Of experts that ranks share."""
+        return sum(count for (_, shared), count in self.counts.items() if shared)
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def owned(self, shards: int) -> Iterator[tuple[bool, float]]:
+        """Those of one of so many ranks: whether they are hidden matrices, and how many."""
+        for (hidden, shared), count in self.counts.items():
+            yield hidden, count / (shards * self.tensor // self.expert if shared else shards)
+
+
 class Shapes:
     """A model and the parts of it that ranks have; what was found once is kept."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
         self._parts: dict[tuple[int, int], CausalLM] = {}
+        self._numbers: dict[tuple[int, int], Numbers] = {}
         self._work: dict[tuple[float, ...], Work] = {}
 
     def build(self) -> CausalLM:
@@ -76,6 +114,12 @@ class Shapes:
             take_part(model, Sizes(tensor=tensor, expert=expert))
             self._parts[tensor, expert] = model
         return self._parts[tensor, expert]
+
+    def numbers(self, tensor: int = 1, expert: int = 1) -> Numbers:
+        """Of that part."""
+        if (tensor, expert) not in self._numbers:
+            self._numbers[tensor, expert] = Numbers.of(self.part(tensor, expert), tensor, expert)
+        return self._numbers[tensor, expert]
 
     def work(
         self,

@@ -44,8 +44,11 @@ def read_job(
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
     if seq_len < 1 or tokens % seq_len or not tokens:
         raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
-    if batch_tokens is not None and batch_tokens > MOST_TOKENS:
-        raise ValueError(f"--batch-tokens {batch_tokens} must be at most {MOST_TOKENS:,}")
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may be "
+            f"{MOST_TOKENS:,} at most"
+        )
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
     where = f"init={model}" if Path(model).is_file() else f"model={model}"
@@ -54,11 +57,8 @@ def read_job(
     check(config)
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
-    if seq_len > (context := read.config.max_position_embeddings):  # as `tigon train` has it
-        raise ValueError(
-            f"--seq-len {seq_len} is more than the model's context of {context} tokens "
-            f"(max_position_embeddings): give --seq-len {context} or less"
-        )
+    if seq_len > (context := read.config.max_position_embeddings):
+        print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
     shapes, rows = Shapes(read.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, found, constants, seq_len, rows)
 

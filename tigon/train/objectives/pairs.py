@@ -29,6 +29,7 @@ class Pairs(Answers):
     """
 
     group = 2
+    unit = "pair"
     one_prompt = True
 
     def __init__(self, config: Config, world: World):

@@ -28,6 +28,7 @@ class Pairs(Answers):
     (beta times the scores), how often the chosen answer's is higher, and log-probabilities.
     """
 
+    learns = "pairs of answers"
     group = 2
     unit = "pair"
     one_prompt = True

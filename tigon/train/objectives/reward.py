@@ -30,6 +30,7 @@ class Reward(Objective):
     score is of the end.
     """
 
+    learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
     group = 2
     unit = "pair"

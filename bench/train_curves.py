@@ -148,7 +148,7 @@ def mine(what: Given) -> Any:
 def mine_in_fp8(what: Given, apart: str = "none") -> Any:
     model = mine(what)
     for name, layer in projections(model):
-        layer.fp8 = fits(layer.weight) and not name.endswith(apart)
+        layer.fp8 = fits(layer.weight.shape) and not name.endswith(apart)
     return model
 
 

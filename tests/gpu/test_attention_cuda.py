@@ -171,6 +171,40 @@ def test_forward_and_gradients(name: str, c: Combination) -> None:
         assert wrong <= 2 * bound, f"{what}: {wrong / e.norm():.1e}, eager {bound / e.norm():.1e}"
 
 
+SPANS = (0, 57, 130, T)  # which end inside sequences; some have no query in a part, and keys
+
+
+def in_parts(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, **how: Any) -> Tensor:
+    """As ranks compute it that divide the queries of a head."""
+    parts = []
+    for first, end in itertools.pairwise(SPANS):
+        part = mask.part(first, end)
+        keys = (x[:, : part.keys] for x in (k, v))
+        parts.append(attention(q[:, first:end], *keys, mask=part, **how))
+    return torch.cat(parts, 1)
+
+
+PARTS = [Combination(128, None, None), *(c for c in SOME if c.causal)]
+
+
+@pytest.mark.parametrize("c", PARTS, ids=str)
+@pytest.mark.parametrize("name", ["fa4", "flash", "flex", "sdpa"])
+def test_queries_in_parts(name: str, c: Combination) -> None:
+    """As in one call, at most twice as wrong as the formula spelled out in bf16."""
+    need(name, c.head_dim, softcap=c.softcap is not None)
+    leaves = tensors(c)
+    upstream = torch.randn_like(leaves[0])
+    if c.layout == "padded":
+        upstream = upstream * PADDING.cuda()[:, :, None, None]
+    found = run(in_parts, c, leaves, upstream, backend=name)
+    exact_leaves = [x.detach().float().requires_grad_() for x in leaves]
+    exact = run(attention_ref, c, exact_leaves, upstream)
+    spelled = run(eager, c, leaves, upstream)
+    for what, a, b, e in zip(("out", "dq", "dk", "dv"), found, spelled, exact, strict=True):
+        wrong, bound = (a - e).norm(), (b - e).norm()
+        assert wrong <= 2 * bound, f"{what}: {wrong / e.norm():.1e}, eager {bound / e.norm():.1e}"
+
+
 def test_fa4_of_head_dim_80_without_gradients() -> None:
     need("fa4", 80, grad=False)
     c = Combination(80, None, None, "packed")

@@ -1,6 +1,7 @@
 """Two GPUs that share each layer (NCCL) against one: curves, and tokens from CUDA graphs."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,53 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "experts"])
+EIGHT: dict[str, Any] = EXPERTS | {"num_experts": 8}
+# The model's sizes, if it is no Llama, other settings, and those of two ranks alone
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {}, {}),
+    "experts": (EXPERTS, {}, {}),
+    "whole experts": (EIGHT, {}, {"parallel.expert": 2}),
+    "adapters of whole experts": (
+        EIGHT,
+        {"lora.rank": 4, "lora.targets": "[experts.gate_up_proj, experts.down_proj, q_proj]"},
+        {"parallel.expert": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
 def test_curves(workspace, family, dtype, tolerance):
     same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "device": "cuda", "dtype": dtype}
-    if family == "experts":
-        same["model"] = write_model(workspace.root / f"experts-{dtype}", **EXPERTS)
+    sizes, settings, shared = CASES[family]
+    same |= settings
+    if sizes:
+        same["model"] = write_model(workspace.root / f"{family}-{dtype}", **sizes)
     runs = [f"{family}-{dtype}-{ways}" for ways in ("one", "two")]
     main(workspace.settings(runs[0], **same))
-    train_on(2, workspace.settings(runs[1], **same | {"parallel.tensor": 2}))
+    train_on(2, workspace.settings(runs[1], **same | {"parallel.tensor": 2} | shared))
     for key in ("loss", "grad_norm"):
         one, two = (workspace.metrics(run, key) for run in runs)
+        assert len(one) == 8
+        assert two == pytest.approx(one, rel=tolerance), key
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "tolerance"),
+    [
+        ("backward", {"optimizer_in_backward": "true", "max_grad_norm": 0}, 1e-4),
+        ("zero", {"sharding": "gradients"}, 1e-4),
+        ("muon", {"optimizer": "muon", "adamw_lr": 1e-3}, 3e-2),  # which iterates in bfloat16
+        ("fp8", {"fp8": "true", "dtype": "bfloat16"}, 6e-2),
+    ],
+)
+def test_optimizers_and_products(workspace, run, changes, tolerance):
+    same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "micro_batch_size": 8}
+    same |= {"device": "cuda", "dtype": "float32", **changes}
+    main(workspace.settings(f"{run}-one", **same))
+    train_on(2, workspace.settings(f"{run}-two", **same | {"parallel.tensor": 2}))
+    for key in ("loss", "grad_norm"):
+        one, two = (workspace.metrics(f"{run}-{ways}", key) for ways in ("one", "two"))
         assert len(one) == 8
         assert two == pytest.approx(one, rel=tolerance), key
 

@@ -6,6 +6,7 @@
 WIDE = {
     "adamw fp32: adamw._adamw_table_kernel": [14],
     "adamw bf16: adamw._adamw_table_kernel": [7],
+    "adamw bf16, lines: adamw._adamw_table_kernel": [7],
     "adamw 8 bits: adamw._adamw_table_kernel": [3],  # weight and gradient; 8 codes are 8 bytes
     "squared_norm bf16: squared_norm._squares_kernel": [8],
     "fp8 rows: _fp8_casts._rows_kernel": [6],

@@ -30,6 +30,10 @@ def forms() -> Forms:
     for name, kinds in KINDS.items():
         yield f"adamw {name}", partial(_adamw, *kinds)
     nearest = partial(_adamw, BF16, BF16, BF16, False)
+    lines = partial(_adamw, BF16, BF16, BF16, lines=(24, 96))
+    yield "adamw bf16, lines", lines
+    yield "adamw alone, bf16, lines", partial(lines, alone=True)
+    yield "adamw alone, bf16, lines of one", partial(lines, alone=True, lines=(1, 2))
     yield "adamw to nearest, odd", partial(nearest, count=1001)
     yield "adamw unscaled", partial(_adamw, FP32, FP32, FP32, scale=False)
     for name in ("fp32", "bf16", "8 bits"):
@@ -53,6 +57,7 @@ def _adamw(
     scale: bool = True,
     count: int = 2048,
     alone: bool = False,  # in a launch of its own
+    lines: tuple[int, int] | None = None,
 ) -> None:
     codes = None
     if states == CODES:
@@ -62,4 +67,6 @@ def _adamw(
     tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))
     adamw.OWN_LAUNCH = 1 if alone else None
     optimizer = FusedAdamW(stochastic, codes)
-    optimizer(0, [Slot(*tensors, 0, *scales)], SETTINGS, zeros(dtype=FP32) if scale else None)
+    optimizer(
+        0, [Slot(*tensors, *scales, lines=lines)], SETTINGS, zeros(dtype=FP32) if scale else None
+    )

@@ -1,6 +1,8 @@
 """Attention of some queries of each row, as ranks compute it that divide the queries of a head."""
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -22,9 +24,9 @@ from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels._attention_mask import BLOCK
 
 __all__ = ["graphs", "played"]
+SPLIT = (0, 4), (4, 9)
 SPANS = (0, 3, 4, 9)  # of 9 tokens: some end inside a sequence, and one is a single token
 # Windows to both sides are counted from the last key, which is not that of the last query
-WHOLE = [n for n in CASES if not n.startswith("prefixes")]  # sequences with keys of their own
 TURNED = [n for n in CASES if n.startswith("both sides") and "window" in CASES[n][1]]
 
 
@@ -39,7 +41,6 @@ def in_parts(
     parts = []
     for first, end in itertools.pairwise(spans):
         part = mask.part(first, end)
-        assert part is mask.part(first, end)  # whatever layers derive of it is derived once
         keys = (x[:, : part.keys] for x in (k, v))
         parts.append(function(q[:, first:end], *keys, mask=part, **how))
     return torch.cat(parts, 1)
@@ -63,7 +64,7 @@ def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto")
 
 
 @pytest.mark.parametrize("function", [attention, attention_ref])
-@pytest.mark.parametrize("case", WHOLE)
+@pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients(function: Any, case: str) -> None:
     assert_right(function, case, 2)
 
@@ -71,7 +72,7 @@ def test_forward_and_gradients(function: Any, case: str) -> None:
 @pytest.mark.usefixtures("played")
 @pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize("backend", ["fa4", "flash"])
-@pytest.mark.parametrize("case", [n for n in WHOLE if "softcap" not in CASES[n][1]])
+@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     if case not in TURNED:
         assert_right(attention, case, kv_heads, backend)
@@ -107,7 +108,14 @@ def test_bounds_that_were_given(backend: str) -> None:
 @pytest.mark.traced
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
-    "case", ["softcap, scale and window", "packed with a window", "padded", *TURNED]
+    "case",
+    [
+        "softcap, scale and window",
+        "packed with a window",
+        "prefixes with a window",
+        "padded",
+        *TURNED,
+    ],
 )
 def test_flex(case: str) -> None:
     given, options, _ = CASES[case]
@@ -117,9 +125,26 @@ def test_flex(case: str) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.traced
+def test_flex_compiles_parts_of_rows_of_any_length_alike(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[Any]
+) -> None:
+    monkeypatch.setitem(attention.__globals__, "FLEX_STEP", 16)
+    for t in (25, 27, 29, 31):
+        q, k, v = flex_heads(t)
+        for given in ({"causal": False}, {"segment_ids": torch.arange(t).expand(B, -1) // 9}):
+            how: dict[str, Any] = given
+            spans = (0, t // 4, 3 * t // 4, t)
+            out = in_parts(attention, q, k, v, AttentionMask(t, **how), spans)
+            expected = attention_ref(q, k, v, mask=AttentionMask(t, **how))
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    # Of either kind: from the first query on, and from later ones on with 32 and 48 keys
+    assert len(graphs) == 6
+
+
 @pytest.mark.parametrize("window", [None, 3, 130])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("given", ["rows", "packed", "padded"])
+@pytest.mark.parametrize("given", ["rows", "packed", "padded", "prefixes"])
 def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: int | None) -> None:
     """Of a part that begins inside a block of keys and ends inside another."""
     t, first, end = 5 * BLOCK + 9, BLOCK + 5, 4 * BLOCK + 1
@@ -128,6 +153,15 @@ def test_blocks_are_those_of_the_dense_mask(given: str, causal: bool, window: in
         options = {"segment_ids": torch.arange(t).expand(B, -1) // 150}
     elif given == "padded":
         options = {"key_mask": torch.arange(t) % 400 < torch.tensor([[250], [400]])}
+    elif given == "prefixes":
+        if not causal:
+            return
+        # Of the second row's, one begins where the part ends, and goes on from tokens behind it
+        cu = torch.tensor([0, 200, 330, 450, t, t + 300, t + end, t + end + 9, 2 * t]).int()
+        options = {"segment_ids": torch.arange(8).repeat_interleave(cu.diff()).view(B, t)}
+        places = [[0, 0], [0, 180], [140, 141], [330, 440], [0, 0], [t + 1, t + 300], [0, 0]]
+        places.append([t + end, t + end + 9])
+        options |= {"cu_seq_lens": cu, "longest": 349, "prefixes": torch.tensor(places)}
     mask = AttentionMask(t, causal=causal, **options).part(first, end)
     dense = mask.dense(window, torch.device("cpu"))
     blocks = mask.blocks(window, torch.device("cpu"))
@@ -161,15 +195,24 @@ def test_padding_inside_a_sequence() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_shared_keys_are_refused() -> None:
-    segments = torch.zeros(2, 8, dtype=torch.int64)
-    cu = torch.tensor([0, 8, 16], dtype=torch.int32)
-    mask = AttentionMask(
-        8,
-        segment_ids=segments,
-        cu_seq_lens=cu,
-        longest=8,
-        prefixes=torch.zeros(2, 2, dtype=torch.int64),
-    )
-    with pytest.raises(ValueError, match="whose sequences share keys: give whole rows"):
-        mask.part(2, 4)
+@pytest.mark.parametrize("backend", ["flex", "flash", "sdpa"])
+def test_layers_derive_once_and_nothing_stays(backend: str) -> None:
+    """What later layers read is what the first has derived, and goes with the mask, which is no
+    part of a cycle."""
+    segments = torch.arange(9).expand(B, -1) // 4
+    mask = AttentionMask(9, segment_ids=segments)
+    device = torch.device("cpu")
+    derive = {
+        "flex": lambda part: part.blocks(None, device),
+        "flash": lambda part: part.sequences(),
+        "sdpa": lambda part: part.bias(None, torch.float32, device),
+    }[backend]
+    derived = [derive(mask.part(first, end)) for _ in range(2) for first, end in SPLIT]
+    assert derived[0] is derived[2] is not derived[1] is derived[3]
+    kept = weakref.ref(mask.segment_ids)
+    gc.disable()
+    try:
+        del mask, segments, derived
+        assert kept() is None
+    finally:
+        gc.enable()

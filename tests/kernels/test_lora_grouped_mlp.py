@@ -70,6 +70,27 @@ def test_the_reference_is_the_definition() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("share", [0.4, 1.0], ids=["some", "all"])
+def test_absent_experts(share: float) -> None:
+    """As of tokens some of whose experts are on other ranks."""
+    x, gate_up, down, experts, weights = inputs()
+    low = factors((3, 4))
+    absent = torch.rand(experts.shape) < share
+    absent[0] = True
+    experts[absent] = E
+    slots = int((~absent).sum())
+    learned = [x.requires_grad_(), weights.requires_grad_(), *low]
+    y = lora_grouped_mlp(x, gate_up, down, low, experts, weights, "silu", slots)
+    # A further expert of zeros gives nothing
+    more = [torch.cat((t, t.new_zeros(1, *t.shape[1:]))) for t in merged(gate_up, down, low)]
+    expected = exact(x, *more, experts, weights, "silu")
+    torch.testing.assert_close(y.double(), expected, rtol=1e-4, atol=1e-4)
+    up = torch.randn_like(y)
+    found = torch.autograd.grad(y, learned, up)
+    for a, b in zip(found, torch.autograd.grad(expected, learned, up.double()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-4)
+
+
 def test_ranks_are_filled_up_with_zeros() -> None:
     low = factors((5, 8))
     a, b = aligned(low[:2])
@@ -85,7 +106,7 @@ def test_the_operators_are_what_they_say(path: str) -> None:
     x, gate_up, down, experts, weights = (t.detach() for t in inputs())
     low = [t.detach() for t in factors((4, 4))]
     tests = ("test_schema", "test_faketensor")
-    given = (x, gate_up, down, low, experts, weights, "silu")
+    given = (x, gate_up, down, low, experts, weights, "silu", None)
     torch.library.opcheck(_forward.op, given, test_utils=tests)
     _, *saved = _forward(*given)
     for wanted in ([True] * 8, [True, False, False, True] + [True] * 4):

@@ -198,6 +198,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"rank": 0}, "rank=0"),
     "negative": ({"rank": -3}, "rank=-3"),
     "no number": ({"rank": True}, "rank=True"),
+    "above every matrix": ({"rank": 10**8}, "rank=100000000 of an adapter is above 96, the rank"),
+    "above one": ({"rank_pattern": {"k_proj": 50}}, "rank=50 of an adapter is above 40, "),
     "alpha": ({"alpha": math.nan}, "alpha=nan"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\]=0"),
     "target": ({"targets": ("q_proj", "query")}, "targets='query' matches no projection of Llama"),
@@ -219,6 +221,12 @@ def test_wrong_settings(case: str, model: CausalLM) -> None:
         model.add_adapter(LoraConfig(**options))
     assert not model.adapter_names
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_a_rank_above_some_matrices(model: CausalLM) -> None:
+    model.add_adapter(LoraConfig(rank=96, targets=("q_proj", "k_proj")))
+    adapter = "model.layers.0.self_attn.qkv_proj.lora.default"
+    assert model.get_parameter(f"{adapter}.lora_B_k_proj").shape == (40, 96)
 
 
 def test_packed_families_and_mixtures(tmp_path: Path) -> None:

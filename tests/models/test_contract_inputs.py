@@ -9,6 +9,7 @@ import torch
 from tests.models.contract import assert_same_gradients, gradients, tokens
 from tigon.layers import KVCache
 from tigon.models import CausalLM
+from tigon.models._sequences import check_prefixes
 
 IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 
@@ -112,6 +113,15 @@ def test_error_names_the_value(
     model.train(training)
     with pytest.raises(ValueError, match=message):
         model(IDS, **arguments, return_logits=return_logits)
+
+
+@pytest.mark.traced
+def test_prefixes_inside_torch_compile() -> None:
+    compiled = torch.compile(check_prefixes, backend="eager")
+    places = torch.tensor([[0, 0], [0, 0], [13, 16]])
+    with pytest.raises(ValueError, match=r"make the batch with Batch\.of outside of it"):
+        compiled(places, THREE, 13)
+    assert check_prefixes(places, THREE, 13) is not None
 
 
 def test_labels_that_are_nobodys_target_are_not_judged(model: CausalLM) -> None:

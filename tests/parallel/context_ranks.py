@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tigon.kernels.criteria import KL, CrossEntropy, LogProbs
-from tigon.models import MODELS, CausalLM, CausalLMOutput
+from tigon.models import MODELS, CausalLM, CausalLMOutput, LoraConfig, adapter_parameters
 from tigon.parallel import share_context
 from tigon.train import start
 
@@ -159,6 +159,16 @@ def without_gradients(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
     return out
 
 
+def dropped(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
+    """By torch's generator, whose state on the first of the ranks counts."""
+    if not model.adapters:
+        model.add_adapter(LoraConfig(rank=2, dropout=0.4))
+        for i, p in enumerate(adapter_parameters(model, "default").values()):
+            p.data = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    torch.manual_seed(0 if model.context is None else model.context.rank)
+    return model(**batch, labels=labels_of(batch))
+
+
 def generated(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
     """Passes with a cache are made by every rank, whole."""
     ids = model.generate(batch["input_ids"][:, :3], max_new_tokens=4, do_sample=False)
@@ -179,6 +189,7 @@ CALLS: dict[str, Callable[[CausalLM, dict[str, Any]], CausalLMOutput]] = {
         logits,
         distilled,
         without_gradients,
+        dropped,
         generated,
     )
 }

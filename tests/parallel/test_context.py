@@ -12,7 +12,7 @@ from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, rank_main
 from tests.train.ranks import Ranks
 from tigon.layers import collectives
-from tigon.layers.shared_attention import Division
+from tigon.layers.shared_attention import Division, sizes_of
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -147,3 +147,10 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
             assert min(work) == max(work)
         elif tokens > 24 * n:
             assert max(work) < 1.1 * min(work)
+
+
+def test_what_ranks_exchange_is_counted_once_for_all_layers() -> None:
+    first, second = (Division(collectives.Ranks("", 5, 8), 1 << 17, 2) for _ in range(2))
+    assert sizes_of(first) is sizes_of(second)
+    sent = sizes_of(first).sent
+    assert sum(sent) == first.share * first.size and len(sent) == 8

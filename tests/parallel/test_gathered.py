@@ -89,11 +89,13 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_exchanges_run_beside_products(alone):
+@pytest.mark.parametrize("fp8", [False, True])
+def test_exchanges_run_beside_products(alone, fp8):
     """The gather beside the first product of backward, the sum beside the second."""
     stream = Stream(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
-    layer = Linear(4, 5, bias=False)
-    x = torch.randn(1, 3, 4, requires_grad=True)
+    layer = Linear(16, 32, bias=False).bfloat16()
+    layer.fp8 = fp8
+    x = torch.randn(1, 3, 16, dtype=torch.bfloat16, requires_grad=True)
     with rebuilding(0):
         y = layer(stream.gathered(x, alone=True))
     with Order() as order:

@@ -6,6 +6,7 @@ All families in one start of two ranks, and what four ranks have besides in anot
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from tests.train.ranks import Ranks
 from tigon.kernels._rebuilt import rebuilding
 from tigon.layers import collectives
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import cut_model, find_tensor
+from tigon.parallel import TensorParallel, cut_model, find_tensor
 from tigon.parallel.plan import check
 from tigon.train.optim.clip import clip_gradients
+from tigon.weights import Copy
 
 SIZES = {
     "vocab_size": 211,  # odd
@@ -189,3 +191,24 @@ def test_a_cut_model_takes_no_new_adapter():
     with pytest.raises(ValueError, match="no adapters on a model whose layers ranks share"):
         model.add_adapter(LoraConfig(rank=2))
     assert not model.adapters
+
+
+class Others:
+    """Ranks whose three gradients are small beside this one's."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + 2.0**-9
+        return x
+
+
+def test_sums_of_bfloat16_are_rounded_once():
+    model = MODELS["llama"].from_config(SIZES, dtype=torch.bfloat16)
+    tensor = object.__new__(TensorParallel)
+    tensor.layout, tensor.copied = model.layout(), {"model.norm.weight"}
+    (part,) = tensor.layout["model.norm.weight"]
+    tensor.layout["model.norm.weight"] = [replace(part, copy=Copy(0, 4))]
+    tensor.alike = {4: Others()}  # type: ignore[dict-item]
+    model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+    tensor.sum_gradients(model)
+    assert (model.model.norm.weight.grad == 1 + 2**-7).all()  # and not the 1 of three roundings

@@ -76,7 +76,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     limit(monkeypatch, lambda x: x.tensor > 1)
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
-        ({"optimizer": "muon"}, "optimizer=muon is not there for parallel.tensor=2"),
+        ({"cuda_graphs": "true"}, "cuda_graphs=true is not there for parallel.tensor=2"),
         ({"sharding": "gradients"}, "no layout of 8 GPUs"),
         ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
     ):
@@ -94,6 +94,9 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     sizes = EXPERTS | WIDE | {"num_experts": 4, "moe_intermediate_size": 64}
     parallel, _ = auto.choose(configured(sizes), CUDA, 8, ROOM)
     assert parallel.expert in (2, 4) and parallel.tensor == 1
+    limit(monkeypatch, lambda x: min(x.expert, x.tensor) > 1)
+    parallel, _ = auto.choose(configured(sizes), CUDA, 8, ROOM)
+    assert parallel.expert in (2, 4) and parallel.tensor > 1
     one = {"optimizer_in_backward": "true", "max_grad_norm": 0}
     limit(monkeypatch, lambda x: x.context > 1)
     with pytest.raises(ValueError, match="no layout"):  # several micro-batches on each rank

@@ -32,8 +32,9 @@ KINDS = [
     "distill",
     "zero",
     "few heads",
+    "few heads dpo",
 ]
-FEW = ["few heads", "experts"]  # of two heads, which four ranks divide
+FEW = ["few heads", "few heads dpo", "experts"]  # of two heads, which four ranks divide
 # What metrics.jsonl has that does not depend on the clock
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
 
@@ -70,6 +71,8 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
     seen |= {"hooks": f"[{watching}:report, {watching}:FirstAnswers]", "return_logits": "true"}
     seen |= {"sample_prompts": "[a model]", "eval_return_logits": "false"}
     lora = {"lora.rank": 3, "lora.dropout": 0.3}
+    few = write_model(root / "few", num_attention_heads=2, num_key_value_heads=1)
+    one = write_model(root / "one", num_attention_heads=1, num_key_value_heads=1)
     return {
         "sft": {"steps": 5, "save_every": 2, "keep_last": 0, "activation_checkpointing": "true"},
         "seen": {"steps": 2, "sample_tokens": 4} | seen,
@@ -90,11 +93,12 @@ def kinds(workspace) -> dict[str, dict[str, Any]]:
         "zero": {"sharding": "gradients"},
         # A teacher whose heads are divided in another way
         "few heads": {
-            "model": write_model(root / "few", num_attention_heads=2, num_key_value_heads=1),
+            "model": few,
             "task": "distill",
             "teacher": teacher,
             "activation_checkpointing": "true",
         },
+        "few heads dpo": {"task": "dpo", "data": pairs, "model": few, "reference": one},
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.numbers import relative_error
-from tests.small import write_model
+from tests.small import EXPERTS, write_model
 from tests.train.ranks import train_on
 from tigon.train import main
 
@@ -15,30 +15,41 @@ MODEL: dict[str, Any] = {"num_attention_heads": 8, "hidden_size": 48, "head_dim"
 SETTINGS: dict[str, Any] = {"steps": 3, "seq_len": 64, "max_grad_norm": 0.1, "export": "true"}
 
 
+WAYS: dict[str, tuple[str, dict[str, int]]] = {
+    "tensor": ("dense", {"tensor": 8}),
+    "fsdp and tensor": ("dense", {"fsdp": 4, "tensor": 2}),
+    "all": ("dense", {"fsdp": 2, "context": 2, "tensor": 2}),
+    "expert": ("experts", {"expert": 8}),
+    "expert and tensor": ("experts", {"fsdp": 4, "tensor": 2, "expert": 4}),
+    # Experts that two ranks of each replica have
+    "every one": ("experts", {"replicate": 2, "context": 2, "tensor": 2, "expert": 2}),
+}
+
+
 @pytest.fixture(scope="module")
 def settings(workspace) -> Any:
-    model = write_model(workspace.root / "eight-heads", **MODEL)
+    kinds = {"dense": MODEL, "experts": EXPERTS | {"num_experts": 8}}
+    models = {kind: write_model(workspace.root / kind, **sizes) for kind, sizes in kinds.items()}
 
-    def make(run: str, **changes: Any) -> list[str]:
-        return workspace.settings(run, model=model, **SETTINGS | changes)
+    def make(run: str, kind: str, **changes: Any) -> list[str]:
+        own = {"router_aux_loss_coef": 0.5, "batch_size": 8} if kind == "experts" else {}
+        return workspace.settings(run, model=models[kind], **SETTINGS | own | changes)
 
-    main(make("one"))
+    for kind in models:
+        main(make(f"one-{kind}", kind))
     return make
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [{"tensor": 8}, {"fsdp": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}],
-    ids=["tensor", "fsdp and tensor", "all"],
-)
-def test_eight_ranks_are_as_one(workspace, settings, parallel):
-    run = "-".join(parallel)
+@pytest.mark.parametrize("way", WAYS)
+def test_eight_ranks_are_as_one(workspace, settings, way):
+    kind, parallel = WAYS[way]
+    run, one = "-".join(parallel), f"one-{kind}"
     changes = {f"parallel.{name}": size for name, size in parallel.items()}
-    train_on(8, settings(run, **changes), OMP_NUM_THREADS="1")
-    for key in ("loss", "grad_norm"):
-        expected, found = (workspace.metrics(name, key) for name in ("one", run))
+    train_on(8, settings(run, kind, **changes), OMP_NUM_THREADS="1")
+    for key in ("loss", "grad_norm", *["aux_loss"] * (kind == "experts")):
+        expected, found = (workspace.metrics(name, key) for name in (one, run))
         assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5), key
-    files = (workspace.root / name / "hf/model.safetensors" for name in ("one", run))
+    files = (workspace.root / name / "hf/model.safetensors" for name in (one, run))
     expected, found = map(load_file, files)
     assert expected.keys() == found.keys()
     for name, weight in expected.items():

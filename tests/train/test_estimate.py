@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, tensors_of
 from tigon.train.estimate.steps import measure
 from tigon.train.flops import model_flops
+from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
@@ -262,6 +264,24 @@ LLAMA_8B = LLAMA | {
 }
 
 
+@pytest.mark.parametrize("context", [1, 4])
+def test_copies_of_keys_of_shared_prompts(context: int) -> None:
+    """In each layer, of prompts that fill rows; also where two ranks compute a part of each query
+    of a head."""
+    tokens, heads = 256, {"num_attention_heads": 2, "num_key_value_heads": 2}
+    found = {}
+    for share in (False, True):
+        given: Any = {"task": "simpo", "seq_len": tokens, "parallel": Parallel(context=context)}
+        config = replace(settings(), **given)
+        objective = find_objective("simpo")(config, WORLD)
+        objective.share_prompts = share
+        model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
+        found[share] = estimate(model, objective, config, context, torch.bfloat16).total
+    copied = 4 * B * (2 * tokens - 1) * 64 // min(context, 2) * 2  # of two layers, in bfloat16
+    # Beside them, where they are from; on four ranks, each of two parts of rows has its copies
+    assert copied <= found[True] - found[False] < (1.1 if context == 1 else 1.5) * copied
+
+
 def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None:
     """Of Llama-3.1-8B's shape, with every block computed again."""
     config = tmp_path / "config.json"
@@ -274,7 +294,8 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
     assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
     assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
     # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8 bytes
-    assert "sends 2,240.0 MiB of heads to the others" in said
+    sent = "sends 2,240.0 MiB of heads to the others, and 2,240.0 in the backward pass, or up to "
+    assert f"{sent}4,480.0 where the block is computed again" in said
     found = {
         name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
     }
@@ -292,7 +313,8 @@ def test_a_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> No
 
 def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
     """What they hold and send; and that as few blocks are computed again as fit."""
-    experts = write_model(workspace.root / "eight", **EXPERTS | {"num_experts": 8})
+    sizes = {"num_experts": 8, "max_position_embeddings": 2**17}
+    experts = write_model(workspace.root / "eight", **EXPERTS | sizes)
     more = {"device": "auto", "model": experts, "batch_size": 8, "seq_len": 512}
     found = {}
     for name, size in (("fsdp", 8), ("tensor", 2), ("expert", 4)):
@@ -302,10 +324,20 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
         found[name] = said
     # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
     assert "of 2 ranks has a part of each matrix" in found["tensor"]
-    assert "sends 0.1 MiB of the stream" in found["tensor"]
+    assert "sends 0.1 MiB of the stream to the others, and 0.1 in the back" in found["tensor"]
+    assert "computed again" not in found["tensor"]
+    # 2^17 tokens, of which the products' weights need all once more: 6 messages, not 4
+    given = workspace.settings("dry", **more | {"seq_len": 2**17}, **{"parallel.tensor": 2})
+    main(["--dry-run", "--nproc", "8", *given])
+    assert "sends 32.0 MiB of the stream to the others, and 48.0 in" in capsys.readouterr().out
     # To two experts and back, three quarters of each
     assert "each of 4 ranks has 2 experts of a layer; in the forward pass" in found["expert"]
     assert "sends 0.2 MiB of tokens" in found["expert"]
+    both = {"parallel.tensor": 2, "parallel.expert": 4}
+    main(["--dry-run", "--nproc", "8", *workspace.settings("dry", **more, **both)])
+    said = capsys.readouterr().out
+    # The dense layer gathers the stream; of half of the tokens each rank sends its own
+    assert "sends 0.1 MiB of the stream" in said and "sends 0.1 MiB of tokens" in said
     assert "sends" not in found["fsdp"] and all("  sum" in said for said in found.values())
     for name, size in (("tensor", 2), ("expert", 4)):
         given = workspace.settings("dry", **more, **{f"parallel.{name}": size})
@@ -314,6 +346,17 @@ def test_ranks_that_share_layers_or_experts(workspace, capsys) -> None:
         assert "auto: no block computed again; " in capsys.readouterr().out
         with pytest.raises(SystemExit, match="with every block computed again"):
             main(["--dry-run", "--nproc", "8", *auto, "memory_budget=1e-5"])
+
+
+def test_parts_that_8_bits_do_not_fit_are_weighed_in_bfloat16() -> None:
+    """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
+    model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
+    shares: dict[str, Any] = {"fp8": True, "parallel": Parallel(tensor=4)}
+    finish(model, settings(**shares))
+    of = {name.rpartition(".")[2]: layer for name, layer in projections(model)}
+    assert all(layer.fp8 for layer in of.values())
+    assert planned(model, 4, **shares).total > 0
+    assert [name for name, layer in of.items() if layer.fp8] == ["gate_up_proj", "down_proj"]
 
 
 def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypatch) -> None:

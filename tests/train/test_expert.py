@@ -1,13 +1,13 @@
 """Runs whose ranks share experts (gloo, FSDP2) against one process; runs that go on from them."""
 
 import json
-import re
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.numbers import relative_error
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import Ranks
@@ -16,9 +16,7 @@ from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.train import load, main, prepare, start, train
 from tigon.train.export import convert_checkpoint
-from tigon.train.optim import build_optimizer
 from tigon.train.parallel_settings import Parallel
-from tigon.weights import Copy, Cut, Rows
 
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 4, "max_grad_norm": 0.1, "export": "true"}
 SAME |= {"router_aux_loss_coef": 0.5, "ema_decay": 0.5, "save_every": 2, "keep_last": 0}
@@ -36,10 +34,15 @@ WAYS: dict[str, tuple[int, dict[str, int]]] = {
     "all": (4, {"expert": 4}),
     "replicas": (4, {"replicate": 2, "expert": 2}),
     "context": (4, {"context": 2, "expert": 2}),
+    "tensor": (4, {"tensor": 2, "expert": 4}),
+    # Dense layers without FSDP, and experts that two ranks have
+    "tensor alone": (4, {"tensor": 4, "expert": 2}),
 }
-CASES = [(way, name) for way in ("two", "four") for name in FAMILIES]
-CASES += [(way, "qwen3_moe") for way in ("all", "replicas", "context")]
-CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("four", "recomputed")]
+CASES = [(way, name) for way in ("two", "tensor") for name in FAMILIES]
+CASES += [(way, "qwen3_moe") for way in ("four", "all", "replicas", "context")]
+CASES += [("two", "8bit"), ("two", "dpo"), ("replicas", "recomputed"), ("tensor", "dpo")]
+CASES += [("tensor", "recomputed"), ("tensor alone", "qwen2_moe")]
+CASES += [("tensor", "muon"), ("tensor", "in_backward")]
 
 
 def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
@@ -58,6 +61,14 @@ def settings(workspace) -> Any:
     pairs = preferences.write(workspace.root / "pairs.jsonl", preferences.pairs(9, 5))
     same = {
         "8bit": {"optimizer": "adamw_8bit"},
+        "muon": {"optimizer": "muon"},
+        # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
+        "in_backward": {
+            "optimizer_in_backward": "true",
+            "max_grad_norm": 0,
+            "router_aux_loss_coef": 0,
+            "batch_size": 2,
+        },
         # Rows with padding on some ranks, and none on others
         "recomputed": {"activation_checkpointing": "true", "packing": "false", "truncate": "true"},
         "dpo": {"task": "dpo", "data": pairs, "reference": models["qwen2_moe"]},
@@ -74,16 +85,18 @@ def settings(workspace) -> Any:
 
 @pytest.fixture(scope="module")
 def runs(workspace, settings) -> None:
-    for name in (*FAMILIES, "8bit", "dpo", "recomputed"):
+    for name in (*FAMILIES, "8bit", "dpo", "recomputed", "muon"):
         main(settings("one", name))
+    main(settings("one", "in_backward", micro_batch_size=2))
     saved = "checkpoints/step-00000002"
     for way, (count, parallel) in WAYS.items():
         every = [settings(way, name) for w, name in CASES if w == way]
-        if way == "two":
-            source, back = (workspace.root / run for run in ("qwen3_moe-one", "back-two"))
+        if way in ("two", "tensor"):  # from one process, and from other layouts
+            before = "qwen3_moe-one" if way == "two" else "qwen3_moe-four"
+            source, back = (workspace.root / run for run in (before, f"back-{way}"))
             every.append(settings(way, "qwen3_moe", resume=source / saved, run_dir=back))
         Ranks(count, run_all, parallel, every).finish(400)
-    source = workspace.root / "qwen3_moe-four" / saved
+    source = workspace.root / "qwen3_moe-tensor" / saved
     main(settings("one", "qwen3_moe", resume=source, run_dir=workspace.root / "on-one"))
     source = workspace.root / "8bit-two" / saved
     main(settings("one", "8bit", resume=source, run_dir=workspace.root / "8bit-on-one"))
@@ -96,15 +109,19 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
     for old, new in zip(expected, found, strict=True):
         assert "eval_loss" in new or {"loss", "grad_norm"} <= new.keys()
         assert {"aux_loss", "eval_aux_loss"} & new.keys() or "dpo" in one
+        if "in_backward" in one:  # of other micro-batches
+            old, new = ({n: row[n] for n in ("loss", "grad_norm")} for row in (old, new))
         assert new == pytest.approx(old, rel=1e-5, abs=1e-7)
-    # A state whose 8 bits are rounded the other way moves its weight a little
-    atol = 1e-4 if "8bit" in one else 1e-5
+    # A state whose 8 bits are rounded the other way moves its weight a little. Where gradients are
+    # nothing but rounding, adamw makes steps of them
+    most = 1e-4 if "8bit" in one else 1e-5
     for export in ("hf", "hf-ema"):
         files = (workspace.root / run / export / "model.safetensors" for run in (one, other))
         old, new = map(load_file, files)
         assert old.keys() == new.keys()
         for name, weight in old.items():
-            torch.testing.assert_close(new[name], weight, rtol=0, atol=atol, msg=name)
+            near = torch.allclose(new[name], weight, rtol=0, atol=most)
+            assert near or relative_error(new[name], weight) < most, name
 
 
 @pytest.mark.timeout(500)
@@ -113,14 +130,14 @@ def test_ranks_that_share_experts_are_as_one(workspace, runs, way, name):
     assert_same(workspace, f"{name}-one", f"{name}-{way}")
 
 
-def test_one_rank_goes_on_from_ranks_that_share_experts_and_back(workspace, runs):
-    assert_same(workspace, "qwen3_moe-one", "on-one", 2)
-    assert_same(workspace, "qwen3_moe-one", "back-two", 2)
+def test_other_layouts_go_on(workspace, runs):
+    for run in ("on-one", "back-two", "back-tensor"):
+        assert_same(workspace, "qwen3_moe-one", run, 2)
     assert_same(workspace, "8bit-one", "8bit-on-one", 2)
 
 
 def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
-    run = workspace.root / "mixtral-four"
+    run = workspace.root / "mixtral-tensor"
     convert_checkpoint(run / "checkpoints/step-00000003", str(workspace.root / "converted"))
     exported, converted = (
         load_file(directory / "model.safetensors")
@@ -130,27 +147,9 @@ def test_a_checkpoint_of_shared_experts_is_exported(workspace, runs):
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
 
 
-def test_shared_experts_are_rounded_with_the_same_bits(workspace):
-    """A weight's random bits are those of its place in the whole model."""
-    config = load(None, workspace.settings("none", param_dtype="bfloat16"))
-    whole, own = (MODELS["qwen3_moe"].from_config(QWEN, device="meta") for _ in range(2))
-    name = "model.layers.1.mlp.experts.down_proj"
-    shape = tuple(whole.get_parameter(name).shape)
-    own.cuts[name] = Cut(shape, 0, ((Rows(6, 0, 2), Copy()),))
-    owner = own.get_submodule(name.rpartition(".")[0])
-    owner.down_proj = torch.nn.Parameter(own.cuts[name].take(owner.down_proj.detach()))
-    positions = []
-    for model in (whole, own):
-        model.to_empty(device="cpu")
-        found = build_optimizer(model, config).positions
-        positions.append({n: found[p] for n, p in model.named_parameters()})
-    positions[0][name] += 6 * shape[1] * shape[2]
-    assert positions[0] == positions[1]
-
-
 def test_what_ranks_cannot_share_says_why():
-    with pytest.raises(ValueError, match=r"expert=3 does not divide .* fsdp 4 x context 1"):
-        Parallel(expert=3).sizes(4)
+    with pytest.raises(ValueError, match=r"expert=3 does not .* fsdp 2 x context 1 x tensor 2"):
+        Parallel(tensor=2, expert=3).sizes(4)
     odd = MODELS["qwen3_moe"].from_config(EXPERTS, device="meta")
     with pytest.raises(ValueError, match=r"expert=2 does not divide the 5 experts of a layer"):
         check_experts(odd, 2)
@@ -159,22 +158,8 @@ def test_what_ranks_cannot_share_says_why():
         check_experts(dense, 2)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"parallel.tensor": 2},
-        {"sharding": "gradients"},
-        {"optimizer": "muon"},
-        {"lora.rank": 4},
-        {"cuda_graphs": "true"},
-        {"optimizer_in_backward": "true", "max_grad_norm": 0},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"sharding": "gradients"}, {"cuda_graphs": "true"}])
 def test_what_expert_parallelism_lacks_is_named(workspace, changes):
     (name, *_), both = changes, {"parallel.expert": 2, "device": "auto"}
-    name = name.removesuffix(".rank").replace(".", r"\.")
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(SystemExit, match=rf"{name}=.* is not there for parallel\.expert=2"):
         main(workspace.settings("none", **both | changes))
-    assert re.search(
-        rf"{name}[= ].*parallel\.expert=2|parallel\.expert=2 .*{name}=", str(error.value)
-    )

@@ -15,7 +15,15 @@ from tigon.kernels import _tables, adamw, squared_norm
 from tigon.kernels._codes import Codes, quantize
 from tigon.kernels._rounding import draw, sixteen
 from tigon.kernels._triton import tl, triton
-from tigon.train.optim import build_optimizer, clip, clip_gradients, eight_bit, fused, rounding
+from tigon.train.optim import (
+    build_optimizer,
+    clip,
+    clip_gradients,
+    eight_bit,
+    fused,
+    positions,
+    rounding,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Matrices with blocks of 64, 32 and none; vectors; more than a program's elements, and fewer
@@ -79,7 +87,7 @@ def test_draws_are_those_of_the_definition(first):
     for seed, step in ((0, 1), (3, 7), (-1, 1 << 20)):
         out = torch.zeros(4, 256, dtype=torch.int64, device=DEVICE)
         _draw_kernel[(1,)](out, first, rounding.stream(seed, step), 256)
-        bits = rounding.draws(seed, step, first, 256, DEVICE)
+        bits = rounding.draws(seed, step, torch.arange(first, first + 256, device=DEVICE))
         assert torch.equal(out[0], bits)
         assert all(torch.equal(out[i + 1], splitmix.sixteen(bits, i)) for i in range(3))
 
@@ -221,7 +229,7 @@ def test_neither_launches_nor_programs_nor_ranks_change_a_bit(states, monkeypatc
         assert all(map(torch.equal, model.parameters(), whole.parameters())), name
     part, optimizer = learner(shapes, **changes)
     row = nn.Parameter(part.a.detach()[7:].clone())
-    optimizer.positions[row] = 7 * 64
+    optimizer.runs[row] = positions.runs_of(None, 7 * 64, row.numel(), 0)
     group = next(group for group in optimizer.param_groups if group["weight_decay"])
     optimizer.param_groups.clear()
     optimizer.add_param_group({**group, "params": [row]})
@@ -445,6 +453,6 @@ def test_codes_of_8_bits_are_needed():
     codes = torch.zeros(4, 32, dtype=torch.uint8, device=DEVICE)
     scale = torch.ones(4, 1, device=DEVICE)
     weight = torch.ones(4, 32, device=DEVICE)
-    slot = adamw.Slot(weight, weight.clone(), codes, codes.clone(), 0, scale, scale.clone())
+    slot = adamw.Slot(weight, weight.clone(), codes, codes.clone(), scale, scale.clone())
     with pytest.raises(ValueError, match="pass `codes`"):
         adamw.FusedAdamW(False)(0, [slot], adamw.Settings(1e-3, 0.9, 0.95, 1e-8, 0.0, 1, 0))

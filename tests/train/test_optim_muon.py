@@ -11,7 +11,7 @@ from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train.config_file import load
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
-from tigon.train.optim.exchange import Matrix, deal, plan, rows_of_ranks
+from tigon.train.optim.exchange import Block, Matrix, deal, plan
 from tigon.train.parallel import shard, start
 
 STEPS, LR, ADAMW_LR, DECAY, MOMENTUM = 3, 0.02, 0.003, 0.1, 0.9
@@ -148,60 +148,85 @@ def test_no_matrix_is_orthogonalised_by_two_ranks(runs):
     for count in (1, 2, 4):
         done = [torch.load(runs / f"done-{count}-{rank}") for rank in range(count)]
         assert sorted(shape for of_rank in done for shape in of_rank) == sorted(once * STEPS)
-        costs = [sum(Matrix(0, 0, *shape).cost for shape in of_rank) for of_rank in done]
-        largest = max(Matrix(0, 0, *shape).cost for shape in once) * STEPS
+        costs = [sum(Matrix(*shape).cost for shape in of_rank) for of_rank in done]
+        largest = max(Matrix(*shape).cost for shape in once) * STEPS
         assert max(costs) <= sum(costs) / count + largest
 
 
 def test_experts_stay_on_the_rank_that_has_them():
     """Eight experts on four ranks, beside matrices of which every rank has some rows."""
-    experts = [Matrix(0, 32 * i, 32, 64) for i in range(16)]
-    dense = [Matrix(i, 0, 64, 64) for i in (1, 2, 3, 4)]
-    shapes = [(8, 64, 64), *[(64, 64)] * 4]
-    rows = [rows_of_ranks(shape, 4) for shape in shapes]
-    assert deal([*dense, *experts], rows) == [0, 1, 2, 3] + [i // 4 for i in range(16)]
+    matrices = [Matrix(64, 64)] * 4 + [Matrix(32, 64)] * 16
+    blocks = [
+        [Block(i + 1, 0, i, 16 * rank, 0, 16, 64) for i in range(4)]
+        + [Block(0, 32 * 64 * i, 4 + 4 * rank + i, 0, 0, 32, 64) for i in range(4)]
+        for rank in range(4)
+    ]
+    assert deal(matrices, blocks) == [0, 1, 2, 3] + [i // 4 for i in range(16)]
     for rank in range(4):
-        (turn,) = plan([*dense, *experts], rows, rank)
+        (turn,) = plan(matrices, blocks, rank)
         here = 4 * 32 * 64
         assert turn.sizes_out == [16 * 64 + (here if to == rank else 0) for to in range(4)]
         assert sum(turn.sizes_in) == sum(m.rows * m.cols for m in turn.own)
         assert len([c for c in turn.out if c.parameter == 0]) == 1  # four matrices, one piece
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("size", [1, 5000, 1 << 26])
-def test_rounds_bring_every_row_to_its_matrix_and_back(ranks, size):
+def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[Block]], list[list]]:
+    """Of four matrices on so many ranks: rows of one, columns of another, a third that all have,
+    and rows of some columns of the last. What each rank has, and its part of each parameter."""
+    blocks, parts = [], []
+    for rank in range(ranks):
+        mine, held = [], []
+        for i, value in enumerate(values):
+            rows, cols = value.shape
+            by_rows, by_cols = ((rank, ranks), (0, 1)), ((0, 1), (rank, ranks))
+            both = ((rank // 2, -(-ranks // 2)), (rank % 2, 2)) if ranks > 1 else by_rows
+            (r, rs), (c, cs) = (by_rows, by_cols, ((0, 1), (0, 1)), both)[i]
+            if i == 3 and rank == ranks - 1 and ranks % 2:  # an odd one has what is left
+                c, cs = 0, 1
+            top, end = rows * r // rs, rows * (r + 1) // rs
+            left, right = cols * c // cs, cols * (c + 1) // cs
+            piece = value[top:end, left:right]
+            held.append(torch.cat([torch.zeros(i), piece.flatten()]))
+            if piece.numel():
+                mine.append(Block(i, i, i, top, left, *piece.shape))
+        blocks.append(mine)
+        parts.append(held)
+    return blocks, parts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+@pytest.mark.parametrize("size", [1, 70, 1 << 26])
+def test_rounds_bring_every_block_to_its_matrix_and_back(ranks, size):
     """All ranks' plans, carried out here, on shapes that ranks share unevenly or not at all."""
-    shapes, heights = [(11, 4), (3, 6, 5), (2, 9)], [(5, 2, 4), (3,) * 6, (2,)]
-    values = [torch.randn(shape) for shape in shapes]
-    matrices = [
-        Matrix(i, sum(heights[i][:k]), h, shapes[i][-1])
-        for i in range(3)
-        for k, h in enumerate(heights[i])
-    ]
-    rows = [rows_of_ranks(shape, ranks) for shape in shapes]
-    local = [
-        [v.flatten(0, -2)[slice(*of[rank])].flatten() for v, of in zip(values, rows, strict=True)]
-        for rank in range(ranks)
-    ]
-    plans = [plan(matrices, rows, rank, size) for rank in range(ranks)]
+    values = [torch.randn(shape) for shape in ((11, 4), (6, 5), (5, 4), (4, 6))]
+    matrices = [Matrix(*value.shape) for value in values]
+    blocks, parts = divided(values, ranks)
+    plans = [plan(matrices, blocks, rank, size) for rank in range(ranks)]
+    found = [[part.clone() for part in of_rank] for of_rank in parts]
     seen = []
     for turns in zip(*plans, strict=True):
         messages = [
-            torch.cat(
-                [torch.empty(0), *(local[r][c.parameter][c.offset :][: c.length] for c in turn.out)]
-            ).split(turn.sizes_out)
+            torch.cat([torch.empty(0), *muon._slices(turn.out, parts[r])]).split(turn.sizes_out)
             for r, turn in enumerate(turns)
         ]
+        back = []
         for rank, turn in enumerate(turns):
             got = torch.cat([message[rank] for message in messages])
             assert [len(message[rank]) for message in messages] == turn.sizes_in
-            whole = torch.empty_like(got)
-            for move in turn.moves:
-                whole[move.target :][: move.length] = got[move.source :][: move.length]
+            whole = torch.full((sum(m.rows * m.cols for m in turn.own),), math.nan)
+            muon._copy(turn.moves, got, whole)
+            changed = torch.full_like(got, math.nan)
+            muon._copy(turn.moves, changed, whole + 1, back=True)
+            back.append(changed.split(turn.sizes_in))
             for m in turn.own:
                 part, whole = whole.split([m.rows * m.cols, len(whole) - m.rows * m.cols])
-                expected = values[m.parameter].flatten(0, -2)[m.first : m.first + m.rows]
-                assert torch.equal(part.view(m.rows, m.cols), expected)
-                seen.append(m)
-    assert sorted(seen) == sorted(matrices)
+                seen += [i for i, v in enumerate(values) if torch.equal(part, v.flatten())]
+        for rank, turn in enumerate(turns):
+            mine = torch.cat([elements[rank] for elements in back])
+            pieces = mine.split([copy.length for copy in turn.out])
+            for ours, new in zip(muon._slices(turn.out, found[rank]), pieces, strict=True):
+                ours.copy_(new)
+    assert sorted(seen) == [0, 1, 2, 3]  # each once
+    for of_rank, before in zip(found, parts, strict=True):
+        for i, (now, was) in enumerate(zip(of_rank, before, strict=True)):
+            torch.testing.assert_close(now[i:], was[i:] + 1)

@@ -228,10 +228,6 @@ def test_gradients_are_not_sharded_within_groups(workspace):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"optimizer": "muon"}, "optimizer=muon"),
-        ({"sharding": "gradients"}, "sharding=gradients"),
-        ({"fp8": "true"}, "fp8=true"),
-        ({"optimizer_in_backward": "true", "max_grad_norm": 0}, "optimizer_in_backward=true"),
         ({"lora.dora": "true"}, "lora.dora=true"),
         ({"lora.quantize": "nf4"}, "lora.quantize=nf4"),
         ({"lora.modules_to_save": "[lm_head]"}, r"lora.modules_to_save=\['lm_head'\]"),

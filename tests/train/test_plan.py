@@ -165,9 +165,38 @@ def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
     assert traffic[1] - traffic[0] == pytest.approx(tokens - weights)
     found = [mesh.expert for mesh in meshes(4, 8) if mesh.shards == 4]
     assert found == [1, 2, 4] * 3
-    assert all(mesh.tensor == 1 or mesh.expert == 1 for mesh in meshes(16, 8))
+    found = [mesh.expert for mesh in meshes(4, 8) if mesh.tensor == 4]
+    assert found == [1, 2, 4]
     assert {mesh.expert for mesh in meshes(16, 6)} == {1, 2}
     assert {mesh.expert for mesh in meshes(16, 0)} == {1}
+
+
+def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> None:
+    """No tokens are gathered for them, and fewer are sent; each is whole, on fewer ranks."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
+    sizes |= {"moe_intermediate_size": 512, "mlp_only_layers": []}
+    one = job(4, tokens=1024, rows=2, **sizes)
+    without, layout = Layout(1, 2, 1, 2), Layout(1, 2, 1, 2, expert=4)
+    tensor, shared = weigh(one, without).kinds, weigh(one, layout).kinds
+    experts = 2 * 8 * 3 * 256 * 512
+    for kind in ("parameters", "optimizer"):
+        assert shared[kind] == pytest.approx(tensor[kind], rel=0.01), kind
+    # Half of a block's in bfloat16 where two ranks gather what tensor parallelism leaves of them
+    assert tensor["gathered weights"] - shared["gathered weights"] > 0.7 * experts * 2 / 2 / 4
+    works = [one.shapes.work(1, 1024, tensor=2, expert=x.expert) for x in (without, layout)]
+    assert works[0].grouped == works[1].grouped
+    gates = [{p[0]: n for p, n in w.products.items() if p[1:] == (8, 256)} for w in works]
+    assert gates == [{1024: 6}, {512: 6}]  # of its own tokens
+    traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
+    # Of half of the experts' weights half: gathered twice, and gradients in float32
+    weights = experts / 2 * (2 * 2 + 4) / 2
+    stream = 2 * 5 * 1024 * 256 * 2 / 2  # the stream's halves, five times in either block
+    tokens = 4 * 2 * round(512 * 13 / 28) * 4 * 256 * 2 * 3 / 4
+    assert traffic[1] - traffic[0] == pytest.approx(tokens - weights - stream)
+    # Without FSDP of anything but experts, of which two ranks have the same
+    alone, pair = (weigh(one, Layout(1, 1, 1, 4, expert=e)).kinds for e in (1, 2))
+    assert pair["parameters"] == pytest.approx(alone["parameters"], rel=0.02)
+    assert step_of(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)

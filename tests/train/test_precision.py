@@ -14,6 +14,7 @@ from tigon.train.optim import (
     eight_bit,
     low_precision,
     parameter_groups,
+    positions,
     state_bytes,
 )
 from tigon.weights import Layout, Part
@@ -186,7 +187,7 @@ def test_draws_do_not_depend_on_how_a_model_is_divided():
     part = Model(torch.bfloat16, SHAPES)
     optimizer = build_optimizer(part, config)
     row = torch.nn.Parameter(part.a.detach()[25:].clone())
-    optimizer.positions[row] = 25 * 64
+    optimizer.runs[row] = positions.runs_of(None, 25 * 64, row.numel(), 0)
     group = optimizer.param_groups.pop(0)
     optimizer.param_groups.clear()
     optimizer.add_param_group(group | {"params": [row]})

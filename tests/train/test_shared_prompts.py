@@ -16,6 +16,12 @@ from tigon.train.objectives.reward import Reward
 from tigon.train.step import backward
 
 __all__ = ["played"]
+BOTH_SIDES = {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "use_bidirectional_attention": True,
+}
 WINDOWED = {"model_type": "mistral", "sliding_window": 5}
 
 
@@ -104,6 +110,7 @@ def test_losses_metrics_and_gradients_are_the_same(
 
 def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_path, capsys):
     experts = write_model(tmp_path / "experts", **EXPERTS, output_router_logits=True)
+    both_sides = write_model(tmp_path / "both-sides", **BOTH_SIDES)
 
     def said(name: str, **changes: Any) -> str:
         main(settings(name, steps=1, **changes))
@@ -113,6 +120,7 @@ def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_pat
     for name, changes, why in (
         ("lines", {"packing": "false"}, "packing=false"),
         ("dropout", {"lora.rank": 2, "lora.dropout": 0.1}, "lora.dropout=0.1 is drawn for"),
+        ("sides", {"reference": both_sides}, "not all layers of Gemma3 are causal attention"),
         ("experts", {"model": experts}, "the balance of experts, which is part of the loss"),
     ):
         assert f"prompts are computed for each answer: {why}" in said(name, **changes)

@@ -18,7 +18,8 @@ from tigon.train.parallel_settings import Parallel
 
 __all__ = ["kinds"]  # a fixture
 KINDS = ["seen", "lines", "experts", "dpo", "kto", "distill", "reward", "reward-lora"]
-FOUR = ["lines", "experts", "dpo", "reward"]
+FEW = "few heads dpo"  # one on a rank, of which two ranks of four have parts of the queries
+FOUR = ["lines", "experts", "dpo", "reward", FEW]
 WAYS = {"two": (2, {"tensor": 2}, KINDS), "four": (4, {"tensor": 2, "context": 2}, FOUR)}
 
 
@@ -47,7 +48,8 @@ def runs(workspace, kinds) -> None:
             changes |= {"hooks": "[]", "return_logits": "false", "eval_return_logits": "null"}
         return workspace.settings(f"{kind}-{way}", **SAME | kinds[kind] | changes)
 
-    run_all({}, [settings("one", kind) for kind in KINDS])
+    del kinds[FEW]["reference"]  # of one head, which two ranks cannot divide
+    run_all({}, [settings("one", kind) for kind in [*KINDS, FEW]])
     cache = {"TIGON_CACHE": str(workspace.root / "cache")}  # references are computed anew
     for way, (count, parallel, some) in WAYS.items():
         all_settings = [settings(way, kind) for kind in some]

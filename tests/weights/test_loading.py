@@ -10,10 +10,13 @@ from torch import Tensor
 
 from tigon.weights import (
     Checkpoint,
+    Copy,
+    Cut,
     Layout,
     Part,
     Repository,
     Rows,
+    cut_parts,
     entries,
     load_into,
     loading,
@@ -112,6 +115,27 @@ def test_a_part_of_several_slices(
         ValueError, match=r"gate_up \[12, 4\] cannot be written: there are \[\(0, 3"
     ):
         write_checkpoint(tmp_path / "never", entries(alone, {"a": (halves(0),)}, dtype))
+
+
+def test_a_part_of_several_columns(tmp_path: Path) -> None:
+    """Two ranks' of six columns: a third of every two, or the rest."""
+    stored = torch.randn(5, 6)
+    checkpoint = save(tmp_path, {"b": stored})
+    (tmp_path / "out").mkdir()
+    parameters = {"one": torch.full((5, 2), torch.nan), "two": torch.full((5, 4), torch.nan)}
+    layout = {
+        "one": cut_parts([Part.whole("b", (5, 6))], columns(Rows(0, 0, 1), Rows(3, 1, 1))),
+        "two": cut_parts([Part.whole("b", (5, 6))], columns(Rows(1, 0, 2), Rows(4, 2, 2))),
+    }
+    load_into(parameters, layout, checkpoint)
+    assert torch.equal(parameters["one"], stored[:, [0, 3]])
+    assert torch.equal(parameters["two"], stored[:, [1, 2, 4, 5]])
+    write_checkpoint(tmp_path / "out", entries(parameters, layout, torch.float32))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["b"], stored)
+
+
+def columns(*pieces: Rows) -> Cut:
+    return Cut((5, 6), 1, tuple((rows, Copy()) for rows in pieces))
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,12 @@ class AttentionMask:
     def part(self, first: int, end: int) -> Self:
         """The mask of the queries [first, end) of each row, and of its first S keys: all that one
         of them may see. There is no cache."""
-        return self._once(("part", first, end), lambda: self._cut(first, end))
+        part = self._cut(first, end)
+        # Kept is what is derived from a part, and no part: that would be a cycle with `whole`
+        part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
+        return part
 
     def _cut(self, first: int, end: int) -> Self:
-        if self.prefixes is not None:
-            raise ValueError("parts of rows whose sequences share keys: give whole rows")
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -115,7 +116,7 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         options |= {"segment_ids": segments, "key_mask": real}
         mask = type(self)(end - first, past=first, **options)
-        mask.after, mask.whole = keys - end, self
+        mask.after, mask.whole, mask.prefixes = keys - end, self, self.prefixes
         return mask
 
     def sequences(self) -> Sequences | str:
@@ -155,9 +156,16 @@ class AttentionMask:
             return told
         row, token = told.cu // whole.tokens, told.cu % whole.tokens
         queries = row * self.tokens + (token - self.past).clamp(0, self.tokens)
-        keys = row * self.keys + token.clamp(max=self.keys)
-        of_keys = Keys(keys, min(told.longest, self.keys))
+        keys, longest = self._kept(told.cu, whole.tokens), min(told.longest, self.keys)
+        of_keys = Keys(keys, longest)
+        if self.prefixes is not None and self.segment_ids is not None:
+            prefixes = self._kept(self.prefixes, whole.tokens)
+            of_keys = Keys.of(prefixes, keys, longest, self.segment_ids.numel())
         return Sequences(queries, min(told.longest, self.tokens), of_keys)
+
+    def _kept(self, bounds: Tensor, tokens: int) -> Tensor:
+        """Bounds of runs in the flattened rows of so many tokens, in their first S."""
+        return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _given(self, cu: Tensor, longest: int) -> Sequences:
         if self.prefixes is None or self.segment_ids is None:
@@ -167,6 +175,9 @@ class AttentionMask:
     @property
     def before(self) -> Before | None:
         """What tokens see by `prefixes`."""
+        if self.whole is not None:
+            of = self.whole.before
+            return None if of is None else of.part(self.past, self.past + self.tokens)
         if self.prefixes is None or self.cu_seq_lens is None or self.segment_ids is None:
             return self._before
         prefixes, cu, shape = self.prefixes, self.cu_seq_lens, self.segment_ids.shape
@@ -226,23 +237,26 @@ class AttentionMask:
         options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
         return self._once("even", lambda: type(self)(longest, **options))
 
-    def padded(self, tokens: int, batch: int, device: torch.device) -> Self:
-        """The mask of the same batch with rows padded on the right to `tokens`."""
-        return self._once("padded", lambda: self._pad(tokens, batch, device))
+    def padded(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        """The mask of the same batch with rows of queries and of keys padded on the right.
 
-    def _pad(self, tokens: int, batch: int, device: torch.device) -> Self:
-        segments, real, more = self.segment_ids, self.key_mask, (0, tokens - self.tokens)
+        What padded queries see means nothing: those of a part may be where the keys of others are.
+        """
+        return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
+
+    def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
+        segments, real, more = self.segment_ids, self.key_mask, keys - self.keys
         if segments is not None:  # one more sequence, in each row the last
-            behind = segments[:, -1:] + 1
-            segments = torch.cat([segments, behind.expand(-1, tokens - self.tokens)], 1)
+            segments = torch.cat([segments, (segments[:, -1:] + 1).expand(-1, more)], 1)
         elif real is None and not self.causal:  # causal attention never sees it
-            real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+            real = torch.ones(batch, self.keys, dtype=torch.bool, device=device)
         if real is not None:
-            real = F.pad(real, more)
-        mask = type(self)(
-            tokens, segment_ids=segments, key_mask=real, causal=self.causal, backend=self.backend
-        )
-        mask._before = None if self.before is None else self.before.padded(more[1])
+            real = F.pad(real, (0, more))
+        options: dict[str, Any] = {"causal": self.causal, "backend": self.backend}
+        options |= {"segment_ids": segments, "key_mask": real}
+        mask = type(self)(tokens, past=self.past, **options)
+        mask.after = keys - self.past - tokens
+        mask._before = None if self.before is None else self.before.padded(tokens - self.tokens)
         return mask
 
     def needs_dense(self, window: int | None) -> bool:
@@ -289,6 +303,8 @@ class AttentionMask:
         # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
         # block's first and last tokens tell what is in it.
         past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask
+        # A number would be compiled into the kernel
+        offset = torch.full((), past, device=device) if past else None
         (q0, q1, q_full), (k0, k1, k_full) = (
             _ends_of_blocks(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
         )
@@ -306,21 +322,21 @@ class AttentionMask:
             every = every & (s0 == r1[:, None]) & (r0[:, None] == s1)
         before = self.before
         if before is not None:
-            some = some | before.blocks(window, BLOCK)
+            some = some | before.blocks(q0, k0, BLOCK, window)
         if real is not None:
             padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
             some = some & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
             every = every & padded.all(-1)[:, None]
 
-        def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            query = query + past
+        def visible(b: Tensor, h: Tensor, own: Tensor, key: Tensor) -> Tensor:
+            query = own if offset is None else own + offset
             seen = key <= query if causal else key == key
             if window is not None:
                 seen = seen & (query - key < window) & (key - query < window)
             if segments is not None:
                 seen = seen & (segments[b, query] == segments[b, key])
             if before is not None:
-                seen = seen | before.seen((b, query), query, key, window)
+                seen = seen | before.seen((b, own), query, key, window)
             if real is not None:
                 seen = seen & real[b, key] | (key == query)
             return seen

@@ -84,6 +84,10 @@ class Before(NamedTuple):
         values = first - row, last - row, cu[sequence] - last
         return cls(*(x.view(batch, tokens) for x in values))
 
+    def part(self, first: int, end: int) -> Self:
+        """Of the tokens [first, end) of each row."""
+        return type(self)(*(x[:, first:end] for x in self))
+
     def padded(self, tokens: int) -> Self:
         """With so many more at the end of each row, which see nothing of it."""
         return type(self)(*(F.pad(x, (0, tokens)) for x in self))
@@ -94,21 +98,20 @@ class Before(NamedTuple):
         seen = (first <= key) & (key < last)
         return seen if window is None else seen & (query - shift - key < window)
 
-    def blocks(self, window: int | None, block: int) -> Tensor:
-        """Bool [B, n, n], whether any token of a block of queries may see one of a block of keys
-        in this way."""
+    def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
+        """Bool [B, n, m], whether any token of a block of queries may see one of a block of keys
+        in this way. `q0` [n, 1] and `k0` [m] are the first tokens of the blocks, in the row."""
         tokens = self.first.shape[1]
         some = self.first < self.last
-        fills = (self.first, tokens), (self.last, 0), (self.shift, 0)
+        nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
         each = (
             F.pad(torch.where(some, x, fill), (0, -tokens % block), value=fill)
             .unflatten(1, (-1, block))
-            for x, fill in fills
+            for x, fill in nothing
         )  # fmt: skip
         first, last, shift = each
-        k0 = torch.arange(0, tokens, block, device=some.device)
         k1 = k0 + block - 1
         seen = (k0 < last.amax(-1)[..., None]) & (k1 >= first.amin(-1)[..., None])
         if window is None:
             return seen
-        return seen & (k0[:, None] - shift.amax(-1)[..., None] - k1 < window)
+        return seen & (q0 - shift.amax(-1)[..., None] - k1 < window)

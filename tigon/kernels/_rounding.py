@@ -13,9 +13,31 @@ FACTOR2 = tl.constexpr(0x94D049BB133111EB)
 @triton.jit
 def draw(first, at, stream):
     """64 random bits, uint64, for each of the positions `first + at`; `at`: int32, not negative."""
+    return _mixed(_states(first, at, stream))
+
+
+@triton.jit
+def draw_in_lines(position, first, at, width, pitch, stream):
+    """As `draw`, for elements i = `first + at` whose positions are lines of the whole:
+    `position + i // width * pitch + i % width`. `at` and `width`: less than 2**30."""
+    line = first.to(tl.int64) // width  # one division of 64 bits for all elements
+    begin = first - line * width
+    after = (begin.to(tl.int32) + at) // width.to(tl.int32)
+    z = _states(position + line * pitch + begin, at, stream)
+    gap = (pitch - width).to(tl.int64).to(tl.uint64, bitcast=True) * GOLDEN
+    return _mixed(z + after.to(tl.uint64) * gap)
+
+
+@triton.jit
+def _states(first, at, stream):
     z = (first.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * GOLDEN
     z += stream.to(tl.int64).to(tl.uint64, bitcast=True)
     z += at.to(tl.uint64) * GOLDEN  # 32 bits times 64: fewer instructions than of their sum
+    return z
+
+
+@triton.jit
+def _mixed(z):
     z = (z ^ (z >> 30)) * FACTOR
     z = (z ^ (z >> 27)) * FACTOR2
     return z ^ (z >> 31)

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from tigon.kernels._codes import Codes, dequantize, quantize
-from tigon.kernels._rounding import draw, round_stochastically, round_to_nearest, sixteen
+from tigon.kernels._rounding import (
+    draw,
+    draw_in_lines,
+    round_stochastically,
+    round_to_nearest,
+    sixteen,
+)
 from tigon.kernels._tables import Table, is_aligned, number, own_row, pointer
 from tigon.kernels._triton import tl, triton
 
@@ -32,7 +38,7 @@ OWN_LAUNCH: int | None = 48 * 2**20
 # bfloat16 keeps 8 bits of nothing is seen, and it takes more instructions than memory leaves time
 PRECISE = (torch.float32,)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
-WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses
+WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses; and 2 of lines
 
 
 class Slot(NamedTuple):
@@ -42,9 +48,12 @@ class Slot(NamedTuple):
     gradient: Tensor
     exp_avg: Tensor  # or its codes, uint8, and the same below
     exp_avg_sq: Tensor
-    position: int  # of its first element, by which random bits are drawn
     exp_avg_scale: Tensor | None = None
     exp_avg_sq_scale: Tensor | None = None
+    position: int = 0  # of its first element, by which random bits are drawn
+    # Width (less than 2**30) and pitch of lines with gaps between their positions: element i has
+    # position + i // width * pitch + i % width
+    lines: tuple[int, int] | None = None
 
 
 class Settings(NamedTuple):
@@ -83,7 +92,7 @@ def _write(x, values, scale, bounds, cells, bits, at, inside, blocks, SIGNED: tl
 
 @triton.jit
 def _update(
-    tensors, chunk, count, position, factor, numbers, stream, codes,
+    tensors, chunk, count, position, lines, factor, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of one parameter, from those of its chunks before."""
@@ -119,7 +128,10 @@ def _update(
     ROUNDS: tl.constexpr = STOCHASTIC and weight.dtype.element_ty == tl.bfloat16
     of_w, of_m, of_v = 0, 0, 0
     if ROUNDS or exp_avg.dtype.element_ty == tl.bfloat16:
-        bits = draw(position + first, at, stream)
+        if lines is None:
+            bits = draw(position + first, at, stream)
+        else:
+            bits = draw_in_lines(position, first, at, lines[0], lines[1], stream)
         of_w, of_m, of_v = sixteen(bits, 0), sixteen(bits, 1), sixteen(bits, 2)
     if ROUNDS:
         tl.store(weight + at, round_stochastically(w, of_w), mask=inside)
@@ -135,7 +147,7 @@ def _update(
 @triton.jit(do_not_specialize=["stream"])
 def _adamw_table_kernel(
     rows, owners, scale, numbers, stream, codes,
-    W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """A program updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
@@ -144,7 +156,7 @@ def _adamw_table_kernel(
         factor = tl.load(scale)
         if factor != factor:
             return
-    row, chunk = own_row(rows, owners, WIDTH)
+    row, chunk = own_row(rows, owners, WIDTH + 2 if LINES else WIDTH)
     tensors = (
         pointer(row, 2, W, WIDE),
         pointer(row, 3, G, WIDE),
@@ -153,16 +165,18 @@ def _adamw_table_kernel(
         pointer(row, 6, tl.float32, False),
         pointer(row, 7, tl.float32, False),
     )
-    count, position = number(row, 0, WIDE), tl.load(row + 1)
+    count, position, lines = number(row, 0, WIDE), tl.load(row + 1), None
+    if LINES:
+        lines = tl.load(row + 8), tl.load(row + 9)
     _update(
-        tensors, chunk, count, position, factor, numbers, stream, codes,
+        tensors, chunk, count, position, lines, factor, numbers, stream, codes,
         STOCHASTIC, BLOCK, B, PRECISE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["position", "stream"])
+@triton.jit(do_not_specialize=["position", "width", "pitch", "stream"])
 def _adamw_tensor_kernel(
-    tensors, count, position, scale, numbers, stream, codes,
+    tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """A program updates BLOCK elements of one parameter."""
@@ -171,8 +185,11 @@ def _adamw_tensor_kernel(
         factor = tl.load(scale)
         if factor != factor:
             return
+    lines = None
+    if width is not None:
+        lines = width, pitch
     _update(
-        tensors, tl.program_id(0), count, position, factor, numbers, stream, codes,
+        tensors, tl.program_id(0), count, position, lines, factor, numbers, stream, codes,
         STOCHASTIC, BLOCK, B, PRECISE,
     )  # fmt: skip
 
@@ -185,6 +202,7 @@ class Kind(NamedTuple):
     states: torch.dtype
     block: int  # of states of 8 bits; 0: others
     wide: bool  # aligned for accesses of 16 bytes
+    lines: bool
 
 
 class FusedAdamW:
@@ -215,7 +233,8 @@ class FusedAdamW:
                 if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
                     self._launch_tensor(slot, kind, settings, scale)
                 else:
-                    by_table.append((slot.weight.numel(), slot.position, *addresses))
+                    row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
+                    by_table.append(row)
             if by_table:
                 table = self.tables.setdefault((name, kind), Table(BLOCK))
                 self._launch_table(table, by_table, kind, settings, scale, same[0][0].weight)
@@ -226,7 +245,7 @@ class FusedAdamW:
         count = slot.weight.numel()
         with torch.cuda.device_of(slot.weight):
             _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
-                _tensors(slot), count, slot.position, scale,
+                _tensors(slot), count, slot.position, *(slot.lines or (None, None)), scale,
                 _numbers(settings), settings.stream, self._codes(kind, slot.weight),
                 **self._options(kind),
             )  # fmt: skip
@@ -245,7 +264,7 @@ class FusedAdamW:
             _adamw_table_kernel[(len(owners),)](
                 placed, owners, scale, _numbers(settings), settings.stream,
                 self._codes(kind, placed), W=TYPES[kind.weight], G=TYPES[kind.gradient],
-                S=TYPES[kind.states], WIDE=kind.wide, **self._options(kind),
+                S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
             )  # fmt: skip
 
     def _options(self, kind: Kind) -> dict[str, object]:
@@ -276,7 +295,8 @@ def _kind(slot: Slot, addresses: Sequence[int]) -> Kind:
     scale = slot.exp_avg_scale
     block = 0 if scale is None else slot.exp_avg.numel() // scale.numel()
     wide = is_aligned(slot.weight.numel(), addresses)
-    return Kind(slot.weight.dtype, slot.gradient.dtype, slot.exp_avg.dtype, block, wide)
+    dtypes = slot.weight.dtype, slot.gradient.dtype, slot.exp_avg.dtype
+    return Kind(*dtypes, block, wide, slot.lines is not None)
 
 
 def _numbers(settings: Settings) -> tuple[float, ...]:

@@ -144,14 +144,15 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> Tensor:
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
-    behind = -t % FLEX_STEP
-    if torch.compiler.is_compiling() or mask.whole is not None:  # parts of rows are of few sizes
-        behind = 0
-    if behind:
-        q, k, v = (F.pad(x, (0, 0, 0, 0, 0, behind)) for x in (q, k, v))
-        mask = mask.padded(t + behind, b, q.device)
     if not torch.compiler.is_compiling():
-        form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past
+        tokens = t + -t % FLEX_STEP
+        keys = max(mask.keys, mask.past + tokens)
+        keys += -keys % FLEX_STEP
+        if (tokens, keys) != (t, mask.keys):
+            sizes = (tokens, q), (keys, k), (keys, v)
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1])) for size, x in sizes)
+            mask = mask.padded(tokens, keys, b, q.device)
+        form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
         kind = q.shape, k.shape, q.dtype, q.device, _wants_grad(q, k, v), form
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
     out = run(
@@ -161,7 +162,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Plan) -> T
         scale=plan.scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)
-    return out[:, :t] if behind else out
+    return out[:, :t]
 
 
 def _cap(softcap: float) -> Callable[..., Tensor]:
@@ -243,7 +244,7 @@ def attention(
     """
     _check(q, k, v, mask, window, softcap)
     if q.is_meta and _triton.runs_triton(q):
-        return fused_shapes(q, k, v)
+        return _shapes(q, k, v, mask)
     grad = _wants_grad(q, k, v)
     if torch.compiler.is_compiling():
         plan = _plan(q, mask, window, softcap, scale, grad)
@@ -257,6 +258,17 @@ def attention(
         return run(q, k, v, mask, plan)
     rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
     return run(*rows, plan.even, plan).reshape(q.shape)
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """On meta, as a backend that takes the bounds of sequences."""
+    sequences = None
+    if mask.prefixes is not None and mask.backend in ("auto", *PACKED):
+        sequences = mask.sequences()
+    if not isinstance(sequences, Sequences):
+        return fused_shapes(q, k, v)
+    flat, *_ = _packed(q, k, v, sequences)
+    return fused_shapes(*(x[None] for x in flat)).view(q.shape)
 
 
 def _check(

@@ -15,6 +15,7 @@ few KiB that are kept, with which the casts of backward read each of them once.
 On a GPU the products are those of torch._scaled_mm, on a CPU those of the definition.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from tigon.kernels._fp8_casts import (
 )
 from tigon.kernels._fp8_gated import cast_gated_rows, gradients_and_maxima, holds_rows
 from tigon.kernels._linear_autograd import computes_later, later, without_numbers
-from tigon.kernels._rebuilt import compute_again, recipe_of
+from tigon.kernels._rebuilt import compute_again, fetch_again, recipe_of
 from tigon.kernels._triton import check_devices, refuse_second_derivative, runs_triton
 from tigon.kernels.gated_act import Activation, check_act, gated_act, may_overwrite
 
@@ -43,9 +44,9 @@ OLDEST = (8, 9)  # compute capability of GPUs with products of e4m3
 FAST_FORWARD, FAST_BACKWARD = True, False
 
 
-def fits(weight: Tensor) -> bool:
-    """Whether a layer with this weight [N, K] can have products of 8-bit floats."""
-    return weight.dim() == 2 and not any(size % ALIGN for size in weight.shape)
+def fits(weight: Sequence[int]) -> bool:
+    """Whether a layer with a weight of this shape, [N, K], can have products of 8-bit floats."""
+    return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
 def product_ref(a: Scaled, b: Scaled) -> Tensor:
@@ -89,17 +90,18 @@ def _forward(
 class _Fp8Linear(torch.autograd.Function):
     """x [T, K] and weight [N, K] -> y [T, N]. With a recipe, x is computed again in backward.
 
-    With `known`, y is not computed, and that is filled meanwhile; see `later`.
+    With `known`, y is not computed, and that is filled meanwhile; see `later`. `shape`: of what x
+    is the rows of.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *given: Any) -> Tensor:
-        recipe, fused, known = given
+        recipe, fused, known, shape = given
         of_x, of_weight, *_ = ctx.needs_input_grad
         kept = () if not of_weight else (x,) if recipe is None else recipe.kept
         ctx.save_for_backward(weight if of_x else None, *kept)
         ctx.how = None if recipe is None else recipe.how
-        ctx.fused, ctx.columns = fused, x.shape[1]
+        ctx.fused, ctx.shape = fused, shape
         ctx.known = Known() if known is None else known
         if known is not None:
             return without_numbers(x, weight.shape[0])
@@ -111,7 +113,9 @@ class _Fp8Linear(torch.autograd.Function):
         weight, *kept = ctx.saved_tensors
         known: Known = ctx.known
         how: dict[str, Any] = {"fused": ctx.fused}
-        of_weight = ctx.needs_input_grad[1]
+        of_weight, remote = ctx.needs_input_grad[1], None
+        if of_weight and ctx.how is not None:
+            remote = fetch_again(ctx.how, kept)  # beside the casts and the product of dX
         if not of_weight:
             rows, columns = cast_rows(dy, **how), None
         elif weight is None:
@@ -121,10 +125,13 @@ class _Fp8Linear(torch.autograd.Function):
         dx = dw = None
         if rows is not None:
             dx = _dx(rows, weight, known.weight, ctx.fused)
+            if remote is not None:
+                remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
-            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept).view(-1, ctx.columns)
+            x = kept[0] if ctx.how is None else compute_again(ctx.how, kept)
+            x = x.view(-1, ctx.shape[-1])
             dw = _product(columns, cast_columns(x, known.x, **how), fast=FAST_BACKWARD, **how)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _dx(rows: Scaled, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
@@ -189,7 +196,7 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
         )
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         raise ValueError("fp8 products do not run under autocast: load the model in bfloat16")
-    if not fits(weight):
+    if not fits(weight.shape):
         raise ValueError(f"the sizes of the weight {tuple(weight.shape)} are not multiples of 16")
     if x.shape[-1] != halves * weight.shape[1]:
         raise ValueError(f"x has {x.shape[-1]} columns, the weight {tuple(weight.shape)}")
@@ -206,7 +213,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
     if recipe is not None:
         recipe.keep_gate_up()
     rows, known = x.reshape(-1, x.shape[-1]), Known() if computes_later() else None
-    y = _Fp8Linear.apply(rows, weight, recipe, fused, known)
+    y = _Fp8Linear.apply(rows, weight, recipe, fused, known, x.shape)
     if known is not None:
         learns = rows.requires_grad, weight.requires_grad
         y = later(y, lambda: _forward(rows, weight, *learns, fused, known))

@@ -1,7 +1,8 @@
 """The MLPs of a mixture of experts with low-rank additions (LoRA), one for each expert's matrix.
 
-# N tokens, k experts per token, S = N k slots sorted by expert, E experts, C model dim,
-# I intermediate size, r rank of what is added to gate_up, q of what is added to down
+# N tokens, k experts per token, S slots sorted by expert: N k, less those that are absent,
+# E experts, C model dim, I intermediate size, r rank of what is added to gate_up, q of what is
+# added to down
 
 W_e becomes W_e + B_e A_e, which is never made: the rows that went to an expert are multiplied with
 its A_e, and that with its B_e. Source: Hu et al. (arXiv 2106.09685), for stacked matrices as PEFT
@@ -45,11 +46,12 @@ def lora_grouped_mlp_ref(
     experts: Tensor,
     weights: Tensor,
     act: Activation,
+    slots: int | None = None,
 ) -> Tensor:
     """The definition: `grouped_mlp_ref` of the sums of matrices."""
     gate_up = torch.baddbmm(gate_up, low.b_up, low.a_up)
     down = torch.baddbmm(down, low.b_down, low.a_down)
-    return grouped_mlp_ref(x, gate_up, down, experts, weights, act)
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots)
 
 
 def _sum_product(x: Tensor, w: Tensor, a: Tensor, b: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,11 +75,18 @@ def _sum_back(
 
 
 def _outputs(
-    x: Tensor, gate_up: Tensor, down: Tensor, low: list[Tensor], experts: Tensor, *_: Any
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None,
 ) -> list[Tensor]:
-    slots = experts.numel()
-    wide = [x.new_empty(slots, n) for n in (gate_up.shape[1], low[0].shape[1], low[2].shape[1])]
-    numbers = [experts.new_empty(slots), experts.new_empty(slots)]
+    size = experts.numel() if slots is None else slots
+    wide = [x.new_empty(size, n) for n in (gate_up.shape[1], low[0].shape[1], low[2].shape[1])]
+    numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     return [torch.empty_like(x), *wide, *numbers, experts.new_empty(len(down), dtype=torch.int32)]
 
 
@@ -90,11 +99,12 @@ def _forward(
     experts: Tensor,
     weights: Tensor,
     act: str,
+    slots: int | None,
 ) -> list[Tensor]:
     """The output; and for the backward pass gate_up and both products with A of every slot, the
     slots' order and its inverse, and where in it each expert ends."""
     k, (a_up, b_up, a_down, b_down) = experts.shape[1], low
-    order, inverse, ends = sorted_slots(experts, len(gate_up))
+    order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
     hidden, u = _sum_product(spread_rows(x, inverse, k, len(order)), gate_up, a_up, b_up, ends)
     y, v = _sum_product(gated_act(hidden, cast(Activation, act)), down, a_down, b_down, ends)
     return [combine_rows(y, inverse, weights, k), hidden, u, v, order, inverse, ends]
@@ -167,26 +177,35 @@ def _backward(
     ]
 
 
-def forward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
+def forward_workspace(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    low: list[Tensor],
+    experts: Tensor,
+    weights: Tensor,
+    act: str,
+    slots: int | None = None,
+) -> int:
     """Bytes that `_forward` holds at most besides its outputs: the sorted rows and what is added to
     gate_up, or the activation, its product and what is added to that."""
-    _, experts, *_ = rest
     c, inner = down.shape[1:]
-    return experts.numel() * max(c + 2 * inner, 2 * c + inner) * x.element_size()
+    size = experts.numel() if slots is None else slots
+    return size * max(c + 2 * inner, 2 * c + inner) * x.element_size()
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
     """The same for `_backward`."""
-    _, weights, *_ = rest
+    _, _, _, hidden, *_ = rest
     c, inner = down.shape[1:]
-    return weights.numel() * max(c + 4 * inner, 2 * c + 2 * inner) * x.element_size()
+    return len(hidden) * max(c + 4 * inner, 2 * c + 2 * inner) * x.element_size()
 
 
 class _LoRAGroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, act: str, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, act: str, slots: int | None, *given: Tensor) -> Tensor:
         x, gate_up, down, experts, weights, *low = given
-        y, *saved = _forward(x, gate_up, down, low, experts, weights, act)
+        y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots)
         if (recipe := recipe_of(x)) is not None:
             recipe.keep_gate_up()
         ctx.act, ctx.again = act, None if recipe is None else recipe.how
@@ -197,7 +216,7 @@ class _LoRAGroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("lora_grouped_mlp")
-        _, *needs = ctx.needs_input_grad
+        _, _, *needs = ctx.needs_input_grad
         wanted = [*needs[:3], *needs[4:]]
         # Read once: with activation checkpointing they are there only once
         gate_up, down, weights, *rest = ctx.saved_tensors
@@ -209,7 +228,7 @@ class _LoRAGroupedMLP(torch.autograd.Function):
             x = compute_again(ctx.again, kept).view_as(dy) if wanted[1] or wanted[4] else dy
         grads = _backward(x, gate_up, down, low, weights, wanted, *saved, dy, ctx.act)
         found = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-        return None, *found[:3], None, *found[3:]
+        return None, None, *found[:3], None, *found[3:]
 
 
 def lora_grouped_mlp(
@@ -220,19 +239,21 @@ def lora_grouped_mlp(
     experts: Tensor,  # [N, k] int64, in [0, E), not checked
     weights: Tensor,  # [N, k], of any floating dtype
     act: Activation,
+    slots: int | None = None,
 ) -> Tensor:
     """`grouped_mlp` with low-rank matrices added to those of the experts: [N, C].
 
-    Defined by `lora_grouped_mlp_ref`; where plain torch runs, that runs.
+    With `slots`, so many experts are in [0, E), and the others are E: absent. Defined by
+    `lora_grouped_mlp_ref`; where plain torch runs, that runs.
     """
     dtype = autocast_dtype(x.device) or x.dtype
     x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     low = Low(*(t.to(dtype) for t in low))
     if not (runs_triton(x) or not has_values(x)):
-        return lora_grouped_mlp_ref(x, gate_up, down, low, experts, weights, act)
+        return lora_grouped_mlp_ref(x, gate_up, down, low, experts, weights, act, slots)
     low = Low(*aligned(low[:2]), *aligned(low[2:]))
     tensors = (x, gate_up, down, experts, weights, *low)
-    y: Tensor = _LoRAGroupedMLP.apply(act, *(t.contiguous() for t in tensors))
+    y: Tensor = _LoRAGroupedMLP.apply(act, slots, *(t.contiguous() for t in tensors))
     return y
 
 

@@ -60,12 +60,15 @@ class Linear(nn.Linear):
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
+    @property
+    def own_bias(self) -> Tensor | None:
+        """What this rank adds of it."""
+        bias: Tensor | None = self.bias
+        return bias if bias is None or self.summands == 1 else bias / self.summands
+
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         base = FP8 if self.fp8 and self.training else PLAIN
-        weight = self.weight
-        own_bias: Tensor | None = self.bias
-        if self.summands > 1 and own_bias is not None:
-            own_bias = own_bias / self.summands
+        weight, own_bias = self.weight, self.own_bias
         if self.quantised is not None:
             weight, base = self.quantised.outline, self.quantised.base(base)
         if self.lora is not None and (low := self.lora.active()) is not None:

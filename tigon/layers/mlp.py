@@ -21,7 +21,7 @@ class GatedMLP(nn.Module):
         up, down = self.gate_up_proj, self.down_proj
         fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
         if fp8 and not down.adapted and down.quantised is None and self._alone():
-            return fp8_gated_linear(up.product(x, *drawn), up.act, down.weight, down.bias)
+            return fp8_gated_linear(up.product(x, *drawn), up.act, down.weight, down.own_bias)
         y = up(x, *drawn)
         if (recipe := recipe_of(y)) is not None:
             recipe.alone = not fp8 and self._alone()

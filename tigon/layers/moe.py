@@ -58,7 +58,9 @@ class Experts(nn.Module):
     def _own(self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None) -> Tensor:
         matrices = self.gate_up_proj, self.down_proj
         if self.lora is not None and (own := self.lora.active()) is not None:
-            return lora_grouped_mlp(x, *matrices, own.low(*matrices), experts, weights, self.act)
+            return lora_grouped_mlp(
+                x, *matrices, own.low(*matrices), experts, weights, self.act, slots
+            )
         return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots)
 
 
@@ -89,6 +91,11 @@ class SparseMoE(nn.Module):
         self.experts = Experts(dim, intermediate, experts, act)
         self.shared_expert = GatedMLP(dim, shared, act) if shared else None
         self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
+
+    @property
+    def divided(self) -> bool:
+        """Whether each of several ranks has some of the experts, whole, and all else."""
+        return self.experts.shard is not None
 
     def forward(self, x: Tensor, *drawn: Tensor) -> Routed:
         rows = x.flatten(0, -2)

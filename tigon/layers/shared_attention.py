@@ -12,6 +12,7 @@ all have the same work.
 # D head dim
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -120,14 +121,14 @@ class Division:
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
         each = [x.expand(self.groups, *x.shape) for x in pair]
         ones = [1] * self.ranks.size
-        sizes = [self._sizes(), Sizes(ones, ones)]
+        sizes = [sizes_of(self), Sizes(ones, ones)]
         q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
         k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
         return q.transpose(0, 1), k, v
 
     def _from_groups(self, x: Tensor) -> Tensor:
         """What became of the queries: [B, Q, h, D] -> [B, S, H, D]."""
-        received, sent = self._sizes()
+        received, sent = sizes_of(self)
         rows = exchange(x.transpose(0, 1), self.ranks, sent, received)  # [g S, B, h, D]
         found = []
         for group, y in enumerate(rows.split([self.size * n for n in sent[:: self.size]])):
@@ -139,14 +140,16 @@ class Division:
         out = out.permute(2, 1, 0, 3, 4).flatten(2, 3)
         return F.pad(out, (0, 0, 0, 0, 0, self.share - out.shape[1]))
 
-    def _sizes(self) -> Sizes:
-        """Tokens whose queries of one rank's heads come from each rank, and go to each."""
-        n, rank = range(self.ranks.size), self.ranks.rank
-        counts = (
-            [sum(map(len, self.asked(r, self.group))) for r in n],
-            [sum(map(len, self.asked(rank, r // self.size))) for r in n],
-        )
-        return Sizes(*counts)
+
+@functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
+def sizes_of(division: Division) -> Sizes:
+    """Tokens whose queries of one rank's heads come from each rank, and go to each."""
+    n, own = range(division.ranks.size), division.ranks.rank
+    counts = (
+        [sum(map(len, division.asked(rank, division.group))) for rank in n],
+        [sum(map(len, division.asked(own, rank // division.size))) for rank in n],
+    )
+    return Sizes(*counts)
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -5,7 +5,7 @@ from, and gathers anew in backward. There the gather runs beside the product tha
 gradient, and the sum of that over the ranks beside the product that makes the weight's.
 Source: Korthikanti et al., Reducing activation recomputation (arXiv 2205.05198), section 4.2.
 
-# R ranks, B batch, T tokens, N = B T, n tokens of a rank, C model dim
+# R ranks, B batch, T tokens, N = B T, n = N / R rounded up, tokens of a rank, C model dim
 """
 
 from collections.abc import Sequence
@@ -190,6 +190,39 @@ class Stream:
         if self.whole:
             return sum_over(x, self.ranks)
         return _ShareOfSum.apply(_padded(x, self.ranks), self.ranks)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The stream on this rank -> [1, m, C]: m tokens that no other rank has, without what fills
+        up the last shares. A rank may have none."""
+        return self.part(x) if self.whole else x[:, : self._own.stop - self._own.start]
+
+    def part(self, x: Tensor) -> Tensor:
+        """What all have [B, T, ...] -> [1, m, ...], of the tokens that `own` gives."""
+        return x.flatten(0, 1)[None, self._own]
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The inverse of `own`."""
+        if missing := self._share - x.shape[1]:
+            x = F.pad(x, (0, 0, 0, missing))
+        if self.whole:
+            return _tokens(self.ranks.gather(x[0]), (*self.shape, x.shape[-1]))
+        return x
+
+    @property
+    def _share(self) -> int:
+        """n."""
+        return -(-self.shape[0] * self.shape[1] // self.ranks.size)
+
+    @property
+    def _own(self) -> slice:
+        """Of the N tokens, this rank's."""
+        every = self.shape[0] * self.shape[1]
+        first = self.ranks.rank * self._share
+        return slice(min(first, every), min(first + self._share, every))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks, of which all make the same."""
+        return sum_over(x, self.ranks)
 
     def alike(self, x: Tensor) -> Tensor:
         """What all ranks computed alike, so that its gradient is counted once."""

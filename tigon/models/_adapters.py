@@ -53,7 +53,9 @@ def add_adapter(
     check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
-    install(model, name, config, plan(model, config), dtype, model.device)
+    parts = plan(model, config)
+    _check_ranks(model, parts)
+    install(model, name, config, parts, dtype, model.device)
     if model.device.type != "meta":
         begin_adapter(model, name, generator)
     choose(model, name, trained=True)
@@ -70,6 +72,35 @@ def check_new(model: LanguageModel, name: str) -> None:
         raise ValueError("there are no adapters on a model whose layers ranks share (mesh=)")
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("the model is sharded: add adapters before it is")
+
+
+def _check_ranks(model: LanguageModel, parts: Plan) -> None:
+    """Raises ValueError for a rank that is above the smaller side of every matrix that it is for.
+
+    Above that of some it is of use for the others, and PEFT has such adapters.
+    """
+    most: dict[int, int] = {}
+    for path, own in parts.items():
+        layer = model.get_submodule(path)
+        for part in own:
+            side = min(part.size, _columns(layer, part))
+            most[part.rank] = max(side, most.get(part.rank, 0))
+    for rank, side in most.items():
+        if rank > side:
+            raise ValueError(
+                f"rank={rank} of an adapter is above {side}, the rank of the largest matrix that "
+                f"it is for: give {side} or less"
+            )
+
+
+def _columns(layer: nn.Module, part: LoRAPart) -> int:
+    """Of the matrix that a part is added to."""
+    if isinstance(layer, Embedding):
+        return layer.embedding_dim
+    if isinstance(layer, Experts):
+        return layer.get_parameter(part.name).shape[2]
+    assert isinstance(layer, Linear | LMHead)
+    return layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
 
 
 def _check_free(model: LanguageModel) -> None:
@@ -109,12 +140,10 @@ def _of_layer(
     if isinstance(layer, Embedding):
         return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **how)
     if isinstance(layer, Experts):
-        columns = [layer.get_parameter(part.name).shape[2] for part in parts]
+        columns = [_columns(layer, part) for part in parts]
         return LowRankExperts(len(layer.down_proj), columns, parts, **how)
-    assert isinstance(layer, Linear | LMHead)
-    width = layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
     how |= {"dora": config.dora, "dropout": config.dropout, "place": place_of(path)}
-    return LowRank(width, parts, **how)
+    return LowRank(_columns(layer, parts[0]), parts, **how)
 
 
 def _end(model: LanguageModel, name: str) -> Embedding | LMHead:

@@ -18,9 +18,11 @@ from tigon.layers import (
     RMSNorm,
     Rotation,
     Routed,
+    SparseMoE,
     State,
     tally,
 )
+from tigon.layers.stream import Stream as Divided
 from tigon.models._config import SLIDING, Config, WindowedConfig, activation
 
 # The branch that is yet to be added to the stream, the stream, and the routing statistics
@@ -78,6 +80,8 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The MLP's branch, and its tally."""
+        if ctx.stream is not None and isinstance(self.mlp, SparseMoE) and self.mlp.divided:
+            return self._dispatch(self.mlp, x, ctx, ctx.stream)
         x = ctx.gathered(x, alone=isinstance(self.mlp, GatedMLP))
         y = self.mlp(x, *ctx.drawn)
         if not isinstance(y, Routed):
@@ -86,6 +90,16 @@ class Block(nn.Module):
             return ctx.summed(y.x), None
         counts = tally(y, ctx.real)
         return ctx.summed(y.x), counts if ctx.stream is None else ctx.stream.alike(counts)
+
+    def _dispatch(
+        self, mlp: SparseMoE, x: Tensor, ctx: Context, stream: Divided
+    ) -> tuple[Tensor, Tensor | None]:
+        """Where ranks that share the stream have whole experts, too: each sends its own tokens."""
+        y = mlp(stream.own(x), *map(stream.part, ctx.drawn))
+        if not ctx.routing:
+            return stream.joined(y.x), None
+        real = None if ctx.real is None else stream.part(ctx.real)
+        return stream.joined(y.x), stream.sum(tally(y, real))
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> State:
         """The mixer's; see MakeStates."""

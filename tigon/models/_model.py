@@ -32,7 +32,7 @@ from tigon.models._decoder import Decoder
 from tigon.models._layout import SCORE, Names
 from tigon.models._moe import ROUTING_METRICS, aux_loss_coef, balance_of
 from tigon.models._output import CausalLMOutput
-from tigon.models._split import split
+from tigon.models._split import Whole, split
 from tigon.models._targets import Targets, positions_at
 from tigon.weights import Cut
 
@@ -237,7 +237,7 @@ class LanguageModel(nn.Module):
             self.activation_checkpointing,
             bool(of_routing or (asked.targets.labels is not None and balanced)),
             self.activation_offload,
-            **self._dropout(mine, places) | part.options | partly,
+            **self._dropout(batch, part, places) | part.options | partly,
         )
         hidden = mine.with_padding(hidden, places)
         logits = given.get("return_logits")
@@ -264,10 +264,10 @@ class LanguageModel(nn.Module):
         partly = {} if self.tensor_ranks is None else {"summands": True}
         return self.model.embed_tokens(batch.input_ids, **partly), partly
 
-    def _dropout(self, batch: Batch, places: Tensor | None) -> dict[str, Any]:
+    def _dropout(self, batch: Batch, part: Whole, places: Tensor | None) -> dict[str, Any]:
         """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.
 
-        `places`: of the real tokens, where padding is.
+        `places`: of the real tokens of `part`, where padding is.
         """
         config = None if self.active_adapter is None else self.adapters[self.active_adapter]
         if config is None or not config.dropout or not self.training or batch.cache is not None:
@@ -275,8 +275,9 @@ class LanguageModel(nn.Module):
         keys, bounds = batch.dropout_keys, torch.iinfo(torch.int64)
         if keys is None:
             keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
-            if (ranks := self.tensor_ranks) is not None:  # the first one's on all
+            for ranks in filter(None, (self.tensor_ranks, self.context)):  # the first one's on all
                 keys = ranks.gather(keys)[: len(keys)]
+        keys = part.part(keys)
         return {"dropout_keys": keys if places is None else keys.flatten()[places][None]}
 
     def _resolve(

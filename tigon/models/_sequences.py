@@ -71,6 +71,11 @@ def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> T
     """`prefixes` as int64 [n, 2] on the host; None where no sequence has one."""
     if prefixes is None:
         return None
+    if prefixes.device.type == "cpu" and not on_host(prefixes):
+        raise ValueError(
+            "prefixes inside torch.compile, where nobody can look at them: make the batch with "
+            "Batch.of outside of it, and give model(batch=batch)"
+        )
     count = None if cu is None else len(cu) - 1
     if cu is None or not on_host(prefixes) or prefixes.shape != (count, 2):
         raise ValueError(

@@ -35,6 +35,10 @@ class Whole:
         """Those that this rank's head is to predict."""
         return counted
 
+    def part(self, x: Tensor) -> Tensor:
+        """Of x [B, T, ...], what belongs to this rank's tokens."""
+        return x
+
     def take(self, x: Tensor, counted: Targets) -> Tensor:
         """Of x [B, T, ...], what belongs to the positions of `targets(counted)`."""
         return counted.take(x)
@@ -78,13 +82,15 @@ class Split(Whole):
             None,
             batch.defaults,
             False,  # what the shards are of has padding
-            self._part(batch.dropout_keys),
         )
         super().__init__(mine)
         self.options = {"shard": self.shard}
 
     def _part(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else self.shard.part(x)
+        return None if x is None else self.part(x)
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.shard.part(x)
 
     def targets(self, counted: Targets) -> Targets:
         """At all positions of the shard, ignored where they are not kept."""

@@ -2,7 +2,7 @@
 
 from tigon.parallel.context import check_context, share_context
 from tigon.parallel.expert import check_experts, share_experts
-from tigon.parallel.gradients import find_tensor
+from tigon.parallel.gradients import TensorParallel, find_tensor
 from tigon.parallel.load import from_pretrained, tensor_dimension
 from tigon.parallel.mesh import Meshes, Place, Sizes
 from tigon.parallel.outline import take_part
@@ -14,6 +14,7 @@ __all__ = [
     "Meshes",
     "Place",
     "Sizes",
+    "TensorParallel",
     "check_context",
     "check_experts",
     "cut_model",

@@ -64,6 +64,8 @@ def _adapters(
         if isinstance(low, LowRank | LowRankExperts):
             layer = path.rpartition(".lora.")[0]
             experts = isinstance(low, LowRankExperts)
+            if experts and model.get_submodule(layer).shard is not None:  # whole experts' own
+                continue
             names = [part.name if experts else "weight" for part in low.parts]
             yield path, low, [cuts[f"{layer}.{name}"] for name in names]
 

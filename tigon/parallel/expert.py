@@ -3,7 +3,7 @@
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.layers import Experts
+from tigon.layers import Experts, LowRankExperts
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.models import CausalLM
@@ -27,13 +27,32 @@ def divide_experts(model: CausalLM, ranks: Ranks) -> None:
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
             continue
-        experts = len(module.down_proj)
-        own = experts // ranks.size
-        for name, whole in list(module.named_parameters(recurse=False)):
-            cut = Cut(tuple(whole.shape), 0, ((Rows(ranks.rank * own, 0, own), Copy()),))
-            model.cuts[f"{path}.{name}"] = cut
-            setattr(module, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-        module.shard = ExpertShard(ranks, experts)
+        module.shard = shard = ExpertShard(ranks, len(module.down_proj))
+        for at, inner in module.named_modules(prefix=path):
+            for name, whole in list(inner.named_parameters(recurse=False)):
+                if isinstance(inner, LowRankExperts):
+                    dim, pieces = _of_adapter(inner, name, shard)
+                else:
+                    dim, pieces = 0, [_own(shard)]
+                cut = Cut(tuple(whole.shape), dim, tuple((rows, Copy()) for rows in pieces))
+                model.cuts[f"{at}.{name}"] = cut
+                setattr(inner, name, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
+            if isinstance(inner, LowRankExperts):
+                inner.experts = shard.own
+
+
+def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> Rows:
+    """This rank's of all experts, of each so many rows; `before`: those of so many times all."""
+    first = before * shard.experts + shard.ranks.rank * shard.own
+    return Rows(first * unit, before * shard.own * unit, shard.own * unit)
+
+
+def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[Rows]]:
+    """The dimension of A or B that experts divide, and what the rank has of it."""
+    (part,) = (part for part in low.parts if name.endswith(f"_{part.name}"))
+    if name == low.name_of_a(part):
+        return 0, [_own(shard, part.rank)]
+    return 1, [_own(shard, before=r) for r in range(part.rank)]
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:
@@ -52,5 +71,3 @@ def check_experts(model: CausalLM, ranks: int) -> None:
                 f"parallel.expert={ranks} does not divide the {experts} experts of a layer of "
                 f"{model.config.architecture}"
             )
-    if model.adapters:
-        raise ValueError(f"parallel.expert={ranks} is not there for adapters")

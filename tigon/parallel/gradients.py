@@ -3,7 +3,7 @@
 Each of them finds a part, of its tokens or its heads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -25,44 +25,58 @@ class TensorParallel:
         of = {n: {p.copy.of for p in parts if p.copy} - {1} for n, parts in self.layout.items()}
         self.copied = {name for name, counts in of.items() if counts}  # in part, perhaps
         counts: set[int] = set().union(*of.values())
+        self.members: list[int] = mesh.mesh.tolist()  # of the process group
         self.alike = {self.ranks.size: self.ranks}
         for count in sorted(counts - {self.ranks.size}):
-            first = self.ranks.rank // count * count
-            neighbours = mesh.mesh.tolist()[first : first + count]
-            group = dist.new_group(neighbours, use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
-            self.alike[count] = Ranks.of(group)
+            self.alike[count] = self._neighbours(count)
 
-    @torch.no_grad()
+    def _neighbours(self, count: int) -> Ranks:
+        first = self.ranks.rank // count * count
+        of = self.members[first : first + count]
+        group = dist.new_group(of, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return Ranks.of(group)
+
+    def sum_apart(self) -> None:
+        """Of a model whose gradients are summed while backward goes on: by messages that neither
+        wait for those of the pass nor hold them up. Every rank calls this."""
+        self.alike[self.ranks.size] = self._neighbours(self.ranks.size)
+
     def sum_gradients(self, model: nn.Module) -> None:
         """Once a step, after its last backward pass, and before anything is made of gradients.
 
         Every rank calls this.
         """
+        self.sum_some(model.named_parameters())
+
+    @torch.no_grad()
+    def sum_some(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """As `sum_gradients`, of some of the model's parameters, the same on all ranks."""
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.alike}
-        for name, p, gradient in _gradients(model):
+        for name, p, gradient in _gradients(named):
             if name in self.copied:
                 for copy, block in self._blocks(name, p, gradient):
                     if copy.of > 1:
                         blocks[copy.of].append(block)
         for count, ranks in self.alike.items():
             if found := blocks[count]:
-                total = ranks.sum(torch.cat([block.flatten() for block in found]))
+                # In float32, so that a sum of bfloat16 is rounded once
+                total = ranks.sum(torch.cat([block.flatten() for block in found]).float())
                 each = total.split([block.numel() for block in found])
                 torch._foreach_copy_(
                     found, [x.view_as(b) for b, x in zip(found, each, strict=True)]
                 )
 
-    def counted(self, model: nn.Module) -> list[Tensor]:
-        """The gradients on this rank, and none that an earlier one has too."""
-        found = []
-        for name, p, gradient in _gradients(model):
+    def counted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients on this rank, and none that an earlier one has too; each with its
+        parameter, which may have several."""
+        for name, p, gradient in _gradients(named):
             if name in self.copied:
-                blocks = self._blocks(name, p, gradient)
-                found += [block for copy, block in blocks if not copy.number]
+                for copy, block in self._blocks(name, p, gradient):
+                    if not copy.number:
+                        yield p, block
             elif gradient.numel():
-                found.append(gradient)
-        return found
+                yield p, gradient
 
     def _blocks(self, name: str, p: Tensor, gradient: Tensor) -> Iterator[tuple[Copy, Tensor]]:
         _, first = own_rows(name, p)
@@ -71,9 +85,9 @@ class TensorParallel:
                 yield part.copy or Copy(), block
 
 
-def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Of each parameter that has one: its name, it, and what this rank has of its gradient."""
-    for name, p in model.named_parameters():
+    for name, p in named:
         if p.grad is not None:
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 

@@ -24,7 +24,7 @@ class Sizes:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # of the shards: neighbours that divide experts, and no factor of the ranks
+    expert: int = 1  # neighbours that divide experts, within a replica; no factor of the ranks
 
     @property
     def data(self) -> int:
@@ -35,6 +35,16 @@ class Sizes:
     def shards(self) -> int:
         """Ranks that divide the weights, besides those of tensor parallelism."""
         return self.fsdp * self.context
+
+    @property
+    def same(self) -> int:
+        """Ranks of a replica that have the same experts."""
+        return self.shards * self.tensor // self.expert
+
+    @property
+    def dividing(self) -> int:
+        """Ranks that FSDP is for: one where tensor parallelism divides all there is."""
+        return self.replicate * max(self.shards, self.same if self.expert > 1 else 1)
 
     @property
     def ranks(self) -> int:
@@ -61,13 +71,16 @@ class Meshes:
         whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         context = None
         if sizes.context > 1:
-            parts = (sizes.fsdp, sizes.context)
-            context = whole["shard"]._unflatten(0, parts, ("fsdp", "context"))["context"]
+            names = ("rows", "context", "tensor")
+            shape = (sizes.replicate * sizes.fsdp, sizes.context, sizes.tensor)
+            context = init_device_mesh(device, shape, mesh_dim_names=names)["context"]
         weights = whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"]
         expert, experts = None, weights
         if sizes.expert > 1:
-            parts = (sizes.shards // sizes.expert, sizes.expert)
-            apart = whole._unflatten(1, parts, ("same", "expert"))
+            # Neighbours across dimensions: those of tensor parallelism are the first of them
+            names = ("replicate", "same", "expert")
+            shape = (sizes.replicate, sizes.same, sizes.expert)
+            apart = init_device_mesh(device, shape, mesh_dim_names=names)
             expert = apart["expert"]
             experts = apart["replicate", "same"] if sizes.replicate > 1 else apart["same"]
         rows = dist.group.WORLD

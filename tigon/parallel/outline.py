@@ -14,10 +14,10 @@ def take_part(model: CausalLM, sizes: Sizes) -> None:
 
     ValueError for a model that cannot be divided so.
     """
+    if sizes.expert > 1:
+        divide_experts(model, Ranks("", 0, sizes.expert))
     if sizes.tensor > 1:
         cut_parts(model, Ranks("", 0, sizes.tensor))
     if sizes.context > 1:
         check_context(model, sizes.context)
         model.context = Ranks("", 0, sizes.context)
-    if sizes.expert > 1:
-        divide_experts(model, Ranks("", 0, sizes.expert))

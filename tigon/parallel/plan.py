@@ -3,26 +3,29 @@
 
 Projections into a block are cut by their outputs: by heads, by units of the MLP and of each expert.
 Those out of it are cut by their inputs, so that ranks have summands of what the block adds to the
-stream. Embedding and head are cut by tokens. All else every rank has whole. Packed projections are
+stream. Embedding and head are cut by tokens. All else every rank has whole, and so a mixture whose
+experts are divided whole: it computes with the rank's own tokens. Packed projections are
 cut part by part, [q; k; v] to [q_r; k_r; v_r], which is no placement of a DTensor: parameters are
 plain ones of the rank's own, which the model's layout describes, and fully_shard divides further.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels._vocabulary import VocabularyShard
-from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead
+from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
 from tigon.parallel.adapters import Pieces, adapter_cuts, check_adapters, share_adapters
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
-UNIT = 8  # outputs are cut at multiples of it where that leaves each rank some: kernels align
+# Outputs are cut at multiples of it where that leaves each rank some: kernels align, and products
+# of 8-bit floats need it
+UNIT = 16
 
 
 class How(NamedTuple):
@@ -124,6 +127,7 @@ def _kv(begin: int, count: int, dim: int, target: int, ranks: Ranks) -> tuple[Ro
 def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
     """Leave to each rank of the mesh its part; on the meta device, before the weights are read.
 
+    Experts that ranks are to have whole are divided before (`share_experts`), and stay as they are.
     ValueError for what ranks cannot share.
     """
     cut_parts(model, Ranks.of(mesh.get_group()))
@@ -133,13 +137,16 @@ def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
 def cut_parts(model: CausalLM, ranks: Ranks) -> None:
     """As `cut_model`, but for what is set up with the other ranks before the first step."""
     check(model, ranks.size)
-    tied = model.ties_head
-    cuts = dict(_cuts(model, ranks))
+    tied, before = model.ties_head, set(model.cuts)
+    apart = _apart(model)
+    cuts = dict(_cuts(model, ranks, apart))
     cuts |= adapter_cuts(model, cuts)
     model.cuts = {
         name: cut for name, cut in cuts.items() if not (tied and name == "lm_head.weight")
     }
     for name, cut in model.cuts.items():
+        if name in before:
+            continue
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
         whole: Tensor = module.get_parameter(own)
@@ -157,7 +164,7 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
         elif isinstance(module, Embedding | LMHead):
             module.vocabulary = vocabulary
         for kind, name in SUMMANDS.items():
-            if isinstance(module, kind):
+            if isinstance(module, kind) and module not in apart:
                 product = module.get_submodule(name)
                 assert isinstance(product, Linear)
                 product.summands = ranks.size
@@ -186,10 +193,18 @@ def check(model: CausalLM, ranks: int) -> None:
     check_adapters(model)
 
 
-def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:
+def _apart(model: CausalLM) -> set[nn.Module]:
+    """Mixtures whose experts are divided whole, and what is in them."""
+    moes = [m for m in model.modules() if isinstance(m, SparseMoE) and m.divided]
+    return {inner for moe in moes for inner in moe.modules()}
+
+
+def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterator[tuple[str, Cut]]:
     """Of every parameter."""
     hows: dict[str, tuple[nn.Module, How]] = {}
     for path, module in model.named_modules():
+        if module in apart:
+            continue
         rules = dict(next((PLAN[kind] for kind in PLAN if isinstance(module, kind)), {}))
         if isinstance(module, LMHead) and model.config.labels:  # a row for each score
             rules = {}
@@ -199,6 +214,9 @@ def _cuts(model: CausalLM, ranks: Ranks) -> Iterator[tuple[str, Cut]]:
             hows[f"{path}.{name}"] = module, how
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
+        if name in model.cuts:
+            yield name, model.cuts[name]
+            continue
         if name not in hows:
             every = (Rows(0, 0, shape[0]), Copy(ranks.rank, ranks.size))
             yield name, Cut(shape, 0, (every,))

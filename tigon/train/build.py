@@ -289,7 +289,8 @@ def without_fp8(config: Config, model: CausalLM) -> list[str]:
     if not left:
         return []
     listed = ", ".join(left[:4]) + (", ..." if len(left) > 4 else "")
-    return [f"fp8=true leaves in bfloat16 what has sizes that 16 does not divide: {listed}"]
+    sizes = "parts with sizes" if model.cuts else "sizes"
+    return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
 
 
 def check_machine(config: Config, world: World) -> None:

@@ -203,37 +203,42 @@ def check_parallel(config: Config) -> None:
             "which has all weights on each rank: give sharding=full"
         )
     tensor, expert = config.parallel.tensor, config.parallel.expert
-    if min(tensor, expert) > 1:
-        raise ValueError(
-            f"parallel.expert={expert} is not there for parallel.tensor={tensor}, which has a part "
-            "of each expert on each rank: leave one out"
-        )
     lora = config.lora
-    neither = {
-        "sharding": config.sharding != "full",
-        "cuda_graphs": config.cuda_graphs,
-        "optimizer_in_backward": config.optimizer_in_backward,
-    }
-    wrong = {
-        f"parallel.tensor={tensor}": neither
-        | {
-            "optimizer": config.optimizer == "muon",  # of whole matrices
-            "fp8": config.fp8,
-            "lora.dora": lora is not None and lora.dora,
-            "lora.quantize": lora is not None and lora.quantize is not None,
-            "lora.modules_to_save": lora is not None and bool({*lora.modules_to_save} - {"score"}),
+    graphs = config.cuda_graphs, "graphs hold no messages to other ranks"
+    wrong: dict[str, dict[str, tuple[bool, str]]] = {
+        f"parallel.tensor={tensor}": {
+            "cuda_graphs": graphs,
+            "lora.dora": (
+                lora is not None and lora.dora,
+                "it learns the lengths of whole rows, which ranks divide",
+            ),
+            "lora.quantize": (
+                lora is not None and lora.quantize is not None,
+                "ranks do not divide weights of few bits",
+            ),
+            "lora.modules_to_save": (
+                lora is not None and bool({*lora.modules_to_save} - {"score"}),
+                "ranks divide these, and an adapter has them whole",
+            ),
         },
-        f"parallel.expert={expert}": neither
-        | {"lora": lora is not None, "optimizer": config.optimizer == "muon"},
+        f"parallel.expert={expert}": {
+            "sharding": (
+                config.sharding != "full",
+                "it divides all weights over the same ranks, and experts have others",
+            ),
+            "cuda_graphs": graphs,
+        },
     }
     for dimension, found in wrong.items():
         if dimension.endswith("=1"):
             continue
-        for name in filter(found.get, found):
-            value = attrgetter(name)(config)
-            value = [*value] if isinstance(value, tuple) else str(value).lower()
-            said = name if name == "lora" else f"{name}={value}"
-            raise ValueError(f"{said} is not there for {dimension}: leave one of them out")
+        for name, (there, why) in found.items():
+            if there:
+                value = attrgetter(name)(config)
+                value = [*value] if isinstance(value, tuple) else str(value).lower()
+                raise ValueError(
+                    f"{name}={value} is not there for {dimension}: {why}; leave one of them out"
+                )
 
 
 def check_precision(config: Config) -> None:

@@ -1,6 +1,8 @@
 """Models that a run reads and does not train: references and teachers."""
 
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+import torch
+
+from tigon.models import MODELS, CausalLM, build, load_weights, materialize, read_config
 from tigon.parallel import cut_model, share_context, share_experts
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -19,21 +21,27 @@ def load_frozen(config: Config, world: World, path: str, tokenizer: Tokenizer | 
         check_vocabulary(path, tokenizer)
     compute = compute_dtype(config, world.device)
     model, weights = build(Repository(path), MODELS, dtype=compute)
-    if (tensor := meshes_of(world).tensor if world.size > 1 else None) is not None:
-        cut_model(model, tensor)
     if world.size > 1:
-        if (context := meshes_of(world).context) is not None:
-            share_context(model, context)
-        expert = meshes_of(world).expert
-        if expert is not None and has_experts(model):
-            share_experts(model, expert)
-        if meshes_of(world).weights.size() > 1:
+        meshes = meshes_of(world)
+        if meshes.expert is not None and has_experts(model):
+            share_experts(model, meshes.expert)
+        if meshes.tensor is not None:
+            cut_model(model, meshes.tensor)
+        if meshes.context is not None:
+            share_context(model, meshes.context)
+        if meshes.sizes.dividing > 1:
             shard(model, world, compute)
     materialize(model, world.device)
     load_weights(model, weights)
     model.use_attention(config.attention)
     model.requires_grad_(False)
     return model.eval()
+
+
+def outline_of(path: str) -> CausalLM:
+    """Such a model on the meta device, from its config.json alone."""
+    config = read_config(Repository(path), MODELS)[1]
+    return MODELS[config.model_type].from_config(config, dtype=torch.float32, device="meta")
 
 
 def check_vocabulary(path: str, tokenizer: Tokenizer) -> None:

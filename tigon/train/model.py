@@ -119,16 +119,16 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     compute = compute_dtype(config, world.device)
     if not is_sharded(config, world.size, compute):
         return
-    if (tensor := meshes_of(world).tensor) is not None:
-        cut_model(model, tensor)
-    if (context := meshes_of(world).context) is not None:
-        share_context(model, context)
-    if (expert := meshes_of(world).expert) is not None:
-        share_experts(model, expert)
-    weights = meshes_of(world).weights
+    meshes = meshes_of(world)
+    if meshes.expert is not None:
+        share_experts(model, meshes.expert)
+    if meshes.tensor is not None:
+        cut_model(model, meshes.tensor)
+    if meshes.context is not None:
+        share_context(model, meshes.context)
     if config.sharding == "gradients":
-        shard_gradients(model, weights, compute, sum_dtype(config))
-    elif is_sharded(config, weights.size(), compute):  # not where tensor parallelism does it all
+        shard_gradients(model, meshes.weights, compute, sum_dtype(config))
+    elif is_sharded(config, meshes.sizes.dividing, compute):
         shard(model, world, compute)
 
 
@@ -158,12 +158,21 @@ def finish(model: CausalLM, config: Config) -> CausalLM:
     if config.activation_checkpointing != "auto":  # or else estimate.budget chooses
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
-    kept = in_bfloat16(config, model)
-    for name, layer in projections(model):
-        layer.fp8 = config.fp8 and name not in kept and fits(layer.outline)
+    set_fp8(model, config)
     model.use_attention(config.attention)
     export_dtype(config, model)  # an error now, rather than when training is done
     return model.train()
+
+
+def set_fp8(model: CausalLM, config: Config) -> None:
+    """Which projections have products of 8-bit floats; again of a model that is divided since."""
+    kept = in_bfloat16(config, model)
+    for name, layer in projections(model):
+        # A whole one that fits has parts on all ranks that do, or on none
+        own = layer.outline.shape
+        cut = model.cuts.get(f"{name}.weight")
+        whole = own if cut is None else cut.shape
+        layer.fp8 = config.fp8 and name not in kept and fits(whole) and fits(own)
 
 
 def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:

@@ -18,7 +18,7 @@ class Parallel:
     context: int = setting(1, "ranks that divide the tokens of a row", least=1)
     tensor: int = setting(1, "ranks that divide each matrix and the tokens between them", least=1)
     expert: int = setting(
-        1, "of the fsdp x context ranks, those that divide the experts of each layer", least=1
+        1, "of fsdp x context x tensor ranks, those that divide the experts of each layer", least=1
     )
 
     def sizes(self, ranks: int) -> Sizes:
@@ -28,10 +28,10 @@ class Parallel:
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
         sizes = Sizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
         if sizes.ranks == ranks:
-            if sizes.shards % self.expert:
+            if sizes.shards * self.tensor % self.expert:
                 raise ValueError(
                     f"parallel.expert={self.expert} does not divide the ranks that share the "
-                    f"weights, fsdp {fsdp} x context {self.context}"
+                    f"weights, fsdp {fsdp} x context {self.context} x tensor {self.tensor}"
                 )
             return sizes
         numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from tigon.models import aux_loss_coef
+from tigon.models import CausalLM, aux_loss_coef
 from tigon.train import checkpoint
-from tigon.train.config import Config, parallel_of
+from tigon.train.config import Config
+from tigon.train.frozen import outline_of
 from tigon.train.model import outline
 from tigon.train.objectives import Objective
 from tigon.train.resume import AFRESH
@@ -50,8 +51,17 @@ def _obstacle(config: Config, source: Path | None) -> str | None:
     model = outline(config, torch.float32, source)
     if aux_loss_coef(model.config) and config.task != "reward":
         return "the balance of experts, which is part of the loss, counts each answer's own prompt"
-    if model.config.num_attention_heads % (ranks := parallel_of(config).context):
-        return f"the {ranks} ranks of parallel.context share each row's queries, beyond its heads"
-    if not model.model.shares_prefixes or not model.causal:
-        return f"not all layers of {type(model).__name__} are causal attention"
+    for read in filter(None, (model, _reference(config, source))):
+        if not read.model.shares_prefixes or not read.causal:
+            return f"not all layers of {type(read).__name__} are causal attention"
     return None
+
+
+def _reference(config: Config, source: Path | None) -> CausalLM | None:
+    """Another model that reads the same rows, if there is one."""
+    try:
+        return outline_of(config.reference) if config.reference else None
+    except OSError:
+        if source is None:
+            raise
+        return None  # a run that goes on has its log-probabilities in the cache

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.weights.layout import Layout, Part, fills
 from tigon.weights.pieces import Entry, Piece, cut
-from tigon.weights.plan import Lines, Local, local_part
+from tigon.weights.plan import Lines, Local, local_part, own_columns
 from tigon.weights.ranks import Ranks
 
 
@@ -75,7 +75,7 @@ def _blocks(part: Part, local: Local) -> list[Piece]:
     lines, found = Lines(local, single=single), []
     for source, target, length in part.lines(local.shape):
         for line, block in lines.within(target, target + length):
-            rows = block.view(-1) if single else block
+            rows = block.view(-1) if single else own_columns(part, block)
             columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
             column, read = part.column + lines.column, partial(rows.narrow, 0)
             found.append(Piece(source + line - target, len(rows), read, column, columns))

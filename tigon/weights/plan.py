@@ -160,12 +160,19 @@ class Lines:
                 yield low, self.memory[at + low : at + high]
 
 
+def own_columns(part: Part, lines: Tensor) -> Tensor:
+    """Of lines of a parameter, the columns that are the part's; others are those of other parts."""
+    if not part.spans or part.spans[-1].length == lines.shape[-1]:
+        return lines
+    return lines.narrow(-1, part.spans[-1].target, part.spans[-1].length)
+
+
 def runs_of(part: Part, info: TensorInfo | Decoded, lines: Lines) -> Iterator[Run | Decoding]:
     """What has to be read of a part for the lines that this rank has."""
     width, column = part.shape[-1] if len(part.shape) > 1 else 1, part.column + lines.column
     for source, target, length in part.lines(lines.shape):
-        for line, out in lines.within(target, target + length):
-            at = source + line - target
+        for line, memory in lines.within(target, target + length):
+            at, out = source + line - target, own_columns(part, memory)
             if isinstance(info, TensorInfo):
                 offset = info.offset + at * width * info.dtype.itemsize
                 yield Run(info.path, offset, info.dtype, width, column, out)

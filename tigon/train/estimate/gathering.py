@@ -39,11 +39,12 @@ def shared_experts(module: nn.Module) -> Iterator[Experts]:
 
 
 def ranks_of(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
-    """By how many of `world` ranks FSDP2 divides each parameter."""
+    """Over how many ranks FSDP2 divides each parameter: `world`, or those with the same experts."""
     found = dict.fromkeys(model.parameters(), world)
+    every = world if model.tensor_ranks is None else world * model.tensor_ranks.size
     for experts in shared_experts(model):
         assert experts.shard is not None
-        found |= dict.fromkeys(experts.parameters(), world // experts.shard.ranks.size)
+        found |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
     return found
 
 

@@ -10,6 +10,7 @@ around it, which `gathering` adds, or what sharding=gradients does, which `reduc
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +22,7 @@ from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded, ranks_of
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
-from tigon.train.model import is_sharded, sum_dtype
+from tigon.train.model import is_sharded, set_fp8, sum_dtype
 from tigon.train.objectives import Objective
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parts_of, state_bytes
 
@@ -66,8 +67,9 @@ def estimate(
     """
     param_dtype = getattr(torch, config.param_dtype)
     sizes = sizes_of(config, world)
-    sharded = is_sharded(config, sizes.replicate * sizes.shards, compute)
+    sharded = is_sharded(config, sizes.dividing, compute)
     take_part(model, sizes)
+    set_fp8(model, config)
     freeze(model, config)
     shares = ranks_of(model, sizes.shards)
     hidden = hidden_matrices(model)
@@ -165,17 +167,25 @@ def _free_together(part: list[nn.Parameter], meter: Meter) -> None:
 
 
 def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
-    """A micro-batch of full rows on the meta device, with an objective's columns."""
+    """A micro-batch of full rows on the meta device, with an objective's columns.
+
+    Where prompts are shared they are all of a row: how long they are is not known before the data
+    are, and this is when attention copies most of their keys and values.
+    """
     options: dict[str, Any] = {"device": "meta"}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
-    sequences = rows * of.group
+    sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
+    if of.share_prompts:
+        longest = tokens - 1
+        prefixes = np.array([[0, 0], [0, longest]]) + tokens * np.arange(rows)[:, None, None]
+        prefixes = prefixes.reshape(-1, 2)
     per_token = {"supervised": torch.bool, **of.per_token}
     return MicroBatch(
         input_ids=ids,
         position_ids=torch.zeros_like(ids),
         attention_mask=None,
         cu_seq_lens=torch.zeros(sequences + 1, dtype=torch.int32, **options),
-        longest=-(-tokens // of.group),
+        longest=longest,
         spans=torch.zeros(sequences, 2, dtype=torch.int64, **options),
         parts=torch.zeros(sequences, dtype=torch.int64, **options),
         per_token={n: torch.ones(rows, tokens, dtype=d, **options) for n, d in per_token.items()},
@@ -183,4 +193,5 @@ def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective
             n: torch.ones(sequences, dtype=d, **options) for n, d in of.per_example.items()
         },
         sources=(),
+        prefixes=prefixes,
     )

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from tigon.data.examples import counted
-from tigon.layers import Attention, SparseMoE
+from tigon.kernels._rebuilt import notes
+from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.shared_attention import heads_sent
@@ -127,10 +128,14 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
     tokens, own = -(-config.seq_len // context), "each of {} ranks has "
     numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
 
-    def sends(size: float, what: str) -> str:
+    def sends(size: float, what: str, backward: float = 1.0) -> str:
+        """`backward`: how often it sends as much in the backward pass."""
+        forward = numbers * size / 2**20
+        recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
         return (
-            f"in the forward pass of a layer it sends {numbers * size / 2**20:,.1f} MiB of {what} "
-            "to the others, and in the backward pass as much"
+            f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
+            f"and {backward * forward:,.1f} in the backward pass"
+            f"{recomputed if config.activation_checkpointing else ''}"
         )
 
     if context > 1:
@@ -141,14 +146,20 @@ def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
         lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
         has = f"{own.format(tensor)}a part of each matrix"
-        # All tokens of the stream to attention and to the MLP, and what they add to it
-        size = 4 * model.config.hidden_size * (tensor - 1) / tensor
-        lines.append(f"tensor: {has}; {sends(size, 'the stream')}")
+        dim = model.config.hidden_size
+        # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
+        # experts none
+        dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
+        # Their gradients, and the tokens once more, unless they are so few that they stay
+        backward = 1.5 if notes(numbers * dim) else 1.0
+        size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
+        lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
     if expert > 1:
         layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
         experts = len(layer.experts.down_proj)
         has = f"{own.format(expert)}{experts // expert} experts of a layer"
-        rows = ExpertShard(Ranks("", 0, expert), experts).rows(tokens, layer.per_token)
+        shard = ExpertShard(Ranks("", 0, expert), experts)
+        rows = shard.rows(-(-tokens // tensor), layer.per_token)
         # A token once to each rank that has any of its experts, and back
         size = 2 * (expert - 1) * rows * model.config.hidden_size / tokens
         evenly = "if all experts are chosen as often, which the memory below counts on, too"

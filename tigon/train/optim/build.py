@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
+from tigon.parallel import find_tensor
 from tigon.train.config import Config
 from tigon.train.optim import low_precision
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
@@ -47,10 +48,11 @@ def item_bytes(config: Config) -> int:
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
-    rows = hidden_matrices(model)
+    rows, cuts = hidden_matrices(model), model.cuts
+    named = dict(model.named_parameters())
     return Muon(
         parameter_groups(model, config, rows),
-        {p: rows[name] for name, p in model.named_parameters() if name in rows},
+        {named[name]: heights for name, heights in rows.items()},
         lr=config.lr,
         momentum=0.95 if config.momentum is None else config.momentum,
         nesterov=config.nesterov is not False,
@@ -60,6 +62,9 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         eps=config.eps,
         # CPUs without bf16 units would take longer for less
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
+        cuts={named[name]: cut for name, cut in cuts.items()},
+        tensor=find_tensor(model),
+        like=next(model.parameters()),
     )
 
 

@@ -44,7 +44,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Every rank calls this.
     """
     parameters = list(model.parameters())
-    gradients, counted = [*_of_rank(parameters).values()], _counted(model)
+    gradients = [g for _, g in _of_rank(parameters)]
+    counted = _counted(model)
     norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else ()
     norm = _of_norms(norms, model)
     if max_norm and gradients:
@@ -55,49 +56,61 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 class NormInParts:
     """The same norm, of gradients of which a part is there at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._kernels: dict[Hashable, SquaredNorm] = {}  # which keep tables of each part
         self._squares: list[Tensor] = []  # float64, of parts by kernel
-        self._norms: dict[Tensor, Tensor] = {}  # float32, of each of the other parameters
+        # float32, of each of the other parameters, or of what is counted of it
+        self._norms: dict[Tensor, list[Tensor]] = {}
 
     def begin(self) -> None:
         self._squares, self._norms = [], {}
 
     @torch.no_grad()
-    def add(self, name: Hashable, parameters: Sequence[Tensor], *, by_kernel: bool) -> None:
-        """The gradients of a part, which `name` tells from the others."""
-        found = _of_rank(parameters)
+    def add(self, part: Hashable, named: Mapping[str, Tensor], *, by_kernel: bool) -> None:
+        """The gradients of a part, which `part` tells from the others."""
+        found = _counted_of(self._model, named.items())
         if not found:
             return
+        gradients = [gradient for _, gradient in found]
         if by_kernel:
-            kernel = self._kernels.setdefault(name, SquaredNorm())
-            self._squares.append(kernel([g.contiguous() for g in found.values()]))
-        else:
-            norms = torch._foreach_norm([*found.values()], 2, dtype=torch.float32)
-            self._norms |= zip(found, norms, strict=True)
+            kernel = self._kernels.setdefault(part, SquaredNorm())
+            self._squares.append(kernel([g.contiguous() for g in gradients]))
+            return
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        for (p, _), norm in zip(found, norms, strict=True):
+            self._norms.setdefault(p, []).append(norm)
 
     @torch.no_grad()
-    def total(self, model: nn.Module) -> Tensor:
-        """Of all parts, which are gradients of the model's. Every rank calls this."""
-        parameters = list(model.parameters())
-        norms = [self._norms[p] for p in parameters if p in self._norms]
+    def total(self) -> Tensor:
+        """Of all parts. Every rank calls this."""
+        model = self._model
+        norms = [norm for p in model.parameters() for norm in self._norms.get(p, ())]
         if not self._squares:
             return _of_norms(norms, model)
         squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
         return _over_ranks(squares.sum(), model).sqrt().float()
 
 
-def _of_rank(parameters: Iterable[Tensor]) -> Mapping[Tensor, Tensor]:
-    """The gradients that are there, without the empty ones: a rank may have no rows of some."""
-    found = {p: local(p.grad) for p in parameters if p.grad is not None}
-    return {p: g for p, g in found.items() if g.numel()}
+def _of_rank(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The gradients that are there, with their parameters, without the empty ones: a rank may have
+    no rows of some."""
+    found = [(p, local(p.grad)) for p in parameters if p.grad is not None]
+    return [(p, g) for p, g in found if g.numel()]
 
 
 def _counted(model: nn.Module) -> list[Tensor]:
     """This rank's gradients; what ranks of tensor parallelism have alike is counted on one."""
+    return [gradient for _, gradient in _counted_of(model, model.named_parameters())]
+
+
+def _counted_of(
+    model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """As `_counted`, of some of the model's parameters, each with its own."""
     if (tensor := find_tensor(model)) is not None:
-        return tensor.counted(model)
-    return [*_of_rank(model.parameters()).values()]
+        return list(tensor.counted(named))
+    return _of_rank(p for _, p in named)
 
 
 def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:

@@ -12,6 +12,7 @@ from tigon.layers.moe import Experts
 from tigon.models import CausalLM, adapter_parameters
 from tigon.train.config import Config
 from tigon.train.settings import ParameterGroup
+from tigon.weights import Cut
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -72,8 +73,9 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """The matrices of the blocks but for routers: by parameter, the rows of each in turn.
 
     q, k and v, gate and up, and all experts are matrices of their own. Rows are those of the
-    parameter's flattening [-1, last dim].
+    parameter's flattening [-1, last dim], of the whole one where ranks divide it.
     """
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
     moes = [module for _, module in modules if isinstance(module, SparseMoE)]
     routers = {id(router) for moe in moes for router in (moe.gate, moe.shared_expert_gate)}
@@ -83,9 +85,9 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
             parts = module.parts if isinstance(module, FusedLinear) else (module.out_features,)
             found[f"{path}.weight"] = parts
         elif isinstance(module, Experts):
-            experts, both, _ = module.gate_up_proj.shape
-            found[f"{path}.gate_up_proj"] = (both // 2,) * (2 * experts)
-            found[f"{path}.down_proj"] = (module.down_proj.shape[1],) * experts
+            for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
+                whole = cuts.get(f"{path}.{name}", module.get_parameter(name)).shape
+                found[f"{path}.{name}"] = (whole[1] // count,) * (count * whole[0])
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.models import CausalLM
-from tigon.parallel import in_order
+from tigon.parallel import find_tensor, in_order
 from tigon.train.config import Config
 from tigon.train.optim.clip import NormInParts
 from tigon.train.optim.fused import runs_fused
@@ -37,7 +37,11 @@ class InBackward:
 
     def __init__(self, model: CausalLM, optimizer: Stored) -> None:
         """The optimizer has all parameters that are trained, and sets no gradient itself."""
-        self.model, self.optimizer, self.norm = model, optimizer, NormInParts()
+        self.optimizer, self.norm = optimizer, NormInParts(model)
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.tensor = find_tensor(model)
+        if self.tensor is not None:
+            self.tensor.sum_apart()
         self.under_way = False  # also after a backward that has failed
         self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
         self._waited: bool | None = None  # `finite`, on the host
@@ -72,7 +76,7 @@ class InBackward:
         for part in self.parts:  # of which some have had none
             self._update(part)
         self.under_way = False
-        return self.norm.total(self.model)
+        return self.norm.total()
 
     def take_back(self) -> None:
         """After a loss that was not finite: the update that changed nothing is no step."""
@@ -102,16 +106,18 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, part: Part) -> None:
-        given = [p for p in part.parameters if p.grad is not None]
+        given = {self.names[p]: p for p in part.parameters if p.grad is not None}
         if not given:
             return
-        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, given))
+        if self.tensor is not None:
+            self.tensor.sum_some(given.items())
+        by_kernel = self.optimizer.fused is not None and all(map(runs_fused, given.values()))
         self.norm.add(part.number, given, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
             scale = self.scale if by_kernel else None
             self.optimizer.update(part.groups.items(), part.number, scale)
-            self._updated += given
-        for p in given:
+            self._updated += given.values()
+        for p in given.values():
             p.grad = None
 
     def _is_finite(self) -> bool:

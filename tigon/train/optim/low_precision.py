@@ -19,6 +19,7 @@ from tigon.train.optim.formats import BFloat16, EightBit, Float32, Format, State
 from tigon.train.optim.fused import Fused, runs_fused
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.offload import Memory
+from tigon.train.optim.positions import Run, positions, runs_of
 from tigon.train.optim.rounding import draws, round_stochastically
 from tigon.train.optim.rules import SGD, AdamW, Rule
 from tigon.train.parallel import local
@@ -35,7 +36,8 @@ class Piece(NamedTuple):
     gradient: Tensor  # [R, C]
     formats: Mapping[str, Format]  # of each of the rule's states
     states: States  # [R, ...]
-    position: int  # of its first element among all of the model
+    runs: Sequence[Run]  # of the parameter
+    first: int  # of its elements, among those that this rank has of the parameter
     step: int  # from 1
 
 
@@ -57,15 +59,15 @@ class Stored(Optimizer):
         defaults: dict[str, Any],
         *,
         format_of: Callable[[Tensor, str], Format],
-        positions: Mapping[Tensor, int],
+        runs: Mapping[Tensor, Sequence[Run]],
         seed: int,
         stochastic: bool,
         memory: Memory,
     ) -> None:
         """`defaults`: what the rule reads from groups that lack it; `format_of(parameter, state)`;
-        `positions`: of the first element that this rank has of each parameter, among all of the
-        model; `stochastic`: rounding of bfloat16 weights, else to nearest."""
-        self.rule, self.positions, self.seed = rule, positions, seed
+        `runs`: where in the model the elements are that this rank has of each parameter;
+        `stochastic`: rounding of bfloat16 weights, else to nearest."""
+        self.rule, self.runs, self.seed = rule, runs, seed
         self.format_of, self.stochastic, self.memory = format_of, stochastic, memory
         self.formats: dict[Tensor, dict[str, Format]] = {}
         self.converted: set[Tensor] = set()  # whose update needs copies of what is kept
@@ -117,7 +119,7 @@ class Stored(Optimizer):
             if self.fused is not None:
                 by_kernel = [p for p in given if runs_fused(p)]
                 key = name, i
-                self.fused.update(key, group, by_kernel, self.state, self.positions, scale)
+                self.fused.update(key, group, by_kernel, self.state, self.runs, scale)
                 if len(by_kernel) == len(given):
                     continue
                 given = [p for p in given if not runs_fused(p)]
@@ -184,7 +186,8 @@ class Stored(Optimizer):
                     gradient[here],
                     self.formats[p],
                     {name: tensor[here] for name, tensor in rows.items()},
-                    self.positions[p] + row * columns,
+                    self.runs[p],
+                    row * columns,
                     int(state["step"]),
                 )
 
@@ -206,8 +209,10 @@ class Stored(Optimizer):
         bits: list[Tensor | None] = [None] * (1 + len(values))
         rounds = self.stochastic and piece.weight.dtype == torch.bfloat16
         if rounds or any(isinstance(form, BFloat16) for form in piece.formats.values()):
-            drawn = draws(self.seed, piece.step, piece.position, weight.numel(), weight.device)
-            bits = [sixteen(drawn.view_as(weight), i) for i in range(len(bits))]
+            end = piece.first + weight.numel()
+            at = positions(piece.runs, piece.first, end, weight.device)
+            drawn = draws(self.seed, piece.step, at.view_as(weight))
+            bits = [sixteen(drawn, i) for i in range(len(bits))]
         of_weight, *of_states = bits
         if rounds:
             assert of_weight is not None
@@ -282,23 +287,21 @@ def _stored(
     format_of: Callable[[Tensor, str], Format],
     **defaults: Any,
 ) -> Optimizer:
-    positions: dict[Tensor, int] = {}
+    runs: dict[Tensor, tuple[Run, ...]] = {}
     cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
     count = 0
     for name, p in model.named_parameters():
-        _, first = own_rows(name, p)
+        own, row = own_rows(name, p)
         cut = cuts.get(name)
-        if cut is not None and cut.dim == 0 and len(cut.pieces) == 1:
-            first += cut.pieces[0][0].source
-        positions[p] = count + first * math.prod(p.shape[1:])
-        # What several ranks of tensor parallelism have must be rounded alike on all of them
+        # What several ranks of tensor parallelism have is rounded alike on all of them
+        runs[p] = runs_of(cut, row * math.prod(p.shape[1:]), own.numel(), count)
         count += p.numel() if cut is None else math.prod(cut.shape)
     return Stored(
         parameter_groups(model, config),
         rule,
         {"lr": config.lr, "weight_decay": 0.0, **defaults},
         format_of=format_of,
-        positions=positions,
+        runs=runs,
         seed=config.seed,
         stochastic=config.stochastic_rounding,
         memory=Memory(next(model.parameters()).device, config.optimizer_offload),

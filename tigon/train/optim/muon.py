@@ -1,11 +1,11 @@
-"""Muon of sharded parameters: each hidden matrix is orthogonalised by one rank.
+"""Muon of parameters that ranks divide: each hidden matrix is orthogonalised by one rank.
 
 # K matrices, [M, N] each
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from math import prod, sqrt
+from math import sqrt
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tigon.train.optim.exchange import Copy, Matrix, Round, plan, rows_of_ranks
+from tigon.parallel import TensorParallel
+from tigon.train.optim.exchange import Block, Copy, Matrix, Move, Round, blocks_of, plan
 from tigon.train.parallel import local
-from tigon.weights import own_rows, row_group
+from tigon.weights import Cut, row_group
 
 T = TypeVar("T")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's, and so is EPS
@@ -29,12 +30,16 @@ ADJUST: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """torch.optim.Muon for the matrices of parameters that FSDP2 shards, and AdamW for the rest.
+    """torch.optim.Muon for matrices that ranks divide, and AdamW for the rest.
 
     `matrices` says of each parameter in the groups with `hidden` how many rows each of its
-    matrices has, of its flattening [-1, last dim]; the other groups are AdamW's. Momentum has the
-    shape and the sharding of the parameter. In each step the matrices are dealt to the ranks by
-    cost; their rows travel there and, orthogonalised, back, in `dtype`.
+    matrices has, of the whole one's flattening [-1, last dim]; the other groups are AdamW's.
+    `cuts`: which part of a whole one this rank's parameter is, where tensor or expert parallelism
+    divides it; FSDP divides the rows of that further. Momentum is divided as the parameter is.
+
+    In each step the matrices are dealt by cost to the ranks that divide them: FSDP's of `like`,
+    times those of `tensor`. What each rank has of a matrix travels there and, orthogonalised, back,
+    in `dtype`.
     Source: Keller Jordan, kellerjordan.github.io/posts/muon; match_rms_adamw: arXiv 2502.16982.
     """
 
@@ -51,7 +56,11 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         dtype: torch.dtype = torch.bfloat16,
+        cuts: Mapping[Tensor, Cut],
+        tensor: TensorParallel | None,
+        like: Tensor,
     ):
+        self.cuts, self.tensor, self.like = cuts, tensor, like
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         self.adjust, self.dtype, self.matrices = ADJUST[adjust_lr_fn], dtype, matrices
         rest = [group for group in groups if not group["hidden"]]
@@ -59,6 +68,7 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": lr})  # of the same dictionaries
         self.planned: list[int] = []  # ids of the parameters of the rounds
         self.rounds: list[Round] = []
+        self.exchange: _Exchange | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -83,9 +93,12 @@ class Muon(Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
         for decay, same in _by([1 - g["lr"] * g["weight_decay"] for g in groups], weights):
             torch._foreach_mul_(same, decay)
+        exchange = self.exchange
+        if exchange is None:
+            group = _group(self.like, self.tensor)
+            exchange = self.exchange = _Exchange(group, parameters[0].device, self.dtype)
         if self.planned != (known := [id(p) for p in parameters]):
-            self.planned, self.rounds = known, self._plan(parameters)
-        exchange = _Exchange(parameters[0], self.dtype)
+            self.planned, self.rounds = known, self._plan(parameters, exchange)
 
         def send(turn: Round) -> "_Message":
             momenta = _slices(turn.out, buffers)
@@ -115,25 +128,15 @@ class Muon(Optimizer):
             batch.copy_(orthogonalise(batch, self.ns_steps))
             begin += batch.numel()
 
-    def _plan(self, parameters: list[Tensor]) -> list[Round]:
-        matrices, bounds = [], []
-        mesh = parameters[0].device_mesh if isinstance(parameters[0], DTensor) else None
-        # Of the last dimension, along which rows are divided
-        ranks, rank = (
-            (1, 0) if mesh is None else (mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
-        )
+    def _plan(self, parameters: list[Tensor], exchange: "_Exchange") -> list[Round]:
+        matrices: list[Matrix] = []
+        own: list[Block] = []
         for i, p in enumerate(parameters):
-            first = 0
-            for rows in self.matrices[p]:
-                matrices.append(Matrix(i, first, rows, p.shape[-1]))
-                first += rows
-            bounds.append(rows_of_ranks(p.shape, ranks))
-            own, begin = own_rows(f"parameter {i}", p)
-            begin *= prod(p.shape[1:-1])
-            has = begin, begin + own.numel() // p.shape[-1]
-            if own.numel() and has != bounds[i][rank]:
-                raise ValueError(f"rank {rank} has rows {has}, not {bounds[i][rank]} as in FSDP2")
-        return plan(matrices, bounds, rank)
+            heights, cut = self.matrices[p], self.cuts.get(p)
+            own += blocks_of(p, i, heights, len(matrices), cut)
+            cols = p.shape[-1] if cut is None else cut.shape[-1]
+            matrices += [Matrix(rows, cols) for rows in heights]
+        return plan(matrices, *exchange.of_all(own))
 
 
 def orthogonalise(
@@ -163,14 +166,36 @@ class _Message:
         return self._elements
 
 
-class _Exchange:
-    """Sends rows of matrices to the ranks that own these, and back."""
+def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | None:
+    """The ranks that divide the matrices, if there are several. All of them call this."""
+    rows = row_group(like) if isinstance(like, DTensor) else None
+    if tensor is None:
+        return rows if rows is not None and rows.size() > 1 else None
+    each: list[list[int]] = [tensor.members]
+    if rows is not None:
+        each *= rows.size()
+        dist.all_gather_object(each, tensor.members, rows)
+    every = sorted(rank for members in each for rank in members)
+    group = dist.group.WORLD
+    if len(every) < dist.get_world_size():
+        group = dist.new_group(every, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
-    def __init__(self, like: Tensor, dtype: torch.dtype):
-        self.group = None
-        if isinstance(like, DTensor) and like.device_mesh.size(-1) > 1:
-            self.group = row_group(like)
-        self.device, self.dtype = like.device, dtype
+
+class _Exchange:
+    """Sends blocks of matrices to the ranks that own these, and back."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype):
+        self.group, self.device, self.dtype = group, device, dtype
+
+    def of_all(self, own: list[Block]) -> tuple[list[list[Block]], int]:
+        """The blocks of each rank, and which this one is."""
+        if self.group is None:
+            return [own], 0
+        every: list[list[Block]] = [own] * self.group.size()
+        dist.all_gather_object(every, own, self.group)
+        return every, self.group.rank()
 
     def gather(self, turn: Round, updates: list[Tensor]) -> _Message:
         """This rank's part of all matrices of the round, to their owners."""
@@ -185,16 +210,15 @@ class _Exchange:
         if len(turn.moves) <= 1:
             return elements
         matrices = self._empty(turn.sizes_in)
-        torch._foreach_copy_(*_both(turn, matrices, elements))
+        _copy(turn.moves, elements, matrices)
         return matrices
 
     def scatter(self, turn: Round, matrices: Tensor) -> tuple[Tensor, ...]:
-        """The rows of own matrices to whom they belong; returns what `gather` had, changed."""
+        """The blocks of own matrices to whom they belong; returns what `gather` had, changed."""
         elements = matrices
         if len(turn.moves) > 1:
             elements = self._empty(turn.sizes_in)
-            ours, theirs = _both(turn, matrices, elements)
-            torch._foreach_copy_(theirs, ours)
+            _copy(turn.moves, elements, matrices, back=True)
         back = self._send(elements, turn.sizes_in, turn.sizes_out).wait()
         return back.split([c.length for c in turn.out])
 
@@ -209,12 +233,23 @@ class _Exchange:
         return torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
 
 
-def _both(turn: Round, matrices: Tensor, elements: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The pieces of the matrices, and the same of the message."""
-    return (
-        [matrices.narrow(0, m.target, m.length) for m in turn.moves],
-        [elements.narrow(0, m.source, m.length) for m in turn.moves],
-    )
+def _copy(moves: Sequence[Move], message: Tensor, matrices: Tensor, *, back: bool = False) -> None:
+    """The elements of a message to matrices, or `back`."""
+    whole = [m for m in moves if m.rows == 1]
+    pairs = [
+        (
+            [message.narrow(0, m.source, m.length) for m in whole],
+            [matrices.narrow(0, m.target, m.length) for m in whole],
+        )
+    ]
+    for m in moves:  # apart: torch copies tensors one by one if any of them has gaps
+        if m.rows > 1:
+            given = message.narrow(0, m.source, m.length).view(m.rows, m.cols)
+            lines = matrices.as_strided((m.rows, m.cols), (m.step, 1), m.target)
+            pairs.append(([given], [lines]))
+    for theirs, ours in pairs:
+        if ours:
+            torch._foreach_copy_(*((theirs, ours) if back else (ours, theirs)))
 
 
 def _slices(copies: Sequence[Copy], of: Sequence[Tensor]) -> list[Tensor]:

@@ -11,15 +11,15 @@ from torch import Tensor
 from tigon.splitmix import GOLDEN, WORD, mix_, mixed, signed
 
 
-def draws(seed: int, step: int, first: int, count: int, device: torch.device) -> Tensor:
-    """64 random bits, int64 [count], for the elements from position `first` of the model on.
+def draws(seed: int, step: int, positions: Tensor) -> Tensor:
+    """64 random bits, int64, for elements by their positions in the whole model, int64.
 
     SplitMix64 (Steele, Lea and Flood, 2014), whose n-th output can be had without those before:
     each step of each seed has its own stream, each element its place there. So the bits depend
-    neither on the number of ranks nor on where a run was interrupted.
+    neither on how ranks divide the model (positions.py) nor on where a run was interrupted.
     """
-    bits = torch.arange(first + 1, first + 1 + count, device=device)
-    return mix_(bits.mul_(signed(GOLDEN)).add_(stream(seed, step)))
+    bits = positions * signed(GOLDEN)
+    return mix_(bits.add_(signed((stream(seed, step) + GOLDEN) & WORD)))
 
 
 def stream(seed: int, step: int) -> int:

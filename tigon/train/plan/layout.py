@@ -46,7 +46,7 @@ class Layout:
     micro_batches: int = 1  # of a step, on each rank
     checkpointing: bool | int = False
     sharding: Any = "full"
-    expert: int = 1  # of the shards: neighbours that divide experts, and no factor of the ranks
+    expert: int = 1  # neighbours that divide experts, within a replica; no factor of the ranks
 
     @property
     def data(self) -> int:
@@ -113,8 +113,8 @@ def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
                 if fsdp > 1 or fsdp == left:
                     mesh = Layout(left // fsdp, fsdp, context, tensor)
                     yield mesh
-                    for expert in divisors(mesh.shards)[1:]:
-                        if tensor == 1 and experts and experts % expert == 0:
+                    for expert in divisors(mesh.shards * tensor)[1:] if experts else ():
+                        if experts % expert == 0:
                             yield replace(mesh, expert=expert)
 
 

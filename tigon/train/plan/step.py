@@ -166,24 +166,23 @@ def inner(job: Job, layout: Layout, model: CausalLM) -> tuple[Time, Time]:
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
     tokens = layout.rows * job.seq_len // layout.context
     hidden = BF16 * tokens * model.config.hidden_size
-    layers = len(model.model.layers)
-    # Two branches of each block; embedding and head
+    layers, moes = len(model.model.layers), [m for m in model.modules() if isinstance(m, SparseMoE)]
+    # Two branches of each block, but for experts that ranks have whole; embedding and head
+    branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
     each = tensor.gather(hidden, gpu, k)
-    found = each * (layers * 2 * (3 + 2 * layout.again) + 4)
+    found = each * (branches * (3 + 2 * layout.again) + 4)
     # In backward inputs are gathered anew, unless they were just now, and their gradients added up
-    beside = each * (layers * 2 * (2 - layout.again))
+    beside = each * (branches * (2 - layout.again))
     if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
         sent = heads_sent(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
         # In two messages, to attention and back; a rank's own share is not sent
         size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)
         found += context.exchange(size, gpu, k) * (layers * 2 * (2 + layout.again))
-    expert = Group(layout.expert, layout.tensor)
-    for layer in model.modules() if layout.expert > 1 else ():
-        if not isinstance(layer, SparseMoE):
-            continue
+    expert = Group(layout.expert, 1)
+    for layer in moes if layout.expert > 1 else ():
         shard = layer.experts.shard
         assert shard is not None
-        sent = layout.expert * shard.rows(tokens, layer.per_token)
+        sent = layout.expert * shard.rows(tokens // layout.tensor, layer.per_token)
         rows = expert.exchange(BF16 * sent * model.config.hidden_size, gpu, k)
         # Numbers of rows, and what experts they are for, besides: of few bytes
         few = expert.exchange(0, gpu, k)
@@ -220,7 +219,7 @@ def gathered(layout: Layout, model: CausalLM) -> list[Gathered]:
     )
     found = [Gathered(Group(layout.shards, layout.tensor), copies, groups, rest / groups)]
     if apart:
-        same = Group(layout.shards // layout.expert, layout.tensor * layout.expert)
+        same = Group(layout.shards * layout.tensor // layout.expert, layout.expert)
         found.append(Gathered(same, copies, len(apart), sum(apart) / len(apart)))
     return found
 

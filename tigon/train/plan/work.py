@@ -120,14 +120,17 @@ def work_of(
     for block in model.model.layers:
         # What nothing saved comes after is not computed again
         last = None if has_post_norms(block) else getattr(block.mlp, "down_proj", None)
+        alone = own_tokens(block, own, tensor)
         for module in block.modules():
+            m = alone.get(module, own)
             if isinstance(module, nn.Linear):
-                m, (n, k) = own, module.weight.shape
+                n, k = module.weight.shape
                 found.products[m, n, k] += 3 + (0.0 if module is last else again)
             elif isinstance(module, SparseMoE):
+                # As many rows come from others as go to them
                 size = sum(p.numel() for p in module.experts.parameters())
                 share = module.per_token / len(module.experts.down_proj)
-                found.grouped += (6 + 2 * again) * own * size * share
+                found.grouped += (6 + 2 * again) * m * size * share
             elif isinstance(module, Attention):
                 seen = int(positions_seen(np.array([tokens]), module.window).sum())
                 each = 12 * module.heads * module.head_dim * rows * seen / context
@@ -135,6 +138,13 @@ def work_of(
     found.products[round(learned * own), *model.lm_head.weight.shape] += 3
     found.moved = streamed(model, own, tensor, again, learned)
     return found
+
+
+def own_tokens(block: nn.Module, own: int, tensor: int) -> dict[nn.Module, int]:
+    """How many of `own` tokens the modules of a mixture compute where ranks of tensor parallelism
+    have whole experts: their share of the stream."""
+    moes = [m for m in block.modules() if isinstance(m, SparseMoE) and m.divided]
+    return {module: own // tensor for moe in moes for module in moe.modules()}
 
 
 def streamed(
@@ -153,7 +163,9 @@ def streamed(
         for _ in range(2):
             normed = "sandwich_norm" if has_post_norms(block) else "rms_norm_residual"
             add("norms", normed, stream * c)
+        alone = own_tokens(block, own, tensor)
         for module in block.modules():
+            m = alone.get(module, own)
             if isinstance(module, Attention):
                 heads, kv = module.heads + module.kv_heads, own * module.kv_heads
                 with_norm = module.q_norm is not None
@@ -161,16 +173,16 @@ def streamed(
                 extra = 2 * kv * module.head_dim if with_norm else 0
                 add("RoPE", operator, own * heads * module.head_dim, extra)
             elif isinstance(module, GatedLinear):
-                add("activation", "gated_act", own * len(module.weight) / 2)
+                add("activation", "gated_act", m * len(module.weight) / 2)
             elif isinstance(module, SparseMoE):
-                routed = own * module.per_token
+                routed = m * module.per_token
                 add("activation", "gated_act", routed * module.experts.down_proj.shape[-1])
                 # Outputs of the experts are added up for each token, and the gradient is spread
-                shard, arrived = module.experts.shard, float(own)
+                shard, arrived = module.experts.shard, float(m)
                 moves = 0.0
                 if shard is not None:  # of which some come from other ranks, and go back
-                    arrived = shard.ranks.size * shard.rows(own, module.per_token)
-                    moves = (4 + 2 * again) * (arrived + own)
+                    arrived = shard.ranks.size * shard.rows(m, module.per_token)
+                    moves = (4 + 2 * again) * (arrived + m)
                 moves += (2 + again) * (routed + arrived)
                 found["experts' rows"] += BF16 * moves * c
     tied = model.config.tie_word_embeddings

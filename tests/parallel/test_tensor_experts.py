@@ -1,0 +1,157 @@
+"""Mixtures whose layers ranks share, each with whole experts, against whole ones: losses,
+gradients, balance, logits, generation; with adapters, their files and what they are merged to."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel import test_tensor
+from tests.parallel.test_tensor import BALANCED, MOE, differences, random_model
+from tests.parallel.test_tensor_adapters import Case, adapted, keyed
+from tests.train.ranks import Ranks
+from tigon.layers.expert_shard import ExpertShard
+from tigon.models import CausalLM, begin_adapter
+from tigon.parallel import cut_model, share_experts
+
+EIGHT: dict[str, Any] = MOE | {"num_experts": 8}
+QWEN2 = ("qwen2_moe", EIGHT | {"shared_expert_intermediate_size": 28})
+MODELS = {
+    "mixtral": ("mixtral", {"num_local_experts": 8, **BALANCED}),
+    "qwen2_moe": QWEN2,
+    "qwen3_moe": ("qwen3_moe", EIGHT | {"mlp_only_layers": [0]}),
+}
+ALL = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj", "o_proj")
+ADAPTERS: dict[str, Case] = {
+    "experts": (QWEN2, {"targets": ALL, "rank_pattern": {"down_proj": 2}}),
+    "dense": (QWEN2, {"targets": "all-linear"}),
+    "dropout": (QWEN2, {"targets": ("v_proj", "up_proj", "shared_expert_gate"), "dropout": 0.3}),
+}
+COUNT = 4
+SHORT = 5  # tokens, of which the last rank gets none
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Padded, packed, and a row that some ranks have nothing of."""
+    padded, packed, _ = keyed()
+    short = {name: x[:1, :SHORT] for name, x in padded.items() if name != "attention_mask"}
+    short["labels"] = short["input_ids"]
+    return [padded, packed, short]
+
+
+def cut_of(one: CausalLM) -> CausalLM:
+    """In the same process group, whose ranks have different experts."""
+    cut, mesh = copy.deepcopy(one), init_device_mesh("cpu", (dist.get_world_size(),))
+    share_experts(cut, mesh)
+    cut_model(cut, mesh)
+    return cut
+
+
+def balances(one: CausalLM, cut: CausalLM) -> float:
+    """The largest difference of what is counted of experts."""
+    worst = 0.0
+    for batch in batches():
+        with torch.no_grad():
+            a, b = (m(**batch, metrics=("aux_loss", "expert_load")).metrics for m in (one, cut))
+        worst = max(worst, *(float((a[name] - b[name]).abs().max()) for name in a))
+    return worst
+
+
+def routed(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each batch, how many tokens all ranks together send to the experts of a layer."""
+    found, route = [], ExpertShard.route
+
+    def counted(self: ExpertShard, experts: Tensor) -> Any:
+        found[-1] += len(experts)
+        return route(self, experts)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(ExpertShard, "route", counted)
+        for batch in batches():
+            found.append(0)
+            model(**batch)
+    layers = sum(block.mlp.divided for block in model.model.layers if hasattr(block.mlp, "divided"))
+    total = torch.tensor(found)
+    dist.all_reduce(total)
+    return (total // layers).tolist()
+
+
+def same_tokens(one: CausalLM, cut: CausalLM) -> bool:
+    ids = batches()[1]["input_ids"][:, :7].repeat(3, 1)
+    ids[1] += 1
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    a, b = (m.eval().generate(ids, **how) for m in (one, cut))
+    return torch.equal(a, b)
+
+
+def compare(directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    test_tensor.batches = batches  # of this process alone
+    found: dict[str, Any] = {}
+    for name in (*MODELS, *ADAPTERS):
+        one = adapted(ADAPTERS[name]) if name in ADAPTERS else random_model(*MODELS[name])
+        cut = cut_of(one)
+        counts = {"sent": routed(cut, pytest.MonkeyPatch())} if name in MODELS else {}
+        own = torch.tensor([*differences(one, cut), balances(one, cut)])
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        same = torch.tensor(int(same_tokens(one, cut)))
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        found[name] = counts | {"differences": own.tolist(), "generates": bool(same)}
+        for way, model in (("one", one), ("cut", cut)):
+            at = Path(directory, name, way)
+            if name in MODELS:
+                model.save_pretrained(at / "model")
+                continue
+            model.save_adapter(at / "trained")
+            merged = copy.deepcopy(model)
+            merged.merge_adapter()
+            merged.save_pretrained(at / "merged")
+            begin_adapter(model, generator=torch.Generator().manual_seed(4))
+            model.save_adapter(at / "begun")
+    if dist.get_rank() == 0:
+        Path(directory, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("experts")
+    Ranks(COUNT, compare, str(directory)).finish()
+    return directory, json.loads((directory / "found.json").read_text())
+
+
+def test_whole_experts_on_ranks_that_share_layers(found):
+    for name in (*MODELS, *ADAPTERS):
+        loss, norm, logits, parameters, balance = found[1][name]["differences"]
+        assert loss < 1e-5 and norm < 2e-5 and logits < 3e-5, (name, found[1])
+        assert parameters < 1e-5 and balance < 1e-5, (name, found[1])
+        assert found[1][name]["generates"], name
+
+
+def test_each_token_is_sent_once(found):
+    """Not from all ranks, and what fills up the last share not at all."""
+    shapes = [batch["input_ids"].shape for batch in batches()]
+    for name in MODELS:
+        assert found[1][name]["sent"] == [rows * tokens for rows, tokens in shapes]
+
+
+def test_files(found):
+    """The whole model's, and PEFT's of whole adapters, as they are trained and as they begin."""
+    whats = {name: ("model",) for name in MODELS}
+    for name, files in (whats | dict.fromkeys(ADAPTERS, ("trained", "begun", "merged"))).items():
+        for what in files:
+            file = "adapter_model" if what in ("trained", "begun") else "model"
+            at = [found[0] / name / way / what / f"{file}.safetensors" for way in ("one", "cut")]
+            one, cut = map(load_file, at)
+            assert one.keys() == cut.keys() and len(one) > 4
+            for key, values in one.items():
+                atol = 0.0 if what == "begun" else 1e-5
+                torch.testing.assert_close(cut[key], values, rtol=0, atol=atol, msg=f"{name} {key}")

@@ -1,0 +1,93 @@
+"""Runs that adapt a mixture whose experts ranks share (gloo, FSDP2), against one process."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.numbers import relative_error
+from tests.small import EXPERTS, write_model
+from tests.train.ranks import Ranks
+from tests.train.test_expert import SHARED, run_all
+from tests.train.test_lora import step
+from tigon.train import main
+from tigon.train.export import convert_checkpoint
+
+SAME: dict[str, Any] = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "seq_len": 67}
+SAME |= {"lora.rank": 3, "max_grad_norm": 0.1, "export": "true", "lora.merge": "true"}
+SAME |= {"router_aux_loss_coef": 0.5}
+KINDS: dict[str, dict[str, Any]] = {
+    "experts": {
+        "lora.targets": "[experts.gate_up_proj, experts.down_proj, o_proj, shared_expert_gate]",
+        "lora.rank_pattern": "{down_proj: 2}",
+    },
+    "dropout": {"lora.dropout": 0.2, "activation_checkpointing": "true"},  # all that is dense
+    "dora": {"lora.dora": "true", "lora.targets": "[q_proj]", "lora.modules_to_save": "[lm_head]"},
+    "nf4": {"lora.quantize": "nf4", "lora.targets": "[experts.down_proj, v_proj]"},
+}
+WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {
+    "two": (2, {"expert": 2}, [*KINDS]),
+    "tensor": (4, {"tensor": 2, "expert": 2}, ["experts", "dropout"]),
+    "tensor alone": (4, {"tensor": 4, "expert": 2}, ["experts"]),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(workspace) -> None:
+    sizes: dict[str, Any] = EXPERTS | SHARED | {"num_experts": 8, "tie_word_embeddings": False}
+    model = write_model(workspace.root / "mixture", **sizes)
+
+    def settings(way: str, kind: str, run: str = "", **changes: Any) -> list[str]:
+        parallel = json.dumps(WAYS[way][1]) if way in WAYS else "null"
+        own = {"model": model, "parallel": parallel} | changes
+        return workspace.settings(run or f"{kind}-{way}", **SAME | KINDS[kind] | own)
+
+    for kind in KINDS:
+        main(settings("one", kind))
+    for way, (count, parallel, kinds) in WAYS.items():
+        every = [settings(way, kind) for kind in kinds]
+        if way == "tensor":  # from another layout
+            source = step(workspace, "experts-two", 2)
+            every.append(settings(way, "experts", "experts-from-two", resume=source))
+        Ranks(count, run_all, parallel, every).finish(400)
+    source = step(workspace, "experts-tensor", 2)
+    main(settings("one", "experts", "experts-from-tensor", resume=source))
+
+
+def assert_same(workspace, kind: str, run: str) -> None:
+    for key in ("loss", "grad_norm", "aux_loss"):
+        expected, found = (workspace.metrics(name, key) for name in (f"{kind}-one", run))
+        assert found and found == pytest.approx(expected[-len(found) :], rel=1e-5)
+    for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
+        expected, found = (load_file(workspace.root / r / file) for r in (f"{kind}-one", run))
+        assert expected.keys() == found.keys()
+        for name, values in expected.items():
+            same = torch.equal(found[name], values)  # zeros
+            assert same or relative_error(found[name], values) < 1e-4, name
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(("way", "kind"), [(w, k) for w, (*_, some) in WAYS.items() for k in some])
+def test_ranks_that_share_experts(workspace, runs, way, kind):
+    assert_same(workspace, kind, f"{kind}-{way}")
+
+
+def test_other_layouts_go_on(workspace, runs):
+    for run in ("experts-from-two", "experts-from-tensor"):
+        assert len(workspace.metrics(run, "loss")) == 2
+        assert_same(workspace, "experts", run)
+
+
+def test_a_checkpoint_is_exported(workspace, runs):
+    convert_checkpoint(
+        step(workspace, "experts-tensor", 4), str(workspace.root / "converted"), merge=True
+    )
+    one, two = (
+        load_file(workspace.root / run / "model.safetensors")
+        for run in ("experts-tensor/hf", "converted")
+    )
+    assert one.keys() == two.keys()
+    for name, values in one.items():
+        torch.testing.assert_close(two[name], values, rtol=0, atol=1e-6, msg=name)

@@ -52,7 +52,7 @@ class Objective:
     losses then add up, and a run means the same on any number of ranks and micro-batches.
     """
 
-    learns: ClassVar[str]  # from what, for a person
+    learns: ClassVar[str] = "rows of its own"  # what --help says of it
     predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
     # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
     serves: ClassVar[frozenset[str]] = frozenset()

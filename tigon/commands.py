@@ -17,8 +17,8 @@ from tigon.eval import parity, perplexity, report
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, convert, split_gguf
-from tigon.parallel import from_pretrained
+from tigon.models import MODELS, CausalLM, build, convert, split_gguf
+from tigon.parallel import Sizes, from_pretrained, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
@@ -39,6 +39,8 @@ def generate(args: Namespace) -> int:
         return _generate(args, None)
     if args.assistant is not None:
         raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
+    if find_checkpoint(args.model):
+        raise ValueError(f"{args.model} is a checkpoint: `tigon export` it first, for --tp")
     if "WORLD_SIZE" not in os.environ:
         return _on_ranks(args)
     with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
@@ -50,6 +52,12 @@ def _on_ranks(args: Namespace) -> int:
     gpus = torch.cuda.device_count()
     if args.tp > gpus and args.device != "cpu" and (gpus or args.device):
         raise ValueError(f"--tp {args.tp}, but torch sees {gpus} CUDA devices")
+    # What every rank would say of the model and its tokenizer is said once
+    place, gguf_file = split_gguf(args.model)
+    files = Repository(place, revision=args.revision)
+    model, _ = build(files, MODELS, dtype=_dtype(args), gguf_file=gguf_file)
+    take_part(model, Sizes(tensor=args.tp))
+    _tokenizer(args)
     code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
     if problem is not None and not problem.startswith("rank 0 ended"):  # which has said why
         print(f"tigon generate: {problem}", file=sys.stderr)
@@ -252,8 +260,6 @@ def info(args: Namespace) -> int:
 def _load(args: Namespace, world: World | None = None) -> tuple[CausalLM, Tokenizer]:
     """`world`: of ranks that share the model."""
     if world is not None and world.meshes is not None:
-        if find_checkpoint(args.model):
-            raise ValueError(f"{args.model} is a checkpoint: `tigon export` it first, for --tp")
         how: dict[str, Any] = {"dtype": _dtype(args), "revision": args.revision}
         mesh = world.meshes.tensor
         model = from_pretrained(args.model, device=world.device, mesh=mesh, **how)

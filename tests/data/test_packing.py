@@ -5,7 +5,7 @@ import pytest
 
 from tigon.data import Examples, Mixture, Window, split, whole
 from tigon.data.collate import collate_rows
-from tigon.data.packing import best_fit
+from tigon.data.packing import Lost, best_fit
 
 
 def window(examples: Examples) -> Window:
@@ -51,7 +51,7 @@ def test_packing_splits_no_example_and_loses_none():
     assert sorted(rows.spans[:, 0].tolist()) == examples.offsets[:-1].tolist()
     assert sorted(rows.spans[:, 1].tolist()) == examples.offsets[1:].tolist()
     assert max(int((r[:, 1] - r[:, 0]).sum()) for r in (rows[i] for i in range(len(rows)))) <= 100
-    assert (rows.truncated, rows.dropped) == (0, 0)
+    assert (rows.lost.cut, rows.lost.left_out) == (0, 0)
     one_each = whole(window(examples), 100, packing=False)
     assert one_each.spans.tolist() == list(
         map(list, zip(examples.offsets[:-1], examples.offsets[1:], strict=True))
@@ -62,10 +62,10 @@ def test_packing_splits_no_example_and_loses_none():
 def test_long_examples_are_cut_or_left_out_and_counted():
     examples = make([4, 9, 3])
     cut = whole(window(examples), 6, packing=False)
-    assert (cut.truncated, cut.dropped) == (1, 0)
+    assert cut.lost == Lost(cut_to_row=1, longest=9, needed=9)
     assert cut.spans.tolist() == [[0, 4], [4, 10], [13, 16]]
     left_out = whole(window(examples), 6, packing=False, truncate=False)
-    assert (left_out.truncated, left_out.dropped) == (0, 1)
+    assert left_out.lost == Lost(left_by_row=1, longest=9, needed=9)
     assert left_out.spans.tolist() == [[0, 4], [13, 16]]
 
 
@@ -75,9 +75,12 @@ def test_examples_with_nothing_left_to_learn_are_left_out():
     examples = make([4, 6, 3], mask)
     rows = whole(window(examples), 4)
     assert rows.spans.tolist() == [[0, 4]]
-    assert (rows.truncated, rows.dropped) == (0, 2)
+    assert rows.lost == Lost(left_by_row=1, unlearned=1, longest=6, needed=6)
     none = whole(window(examples), 2)
-    assert (len(none), none.truncated, none.dropped) == (0, 0, 3)
+    assert len(none) == 0 and none.lost == Lost(left_by_row=2, unlearned=1, longest=6, needed=6)
+    most = whole(window(examples), 6, most=4)
+    assert most.lost == Lost(left_by_most=1, unlearned=1, longest=6, needed=4)
+    assert most.spans.tolist() == [[0, 4]]
 
 
 def test_text_is_joined_and_cut_without_loss():
@@ -106,7 +109,7 @@ def test_groups_share_a_row_and_keep_their_order():
     lengths = np.random.default_rng(2).integers(2, 40, size=200)
     examples = make(lengths, groups=np.arange(0, 201, 2))
     rows = whole(window(examples), 100)
-    assert len(rows) < 100 and (rows.truncated, rows.dropped) == (0, 0)
+    assert len(rows) < 100 and (rows.lost.cut, rows.lost.left_out) == (0, 0)
     seen = []
     for i in range(len(rows)):
         starts = examples.index(rows[i][:, 0])
@@ -118,17 +121,24 @@ def test_groups_share_a_row_and_keep_their_order():
     assert len(apart) == 100 and apart[3].tolist() == apart.spans[6:8].tolist()
 
 
-def test_groups_are_cut_to_equal_shares_or_left_out_together():
-    lengths, groups = [3, 9, 2, 4, 1, 5], np.array([0, 2, 4, 6])
+def test_groups_are_cut_to_one_length_or_left_out_together():
+    lengths, groups = [3, 9, 2, 4, 1, 9, 8, 7], np.array([0, 2, 4, 6, 8])
     examples = make(lengths, groups=groups)
     cut = whole(window(examples), 8)
-    by_start = sorted(cut.spans.tolist())
-    assert by_start == [[0, 3], [3, 7], [12, 14], [14, 18]]  # one of one token has no target
-    assert (cut.truncated, cut.dropped) == (1, 2)
+    by_start = sorted(cut.spans.tolist())  # one of one token has no target
+    assert by_start == [[0, 3], [3, 8], [12, 14], [14, 18], [28, 32], [36, 40]]
+    assert cut.lost == Lost(cut_to_row=2, unlearned=1, longest=9, needed=15)
     left_out = whole(window(examples), 8, truncate=False)
-    assert (len(left_out.spans), left_out.truncated, left_out.dropped) == (2, 0, 4)
+    assert left_out.spans.tolist() == [[12, 14], [14, 18]]
+    assert left_out.lost == Lost(left_by_row=2, unlearned=1, longest=9, needed=15)
+    most = whole(window(examples), 8, most=6)
+    assert sorted(most.spans.tolist()) == by_start
+    assert most.lost == Lost(cut_to_row=2, unlearned=1, longest=9, needed=12)
+    assert whole(window(examples), 12, most=6).lost == Lost(
+        cut_to_most=2, unlearned=1, longest=9, needed=12
+    )
     apart = whole(window(examples), 8, packing=False)  # each has a line of its own
-    assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18]]
+    assert apart.spans.tolist() == [[0, 3], [3, 11], [12, 14], [14, 18], [28, 36], [36, 43]]
     with pytest.raises(ValueError, match="groups of examples cannot be split"):
         split(window(examples), 8)
 
@@ -155,7 +165,7 @@ def test_prompts_of_a_group_are_there_once():
     ]
     examples = of_prompts(groups)
     rows = whole(window(examples), 40, share=True)
-    assert len(rows) == 1 and rows.truncated == 0
+    assert len(rows) == 1 and rows.lost.cut == 0
     assert rows.shared.tolist() == [0, 1, 0, 2, 0, 3, 0, 0]
     twice = whole(window(examples), 40)
     assert rows.spans.shape == twice.spans.shape
@@ -181,3 +191,35 @@ def test_short_prompts_and_lines_of_one_sequence_are_not_shared():
     examples = of_prompts([[([1, 2, 3, 4], [3]), ([1, 2, 3, 4], [4])]])
     assert not whole(window(examples), 200, packing=False, share=True).shared.any()
     assert whole(window(examples), 200, share=True).shared.tolist() == [0, 3]
+
+
+def test_a_pair_that_shares_its_prompt_has_to_fit_with_one_of_it():
+    prompt = list(range(1, 301))
+    examples = of_prompts([[(prompt, [7] * 20), (prompt, [8] * 20)]])
+    shared = whole(window(examples), 512, share=True)
+    assert np.diff(shared.spans)[:, 0].tolist() == [320, 21]
+    assert shared.lost == Lost(longest=320, needed=341)
+    assert whole(window(examples), 341, share=True).lost == Lost(longest=320, needed=341)
+    cut = whole(window(examples), 340, share=True)
+    assert np.diff(cut.spans)[:, 0].tolist() == [319, 20]
+    assert cut.lost == Lost(cut_to_row=1, longest=320, needed=341)
+    assert whole(window(examples), 512).lost == Lost(left_by_row=1, longest=320, needed=640)
+    assert whole(window(examples), 640).lost == Lost(longest=320, needed=640)
+
+
+def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
+    draw = np.random.default_rng(5).integers
+    groups = []
+    for _ in range(60):
+        prompt = draw(9, size=draw(1, 30)).tolist()
+        groups.append([(prompt, draw(9, size=draw(1, 40)).tolist()) for _ in range(2)])
+    examples = of_prompts(groups)
+    for truncate in (True, False):
+        found = []
+        for options in ({"share": True}, {}, {"packing": False}):
+            rows = whole(window(examples), 56, most=28, truncate=truncate, **options)
+            whole_spans = rows.spans - np.stack([rows.shared, 0 * rows.shared], axis=1)
+            found.append(sorted(whole_spans.tolist()))
+            assert rows.lost.left_by_row == rows.lost.cut_to_row == 0
+            assert rows.lost.left_by_most and bool(rows.lost.cut_to_most) == truncate
+        assert found[0] == found[1] == found[2]

@@ -106,6 +106,16 @@ def test_generate_starts_its_ranks(saved, capfd):
     assert alone.strip()
 
 
+def test_a_model_that_ranks_cannot_share_is_refused_once(tmp_path, capfd):
+    write_model(
+        tmp_path, hidden_size=144, num_attention_heads=9, num_key_value_heads=3, head_dim=16
+    )
+    settings = ["generate", str(tmp_path), "the model", "--raw", "--device", "cpu", "--tp", "2"]
+    assert main(settings) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and "2 ranks cannot share 9 heads with 3 kv heads" in said[0]
+
+
 def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
     with pytest.raises(ValueError, match="mmap=True is not there"):
         tigon.from_pretrained(saved / "llama", mesh=world_of_one, mmap=True)

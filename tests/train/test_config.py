@@ -5,10 +5,14 @@ import pytest
 import yaml
 
 from tigon import strict
+from tigon.data.formats import REQUIRED
 from tigon.train.config import Config
-from tigon.train.config_file import dump, help_text, load
+from tigon.train.config_file import dump, load
 from tigon.train.lora_settings import Lora
 from tigon.train.names import OTHERS
+from tigon.train.objectives import OBJECTIVES
+from tigon.train.parallel_settings import Parallel
+from tigon.train.usage import help_text
 from tigon.train.values import VALUES
 
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
@@ -40,6 +44,16 @@ def test_help_names_every_setting_with_its_default():
     for name, default in (("seq_len", "2048"), ("lr", "1.0e-05"), ("schedule", "cosine")):
         assert next(line for line in lines if line.startswith(f"  {name}: ")).endswith(default)
     assert all(f"  {name}: " in help_text() for name in Config.__dataclass_fields__)
+
+
+def test_help_names_every_task_format_and_dimension():
+    for name, known in (
+        ("task", OBJECTIVES),
+        ("format", REQUIRED),
+        ("parallel", Parallel.__dataclass_fields__),
+    ):
+        said = help_text().partition(f"\n  {name}: ")[2].splitlines()[1]
+        assert set(known) <= set(re.findall(r"\w+", said)), said
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_pat
     assert tigon(["data", "pack", str(other), *settings]) == 0
     printed = capsys.readouterr().out
     assert "data: 19 examples, " in printed and "of them padding" in printed
-    assert "0 cut to seq_len 128, 0 left out" in printed and str(tmp_path / "data") in printed
+    assert "0 cut, 0 left out" in printed and str(tmp_path / "data") in printed
     made = sorted(path for path in (tmp_path / "data").iterdir() if path.is_dir())
     assert len(made) == 1
     config = tmp_path / "config.yaml"

@@ -50,6 +50,8 @@ class PairEncoder(Encoder):
 
 
 class Pairs(Objective):
+    unit = "pair"
+
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return PairEncoder(tokenizer)
 
@@ -141,7 +143,7 @@ def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
     source = workspace.root / "pairs/checkpoints/step-00000002"
     main(settings("pairs-resumed", resume=source))
     printed = Ranks(2, run_pairs, settings("pairs-two")).finish()
-    assert "data: 42 examples" in printed
+    assert "data: 21 pairs" in printed
     for key in KEYS:
         curve = workspace.metrics("pairs", key)
         assert len(curve) == (3 if key.startswith("eval") else 4)

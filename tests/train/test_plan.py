@@ -137,6 +137,12 @@ def test_memory_of_parts(job: Callable[..., Job]) -> None:
     assert short["activations"] < shared["activations"] < 1.2 * short["activations"]
 
 
+def test_heads_that_ranks_cannot_share_are_one_reason(job: Callable[..., Job]) -> None:
+    nine = job(8, num_attention_heads=9, num_key_value_heads=3)
+    lines = [line for line in show(make_plan(nine)).splitlines() if "ranks cannot share" in line]
+    assert len(lines) == 1 and "2, 4, 8 ranks cannot share 9 heads with 3 kv heads: " in lines[0]
+
+
 def test_experts_that_ranks_share(job: Callable[..., Job]) -> None:
     """Their weights are in the hands of fewer ranks; all others' tokens come to them."""
     sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 2}
@@ -321,7 +327,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
         (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
         (["--gpus", "8", "--seq-len", str(10**34)], "tokens in a step, by --batch-tokens"),
-        ([*few, "--batch-tokens", str(64 * 10**20)], "there may be 1,099,511,627,776 at most"),
+        ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
         ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
         ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
         ([*few, "--gpu", "a"], "--gpu a: is not one of"),

@@ -1,6 +1,7 @@
 """Preference objectives in the trainer: ranks, packing, resuming, references, refusals."""
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import cache_root
 from tigon.train import load, main
+from tigon.train.data import may_not_fit
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import outline
 from tigon.train.objectives import find_objective
@@ -267,9 +269,37 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     data = preferences.write(tmp_path / "long.jsonl", [*rows, long, asked])
     same = {"data": data, "max_length": 100, "seq_len": 256, "steps": 1}
     main(settings("cut", "dpo", **same))
-    assert "1 cut to max_length 100, 2 left out: what has nothing" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data: 4 of 5 pairs, " in said and "1 cut, 1 left out" in said
+    longer = "data: 2 pairs longer than max_length 100 (a prompt with one answer): "
+    assert f"{longer}1 cut, 1 left out; the longest has " in said and "a row of" not in said
+    held = re.search(r"data: each prompt is computed once.*: ([\d,]+) tokens in rows", said)
+    assert held and f"pairs, {held[1]} tokens, " in said
+    assert f"reference: {held[1]} tokens of data, computed in" in said
     main(settings("whole-only", "dpo", **same, truncate="false"))
-    assert "0 cut to max_length 100, 4 left out: what is longer" in capsys.readouterr().out
+    assert f"{longer}0 cut, 2 left out; the longest has " in capsys.readouterr().out
+    main(settings("by-row", "dpo", data=data, seq_len=100, steps=1))
+    said = capsys.readouterr().out
+    found = re.search(
+        r"data: 2 pairs longer than a row of seq_len 100: .*; seq_len=(\d+) takes", said
+    )
+    assert found
+    main(settings("enough", "dpo", data=data, seq_len=found[1], steps=1))
+    said = capsys.readouterr().out
+    assert "data: 5 pairs, " in said and "longer than" not in said
+
+
+def test_a_stream_says_before_that_pairs_may_not_fit(world):
+    def said(*given: str) -> str | None:
+        config = load(None, [*NEEDED, "task=dpo", "streaming=true", "steps=1", *given])
+        return may_not_fit(find_objective(config.task)(config, world))
+
+    told = "pairs longer than a row of seq_len 512 are cut or left out"
+    assert said("seq_len=512") == told
+    more = f"{told}; seq_len=800 takes all that max_length 400 leaves"
+    assert said("seq_len=512", "max_length=400") == more
+    for fits in ("packing=false", "max_length=256", "task=sft", "task=grpo"):
+        assert said("seq_len=512", fits) is None
 
 
 @pytest.mark.parametrize("task", ["dpo", "orpo", "kto"])

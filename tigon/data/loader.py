@@ -278,11 +278,12 @@ class Loader:
             self._report.add(window, packed.rows)
         endless = self.windows.per_epoch is None and (number + 1) * len(window) >= EMPTY
         if end == 0 and (window.last or endless):
-            rows = packed.rows
-            within = f"seq_len {rows.seq_len}" if rows.most is None else f"max_length {rows.most}"
+            limits = ["max_length"] * (packed.rows.lost.left_by_most > 0)
+            if packed.rows.lost.left_by_row or not limits:
+                limits.append(f"seq_len {packed.rows.seq_len}")
             raise ValueError(
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
-                f"{within}"
+                f"{' and '.join(limits)}"
             )
         self._places.append(Place(number, window.epoch, begin, end, window.last))
 

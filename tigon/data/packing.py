@@ -5,7 +5,7 @@ and neither attention nor labels cross its ends. The examples of a group share a
 """
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -13,6 +13,33 @@ from tigon.data.examples import Examples
 from tigon.data.mixture import Corpus, Window
 
 LEAST_SHARED = 1 / 64  # of all tokens: to copy keys and values of the rest takes as long, about
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What rows lack of their groups. A group counts once: as left out or as cut, and where both
+    limits apply as beyond its row."""
+
+    cut_to_most: int = 0  # groups of which an example is longer than `most` of `whole`
+    left_by_most: int = 0
+    cut_to_row: int = 0  # groups that do not fit into a row
+    left_by_row: int = 0
+    unlearned: int = 0  # groups left out in which nothing is to be learned, however long the rows
+    longest: int = 0  # tokens of the longest example
+    needed: int = 0  # tokens of a row into which every group fits
+
+    def __add__(self, other: "Lost") -> "Lost":
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        most = {n: max(getattr(self, n), getattr(other, n)) for n in ("longest", "needed")}
+        return Lost(**sums | most)
+
+    @property
+    def cut(self) -> int:
+        return self.cut_to_most + self.cut_to_row
+
+    @property
+    def left_out(self) -> int:
+        return self.left_by_most + self.left_by_row + self.unlearned
 
 
 @dataclass(frozen=True)
@@ -26,12 +53,10 @@ class Rows:
     offsets: np.ndarray  # int64 [R + 1]
     seq_len: int
     packing: bool
-    truncated: int = 0  # examples that were cut to fit into seq_len
-    dropped: int = 0  # examples left out: too long, or nothing to learn in what is left
+    lost: Lost = Lost()
     # int64 [S]: so many tokens before a span are left out, in whose place are those with which the
     # last span before it begins that leaves out none
     shared: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    most: int | None = None  # tokens of an example, where that is fewer than seq_len
 
     def __post_init__(self) -> None:
         if not len(self.shared):
@@ -52,24 +77,20 @@ class Rows:
 class Report:
     """What the windows of an epoch hold."""
 
-    examples: int = 0
-    tokens: int = 0
+    groups: int = 0  # those left out too
     rows: int = 0
     row_tokens: int = 0
     shared: int = 0  # tokens left out of rows, in whose place others of their group are computed
     space: int = 0  # tokens that the rows have room for, when packing
-    truncated: int = 0
-    dropped: int = 0
+    lost: Lost = Lost()
 
     def add(self, window: Window, rows: Rows) -> None:
-        self.examples += len(window)
-        self.tokens += int((window.stops - window.starts).sum())
+        self.groups += len(window.groups) - 1
         self.rows += len(rows)
         self.row_tokens += int(np.diff(rows.spans).sum())
         self.shared += int(rows.shared.sum())
         self.space += len(rows) * rows.seq_len * rows.packing
-        self.truncated += rows.truncated
-        self.dropped += rows.dropped
+        self.lost += rows.lost
 
     @property
     def waste(self) -> float:
@@ -88,49 +109,82 @@ def whole(
 ) -> Rows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
-    An example longer than seq_len, or `most`, is cut there. When packing, a whole group has to fit:
-    the examples of one that then does not are cut to seq_len divided by their number. Without
-    `truncate` groups that would be cut are left out. A group is also left out if one of its
-    examples has no supervised token after its first, and so nothing to learn.
+    An example is cut to `most` tokens. A group has to fit into a row: packed, all of it; otherwise
+    each example by itself. The examples of one that does not are cut to the same length, the most
+    with which it does. Without `truncate` groups that would be cut are left out. A group is also
+    left out if one of its examples has no supervised token after its first, and so nothing to
+    learn.
 
     With `share`, packed examples of a group leave out the prompt that they begin with, up to its
-    last token, but for the first one: its prompt is that of all. What is cut stays the same.
+    last token, but for the first one: its prompt is that of all.
     """
-    starts, stops = window.starts, window.stops
-    first, sizes = window.groups[:-1], np.diff(window.groups)
-    lengths = stops - starts
-    most = seq_len if most is None else min(most, seq_len)
-    bounded = np.minimum(lengths, most)
-    needed = np.add.reduceat(bounded, first) if packing else np.maximum.reduceat(bounded, first)
-    part = np.minimum(seq_len // sizes, most) if packing else np.full_like(sizes, most)
-    limit = np.repeat(np.where(needed > seq_len, part, most), sizes)
-    long = np.maximum.reduceat(lengths > limit, first)
-    stops = np.minimum(stops, starts + limit)
-    spans, targets = np.stack([starts, stops], axis=1), window.targets.copy()
-    short = np.flatnonzero(lengths > limit)
-    targets[short] = window.corpus.targets(spans[short])
-    keep = np.minimum.reduceat(targets, first) > 0
-    keep &= truncate | ~long
-    kept = np.repeat(keep, sizes)
-    spans, sizes = spans[kept], sizes[keep]
-    counts, shared = sizes, np.zeros(len(spans), dtype=np.int64)
-    if packing and keep.any():
-        if share:
-            shared = shared_tokens(window.corpus, spans, sizes)
-            spans[:, 0] += shared
-        rows = best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
-        taken = np.concatenate(rows)
-        place = np.argsort(taken)  # of each group, in the order of the rows
-        order = np.argsort(np.repeat(place, sizes), kind="stable")
-        spans, shared = spans[order], shared[order]
-        ends = np.cumsum([len(row) for row in rows])
-        counts = np.add.reduceat(sizes[taken], np.append(0, ends[:-1]))
-    offsets = np.concatenate([[0], np.cumsum(counts)])
-    cut = kept & (lengths > limit)
-    counted = int(cut.sum()), int((~kept).sum())
-    return Rows(
-        spans, offsets, seq_len, packing, *counted, shared, most if most < seq_len else None
+    starts, first, sizes = window.starts, window.groups[:-1], np.diff(window.groups)
+    lengths, targets = window.stops - starts, window.targets.copy()
+    bounded = lengths if most is None else np.minimum(lengths, most)
+    spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
+    if share and packing:
+        shared = shared_tokens(window.corpus, spans, sizes)
+    together = np.add if packing else np.maximum
+    needed = together.reduceat(bounded - shared, first)
+    long, over = np.maximum.reduceat(lengths - bounded, first) > 0, needed > seq_len
+
+    def learns(shorter: np.ndarray) -> np.ndarray:
+        """bool [G], whether each example has targets; `shorter`: the spans that changed."""
+        targets[shorter] = window.corpus.targets(spans[shorter])
+        return np.minimum.reduceat(targets, first) > 0
+
+    known = np.minimum.reduceat(window.targets, first) > 0
+    reached = learns(lengths > bounded) & (truncate | ~long)
+    ends = bounded.copy()
+    if over.any():
+        some = np.repeat(over, sizes)
+        ends[some] = _shortened(bounded[some], shared[some], sizes[over], seq_len, together)
+        spans[:, 1] = starts + ends
+    keep = learns(ends < bounded) & (truncate | ~(long | over))
+    lost = Lost(
+        cut_to_most=int((keep & long & ~over).sum()),
+        left_by_most=int((known & ~reached).sum()),
+        cut_to_row=int((keep & over).sum()),
+        left_by_row=int((reached & ~keep).sum()),
+        unlearned=int((~known).sum()),
+        longest=int(lengths.max(initial=0)),
+        needed=int(needed[reached].max(initial=0)),
     )
+    kept = np.repeat(keep, sizes)
+    spans, shared, counts = spans[kept], shared[kept], sizes[keep]
+    if packing and keep.any():
+        spans[:, 0] += shared
+        spans, shared, counts = _packed(spans, shared, counts, seq_len)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    return Rows(spans, offsets, seq_len, packing, lost, shared)
+
+
+def _shortened(
+    lengths: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int, together: np.ufunc
+) -> np.ndarray:
+    """int64 [E], lengths with which each group fits: its examples are cut to one length, the most
+    that is possible, found by halving."""
+    first = np.cumsum(sizes) - sizes
+    low, high = np.zeros_like(sizes), np.full_like(sizes, seq_len)
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        held = np.maximum(np.minimum(lengths, np.repeat(middle, sizes)) - shared, 0)
+        fits = together.reduceat(held, first) <= seq_len
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+    return np.minimum(lengths, np.repeat(low, sizes))
+
+
+def _packed(
+    spans: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Spans and what they share in the order of their rows, and how many spans each row has."""
+    rows = best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
+    taken = np.concatenate(rows)
+    place = np.argsort(taken)  # of each group, in the order of the rows
+    order = np.argsort(np.repeat(place, sizes), kind="stable")
+    ends = np.cumsum([len(row) for row in rows])
+    counts = np.add.reduceat(sizes[taken], np.append(0, ends[:-1]))
+    return spans[order], shared[order], counts
 
 
 def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -204,8 +204,13 @@ def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Si
             right = (found["predicted_tokens"] == a.targets) & valid
             metrics[name] = right.sum() / valid.sum().clamp(min=1)
         else:
-            metrics[name] = found[name].view(lead)
-    return HeadValue(value.view(lead) if a.scale is None else value, metrics)
+            metrics[name] = _unview(found[name], lead)
+    return HeadValue(_unview(value, lead) if a.scale is None else value, metrics)
+
+
+def _unview(x: Tensor, shape: torch.Size) -> Tensor:
+    """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
+    return torch.ops.aten._unsafe_view(x, shape)
 
 
 def rows_of(c: Criterion) -> Sequence[str]:

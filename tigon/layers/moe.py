@@ -114,7 +114,8 @@ class SparseMoE(nn.Module):
             shared = share * self.shared_expert(rows, *keys)
         y = self.experts(rows, chosen, weights, route)
         y = y if shared is None else y + shared
-        return Routed(y.view_as(x), probs, chosen)
+        # No view: FSDP2 warns of views among what a block returns
+        return Routed(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
 
 
 class Balance(NamedTuple):

@@ -1,27 +1,16 @@
 """Settings from YAML and the command line, and back."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tigon import strict
-from tigon.train.config import SECTIONS, Config
+from tigon.train.config import Config
 from tigon.train.names import answer
 from tigon.train.values import VALUES
-
-USAGE = """\
-tigon train config.yaml [key=value | --key value ...]
-tigon train config.yaml --nproc 8 [key=value | --key value ...]
-torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
-
-  --nproc N        processes on this host, one for each GPU
-  --help           this text
-  --print-config   the settings as they would be used, as YAML
-  --dry-run        check everything, say what the run takes, time a few steps, and stop
-"""
 
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
@@ -105,18 +94,6 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, width=100)
 
 
-def help_text() -> str:
-    """All settings with their types and defaults, by section."""
-    lines, kinds = [USAGE], strict.hints(Config)
-    for section in SECTIONS:
-        lines.append(f"{section.__doc__}")
-        for f in fields(section):
-            lines.append(f"  {f.name}: {strict.describe(kinds[f.name])} = {_plain(f.default)}")
-            lines.append(f"      {f.metadata['help']}")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     pairs, rest = [], list(arguments)
     while rest:
@@ -148,7 +125,3 @@ def _parse(text: str) -> Any:
             raise strict.ConfigError(f"{text!r} is not YAML: {why}; {fix}") from error
         raise ValueError from error
     return _number(value) if isinstance(value, str) else value
-
-
-def _plain(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()

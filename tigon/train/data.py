@@ -11,6 +11,7 @@ from typing import Any
 from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sources, tokenised
 from tigon.data.examples import counted
 from tigon.data.mixture import Order
+from tigon.data.packing import Lost
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives import Objective
@@ -73,13 +74,15 @@ def build_loader(
         cursor=cursor if streaming and cursor else None,
     )
     if isinstance(windows, Mixture):
-        for line in describe(config, loader, windows, entries):
+        for line in describe(objective, loader, windows, entries):
             world.say(f"{name}: {line}")
     else:
         world.say(
             f"{name}: streamed from {count(sources)} "
-            f"in windows of {counted(windows.size, 'example')}"
+            f"in windows of {counted(windows.size, objective.unit)}"
         )
+        if (unfit := may_not_fit(objective)) is not None:
+            world.say(f"{name}: {unfit}")
     return loader
 
 
@@ -117,21 +120,18 @@ def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:
 
 
 def describe(
-    config: Config, loader: Loader, windows: Mixture, entries: Sequence[Entry]
+    objective: Objective, loader: Loader, windows: Mixture, entries: Sequence[Entry]
 ) -> list[str]:
     """What the data holds, in lines for a person."""
-    report, order = loader.report(), windows.order
-    longest = "seq_len" if config.max_length is None else "max_length"
+    report, order, unit = loader.report(), windows.order, objective.unit
     waste = f", {report.waste:.1%} of them padding" if report.space else ""
+    lost = report.lost
+    taken = f"{report.groups - lost.left_out:,} of " if lost.left_out else ""
     lines = [
-        f"{counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, "
-        f"{counted(report.rows, 'row')}{waste}; "
-        f"{report.truncated:,} cut to {longest} {getattr(config, longest)}, "
-        f"{report.dropped:,} left out"
+        f"{taken}{counted(report.groups, unit)}, {counted(report.row_tokens, 'token')}, "
+        f"{counted(report.rows, 'row')}{waste}; {lost.cut:,} cut, {lost.left_out:,} left out",
+        *limits(objective.config, lost, unit),
     ]
-    if report.dropped:
-        why = "has nothing to learn within" if config.truncate else "is longer than"
-        lines[0] += f": what {why} {longest}"
     if report.shared:
         before = report.row_tokens + report.shared
         lines.append(
@@ -139,17 +139,48 @@ def describe(
             f"in place of {before:,}, {report.shared / before:.1%} less"
         )
     if order.weights is not None:
-        lines += shares(order, entries)
+        lines += shares(order, entries, unit)
     rows = sum((part.report for part in windows.corpus.parts), Report())
     return lines + rows.lines()
 
 
-def shares(order: Order, entries: Sequence[Entry]) -> list[str]:
+def limits(config: Config, lost: Lost, unit: str) -> list[str]:
+    """Which limit has cut data or left it out, and what to set for all of it."""
+    lines = []
+    if both := lost.cut_to_most + lost.left_by_most:
+        lines.append(
+            f"{counted(both, unit)} longer than max_length {config.max_length} (a prompt with one "
+            f"answer): {lost.cut_to_most:,} cut, {lost.left_by_most:,} left out; the longest has "
+            f"{counted(lost.longest, 'token')}"
+        )
+    if both := lost.cut_to_row + lost.left_by_row:
+        lines.append(
+            f"{counted(both, unit)} longer than a row of seq_len {config.seq_len}: "
+            f"{lost.cut_to_row:,} cut, {lost.left_by_row:,} left out; "
+            f"seq_len={lost.needed} takes all"
+        )
+    if lost.unlearned:
+        lines.append(f"{counted(lost.unlearned, unit)} left out, with nothing to learn")
+    return lines
+
+
+def may_not_fit(objective: Objective) -> str | None:
+    """What a stream, which is not counted before, may do to pairs that are longer than a row."""
+    config, group = objective.config, objective.group
+    most = config.max_length
+    if not config.packing or group == 1 or (most and group * most <= config.seq_len):
+        return None
+    advice = f"; seq_len={group * most} takes all that max_length {most} leaves" if most else ""
+    what = f"{objective.unit}s longer than a row of seq_len {config.seq_len}"
+    return f"{what} are cut or left out{advice}"
+
+
+def shares(order: Order, entries: Sequence[Entry], unit: str) -> list[str]:
     assert order.weights is not None
     total = sum(order.weights)
     each = zip(entries, order.weights, order.sizes, order.passes(), strict=True)
     return [
-        f"{weight / total:.1%} of {entry.path}: an epoch takes its {counted(size, 'example')} "
+        f"{weight / total:.1%} of {entry.path}: an epoch takes its {counted(size, unit)} "
         f"{passes:.2f} times"
         for entry, weight, size, passes in each
     ]

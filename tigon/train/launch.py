@@ -12,13 +12,14 @@ import torch
 from tigon.train.board import LAUNCHED, Failure, end_process, report, say
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
-from tigon.train.config_file import USAGE, dump, help_text, load
+from tigon.train.config_file import dump, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.flight import flight_recorder, prepare_flight_recorder
 from tigon.train.loop import train
 from tigon.train.parallel import InputError, World, pick_device, start
 from tigon.train.processes import check_count, run_ranks
 from tigon.train.signals import Signals
+from tigon.train.usage import USAGE, help_text
 
 EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
 LINGER = 10.0  # seconds for a failed rank to leave the process group

@@ -45,8 +45,8 @@ class ObjectiveSettings:
     )
     max_length: int | None = option(
         None,
-        "the most tokens of a prompt with one answer; null: seq_len, which all of a packed group "
-        "share",
+        "the most tokens of a prompt with one answer; null: seq_len. Packed pairs also have to fit "
+        "into a row: docs/preference.md",
         least=2,
         stream=True,
     )

@@ -32,7 +32,7 @@ from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
 RECORD = "reference.json"  # in the run directory
-VERSION = 1  # of these files; others are made anew
+VERSION = 2  # of these files; others are made anew
 GROUPS = 4096  # that are packed at a time
 EXCHANGED = 2**26  # numbers that ranks add up at a time
 
@@ -46,20 +46,21 @@ def attach(
     make: Callable[[], Pass],
     *,
     weights: str,
+    shared: bool,
     name: str = "data",
 ) -> None:
     """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
 
-    `weights`: what `shared_digest` said. Every rank calls this. OSError for a cache that cannot be
-    written.
+    `weights`: what `shared_digest` said. `shared`: rows have each prompt once, which changes what
+    is cut to fit. Every rank calls this. OSError for a cache that cannot be written.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    path = cache_root() / "reference" / f"{_key(corpus, config, world.device, weights)}.npy"
+    path = cache_root() / "reference" / f"{_key(corpus, config, world.device, weights, shared)}.npy"
     found = read(path, _tokens(corpus))
     if world.most(found is None):
         began = time.monotonic()
-        values = computed(loader, config.micro_batch_size, world, make())
+        values, tokens = computed(loader, config.micro_batch_size, world, make())
         with world.together():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
@@ -67,12 +68,10 @@ def attach(
         found = read(path, len(values))
         found = values if found is None else found
         seconds = time.monotonic() - began
-        world.say(
-            f"reference: {counted(len(found), 'token')} of {name}, computed in {seconds:.0f} s"
-        )
+        world.say(f"reference: {counted(tokens, 'token')} of {name}, computed in {seconds:.0f} s")
     else:
         assert found is not None
-        world.say(f"reference: {counted(len(found), 'token')} of {name}, from {path}")
+        world.say(f"reference: log-probabilities of {name}, from {path}")
     corpus.add(COLUMN, found)
 
 
@@ -100,16 +99,20 @@ def store(path: Path, values: np.ndarray) -> None:
         write(path.with_suffix(".json"), json.dumps({"crc32": zlib.crc32(values.data)}))
 
 
-def computed(loader: Loader, micro_batch_size: int, world: World, run: Pass) -> np.ndarray:
+def computed(
+    loader: Loader, micro_batch_size: int, world: World, run: Pass
+) -> tuple[np.ndarray, int]:
     """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
+    And how many tokens were in rows.
 
     Every rank makes as many passes as the others.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    values = torch.zeros(_tokens(corpus))
+    values, tokens = torch.zeros(_tokens(corpus)), 0
     for window in _windows(corpus):
         rows = loader.pack(window)
+        tokens += int(np.diff(rows.spans).sum())
         count = -(-len(rows) // (micro_batch_size * world.data.size))
         for i in range(count):
             first = (i * world.data.size + world.data.rank) * micro_batch_size
@@ -122,7 +125,7 @@ def computed(loader: Loader, micro_batch_size: int, world: World, run: Pass) -> 
         corpus.release()
     for some in values.split(EXCHANGED):
         world.sum(some)
-    return values.numpy()
+    return values.numpy(), tokens
 
 
 def _windows(corpus: Corpus) -> Iterator[Window]:
@@ -135,9 +138,9 @@ def _tokens(corpus: Corpus) -> int:
     return int(corpus.first_token[-1])
 
 
-def _key(corpus: Corpus, config: Config, device: torch.device, weights: str) -> str:
+def _key(corpus: Corpus, config: Config, device: torch.device, weights: str, shared: bool) -> str:
     settings = (
-        *(config.seq_len, config.packing, config.truncate, config.max_length),
+        *(config.seq_len, config.packing, config.truncate, config.max_length, shared),
         compute_dtype(config, device),
     )
     data = [part.identity() for part in corpus.parts]

@@ -1,15 +1,17 @@
 """The settings of a training run, by section; `config.py` makes one flat Config of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tigon import strict
 from tigon.data import Entry
+from tigon.data.formats import REQUIRED
 from tigon.kernels.attention import Backend
 from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 
 MOST = 2**31 - 1  # of numbers of rows, whose products are to fit 64 bits
+MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
 
 
 def option(
@@ -70,8 +72,8 @@ class ModelSettings:
     )
     parallel: Parallel | Literal["auto"] | None = option(  # noqa: RUF009
         None,
-        "{replicate: 1, fsdp: null, context: 1, tensor: 1}: how ranks share the run; auto: as "
-        "`tigon plan` would have it; docs/parallel.md",
+        f"{{{MESH}}}: how ranks share the run; auto: as `tigon plan` would have it; "
+        "docs/parallel.md",
     )
     activation_offload: bool = option(
         False, "keep what backward needs in host memory between forward and backward"
@@ -115,10 +117,7 @@ class DataSettings:
         0, "of the data order and of random weights", least=0, most=2**63 - 1, stream=True
     )
     format: str | None = option(
-        None,
-        "of the rows: messages, sharegpt, prompt_completion, instruction, text, preference, "
-        "unpaired or completions; null: told from their keys",
-        stream=True,
+        None, f"of the rows: {', '.join(REQUIRED)}; null: told from their keys", stream=True
     )
     columns: dict[str, str] | None = option(  # noqa: RUF009
         None, "keys of other names, as in {messages: dialog}", stream=True
@@ -150,8 +149,7 @@ class LossSettings:
 
     task: str = option(
         "sft",
-        "the objective; sft: chats, learning what the assistant says; pretrain: text; dpo, ipo, "
-        "apo, cpo, simpo, orpo: pairs; kto: labelled answers: docs/preference.md",
+        "the objective, and what it learns from: {tasks}",  # as usage.py knows them
     )
     loss_reduction: Literal["token", "sequence"] = option(
         "token", "what weighs the same in a step's loss: every token, or every sequence"

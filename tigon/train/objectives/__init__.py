@@ -19,7 +19,23 @@ OBJECTIVES: dict[str, type[Objective]] = {
     **{"reward": Reward, "grpo": GRPO, "distill": Distill},
 }
 
-__all__ = ["OBJECTIVES", "CrossEntropyObjective", "Inputs", "Objective", "Part", "find_objective"]
+__all__ = [
+    "OBJECTIVES",
+    "CrossEntropyObjective",
+    "Inputs",
+    "Objective",
+    "Part",
+    "find_objective",
+    "tasks",
+]
+
+
+def tasks() -> str:
+    """For a person: the values of `task`, by what they learn from."""
+    kinds: dict[str, list[str]] = {}
+    for name, objective in OBJECTIVES.items():
+        kinds.setdefault(objective.learns, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {learns}" for learns, names in kinds.items())
 
 
 def find_objective(task: str) -> type[Objective]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.data import Loader, MicroBatch, Mixture, Rows, Window, whole
+from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.criteria import LogProbs
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
@@ -35,6 +35,7 @@ class Answers(Objective):
     without its adapters, and for a stream, whose rows are not known before.
     """
 
+    unit = "answer"
     refers: bool = False
     default_beta: ClassVar[float] = 0.1
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
@@ -54,12 +55,6 @@ class Answers(Objective):
             )
         self.tokenizer: Tokenizer | None = None
         self.live: Callable[[Inputs], Tensor] | None = None
-
-    def rows(self, window: Window) -> Rows:
-        config = self.config
-        options = {"packing": config.packing, "truncate": config.truncate}
-        options |= {"share": self.share_prompts}
-        return whole(window, config.seq_len, most=config.max_length, **options)
 
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
@@ -90,7 +85,8 @@ class Answers(Objective):
 
         weights = reference.shared_digest(config, world, trained=trained)
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
-            reference.attach(loader, config, world, make, weights=weights, name=name)
+            shared = self.share_prompts
+            reference.attach(loader, config, world, make, weights=weights, shared=shared, name=name)
         reshard(model)
         chosen.cache_clear()
         gc.collect()  # what is sharded refers to itself, and would keep its memory for a while

@@ -52,11 +52,14 @@ class Objective:
     losses then add up, and a run means the same on any number of ranks and micro-batches.
     """
 
+    learns: ClassVar[str] = "rows of its own"  # what --help says of it
     predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
     # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
     serves: ClassVar[frozenset[str]] = frozenset()
     # What estimates of memory and time take for data: sequences of a row, and their columns
     group: ClassVar[int] = 1
+    unit: ClassVar[str] = "example"  # what a person calls a group
+    may_cut: ClassVar[bool] = True  # whether what is too long may lose its end
     # Whether the examples of a group begin with one prompt and are computed in one pass
     one_prompt: ClassVar[bool] = False
     share_prompts = False  # to compute it once; `sharing.decide` says
@@ -91,8 +94,14 @@ class Objective:
     def rows(self, window: Window) -> Rows:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
-        options = {"packing": config.packing, "truncate": config.truncate}
-        return whole(window, config.seq_len, share=self.share_prompts, **options)
+        return whole(
+            window,
+            config.seq_len,
+            packing=config.packing,
+            truncate=config.truncate and self.may_cut,
+            most=config.max_length,
+            share=self.share_prompts,
+        )
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""

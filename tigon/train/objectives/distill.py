@@ -34,6 +34,7 @@ class Distill(CrossEntropyObjective):
     mean of D.
     """
 
+    learns = "chats with a teacher, or its stored distributions"
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):

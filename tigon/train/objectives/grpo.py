@@ -32,6 +32,7 @@ class GRPO(Answers):
     `max_completion_length`. Logged: "kl", and the share of tokens whose ratio was clipped.
     """
 
+    learns = "answers with rewards"
     serves = SHARED | {
         *("beta", "loss_type", "reference", "scale_rewards", "importance_sampling_level"),
         *("max_completion_length", *CLIP),

@@ -37,6 +37,7 @@ class KTO(Answers):
     gradients.
     """
 
+    learns = "labelled answers"
     serves = SHARED | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2

@@ -28,7 +28,9 @@ class Pairs(Answers):
     (beta times the scores), how often the chosen answer's is higher, and log-probabilities.
     """
 
+    learns = "pairs of answers"
     group = 2
+    unit = "pair"
     one_prompt = True
 
     def __init__(self, config: Config, world: World):

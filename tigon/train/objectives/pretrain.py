@@ -8,6 +8,8 @@ from tigon.train.parallel import World
 
 
 class Pretrain(CrossEntropyObjective):
+    learns = "text"
+
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
         if config.chat_template:

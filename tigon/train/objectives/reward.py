@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data import Encoder, Loader, MicroBatch, Mixture, PairEncoder, Rows, Window, whole
+from tigon.data import Encoder, Loader, MicroBatch, Mixture, PairEncoder
 from tigon.data.mixture import Corpus
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -30,8 +30,11 @@ class Reward(Objective):
     score is of the end.
     """
 
+    learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
     group = 2
+    unit = "pair"
+    may_cut = False
     one_prompt = True
     per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}
 
@@ -46,11 +49,6 @@ class Reward(Objective):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         self.tokenizer = tokenizer
         return PairEncoder(tokenizer, margin=True, skip_bad_rows=self.config.bad_rows == "skip")
-
-    def rows(self, window: Window) -> Rows:
-        config = self.config
-        options = {"packing": config.packing, "share": self.share_prompts}
-        return whole(window, config.seq_len, truncate=False, most=config.max_length, **options)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]

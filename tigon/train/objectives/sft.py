@@ -6,6 +6,8 @@ from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 
 
 class SFT(CrossEntropyObjective):
+    learns = "chats, learning what the assistant says"
+
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         skip = self.config.bad_rows == "skip"
         encoder = ChatEncoder(tokenizer, train_on=self.config.train_on, skip_bad_rows=skip)

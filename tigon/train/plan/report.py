@@ -1,5 +1,6 @@
 """`tigon plan`: from the command line to a table."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +47,8 @@ def read_job(
         raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
     if tokens > MOST_TOKENS:
         raise ValueError(
-            f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may be "
-            f"{MOST_TOKENS:,} at most"
+            f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may "
+            f"be {MOST_TOKENS:,} at most"
         )
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
@@ -143,13 +144,28 @@ def why_not(plan: Plan) -> list[str]:
     """Why other meshes are impossible, the most frequent reasons first."""
     if not plan.reasons:
         return []
+    reasons = alike(plan.reasons)
     lines = ["not possible (meshes):"]
-    for reason, count in plan.reasons.most_common(REASONS):
+    for reason, count in reasons.most_common(REASONS):
         text = reason
         if reason == LACKS:
             least, there = ((size or 0) / GIB for size in (plan.lacking, plan.budget))
             text = f"too little memory: {least:,.0f} GiB a GPU at least, and {there:.0f} are there"
         lines.append(f"  {count:4}  {text}")
-    if len(plan.reasons) > REASONS:
-        lines.append(f"  {sum(c for _, c in plan.reasons.most_common()[REASONS:]):4}  for the like")
+    if len(reasons) > REASONS:
+        lines.append(f"  {sum(c for _, c in reasons.most_common()[REASONS:]):4}  for the like")
     return lines
+
+
+def alike(reasons: Counter[str]) -> Counter[str]:
+    """Those of several numbers of ranks, "2 ranks cannot ...", as one: "2, 4 ranks cannot ..."."""
+    found = Counter[str]()
+    ranks: dict[str, list[int]] = {}
+    for reason, count in reasons.items():
+        number, between, why = reason.partition(" ranks ")
+        same = between + why if between and number.isdecimal() else reason
+        found[same] += count
+        if same != reason:
+            ranks.setdefault(same, []).append(int(number))
+    numbers = {same: ", ".join(map(str, sorted(some))) for same, some in ranks.items()}
+    return Counter({numbers.get(same, "") + same: count for same, count in found.items()})

@@ -18,7 +18,7 @@ from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, convert, split_gguf
-from tigon.parallel import Sizes, from_pretrained, take_part
+from tigon.parallel import MeshSizes, from_pretrained, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
@@ -56,7 +56,7 @@ def _on_ranks(args: Namespace) -> int:
     place, gguf_file = split_gguf(args.model)
     files = Repository(place, revision=args.revision)
     model, _ = build(files, MODELS, dtype=_dtype(args), gguf_file=gguf_file)
-    take_part(model, Sizes(tensor=args.tp))
+    take_part(model, MeshSizes(tensor=args.tp))
     _tokenizer(args)
     code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
     if problem is not None and not problem.startswith("rank 0 ended"):  # which has said why

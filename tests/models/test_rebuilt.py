@@ -16,7 +16,7 @@ from tigon.kernels import _triton, qk_norm_rope, rms_norm, use
 from tigon.kernels._rebuilt import LEAST, rebuilding
 from tigon.layers import Attention, GatedMLP, offload
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.train.config import Config
 from tigon.train.estimate import memory
 from tigon.train.estimate.meter import Ledger, Meter
@@ -166,7 +166,7 @@ def peak(model: CausalLM, least: float) -> int:
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
     with rebuilding(least):
-        return memory._weigh(model, objective, config, Sizes(), None).peak
+        return memory._weigh(model, objective, config, MeshSizes(), None).peak
 
 
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)

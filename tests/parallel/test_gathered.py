@@ -21,7 +21,7 @@ from tigon.kernels._rebuilt import rebuilding
 from tigon.layers import Linear, collectives
 from tigon.layers.stream import Stream
 from tigon.models import CausalLM
-from tigon.parallel import Sizes, cut_model, take_part
+from tigon.parallel import MeshSizes, cut_model, take_part
 
 R = 2
 
@@ -66,7 +66,7 @@ def test_no_gathered_input_is_kept(alone, model_type, changes):
 def test_a_part_without_other_ranks_keeps_as_much(alone, recomputed):
     """As estimates take it: of a model that is cut over a process group."""
     model, part = on_meta("llama"), make("llama", "plain", "meta", **BIG).to("meta", torch.bfloat16)
-    take_part(part, Sizes(tensor=R))
+    take_part(part, MeshSizes(tensor=R))
     shapes = [{n: p.shape for n, p in m.named_parameters()} for m in (model, part)]
     assert shapes[0] == shapes[1] and not part.cuts.keys() ^ model.cuts.keys()
     for one in (model, part):

@@ -17,7 +17,7 @@ from tests.small import EXPERTS, LLAMA, write_model
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import IN_FLIGHT, Sizes
+from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import main
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate import memory, report
@@ -114,7 +114,7 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, Sizes(), None)
+    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, MeshSizes(), None)
     gc.collect()
     gradients = sum(
         -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None

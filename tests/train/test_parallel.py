@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
 from tests.train.ranks import Ranks, train_on
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.train import load, main, prepare, start, train
 from tigon.train.config import sizes_of
 from tigon.train.export import convert_checkpoint
@@ -163,8 +163,8 @@ def assert_same_run(workspace, one: str, other: str, *exports: str) -> None:
 
 
 def test_the_product_is_the_number_of_ranks():
-    assert Parallel(replicate=2).sizes(8) == Sizes(2, 4)
-    assert Parallel(replicate=2, fsdp=2, tensor=2).sizes(8) == Sizes(2, 2, 1, 2)
+    assert Parallel(replicate=2).sizes(8) == MeshSizes(2, 4)
+    assert Parallel(replicate=2, fsdp=2, tensor=2).sizes(8) == MeshSizes(2, 2, 1, 2)
     for settings, ranks, said in (
         (
             Parallel(replicate=2, fsdp=3),

@@ -18,7 +18,7 @@ from tigon.kernels._triton import refuse_second_derivative
 _ops = torch.ops._c10d_functional
 
 
-class Sizes(NamedTuple):
+class RowCounts(NamedTuple):
     """Rows that a rank exchanges with each."""
 
     received: Sequence[int]
@@ -62,9 +62,9 @@ class Ranks(NamedTuple):
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """The first `sent[0]` rows of x go to the first rank, and so on, and `received[0]` come
         from it."""
-        return self.exchange_all((x,), [Sizes(received, sent)])[0]
+        return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
-    def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[Sizes]) -> list[Tensor]:
+    def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
         """As `exchange`; all are sent before the first is waited for."""
         send = _ops.all_to_all_single
         pairs = zip(xs, sizes, strict=True)
@@ -139,8 +139,10 @@ class _Exchange(torch.autograd.Function):
     where a rank uses one alone."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, sizes: Sequence[Sizes], *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.sizes = ranks, [Sizes(size.sent, size.received) for size in sizes]
+    def forward(
+        ctx: Any, ranks: Ranks, sizes: Sequence[RowCounts], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.sizes = ranks, [RowCounts(size.sent, size.received) for size in sizes]
         return tuple(ranks.exchange_all(xs, sizes))
 
     @staticmethod
@@ -158,10 +160,12 @@ def exchange(
 ) -> Tensor:
     """As `Ranks.exchange`, differentiable; without sizes [R, ...] -> [R, ...], a row each."""
     ones = [1] * ranks.size
-    return exchange_all((x,), ranks, [Sizes(received or ones, sent or ones)])[0]
+    return exchange_all((x,), ranks, [RowCounts(received or ones, sent or ones)])[0]
 
 
-def exchange_all(xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[Sizes]) -> tuple[Tensor, ...]:
+def exchange_all(
+    xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[RowCounts]
+) -> tuple[Tensor, ...]:
     """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
     the gradients of all, so that no rank waits for one that has no use for another."""
     return _Exchange.apply(ranks, sizes, *xs)

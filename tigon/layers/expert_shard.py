@@ -20,7 +20,7 @@ from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.layers.collectives import Ranks
 
 
-class Sizes(NamedTuple):
+class Dispatch(NamedTuple):
     """What the host has to know of a pass."""
 
     sent: list[int]  # [p], rows to each rank
@@ -36,13 +36,13 @@ class Route:
     counts: Tensor  # [2 p + 1] on the host
     known: torch.cuda.Event | None  # when the counts are there; None: they are
 
-    def sizes(self) -> Sizes:
+    def sizes(self) -> Dispatch:
         """The host waits until they are known."""
         if self.known is not None:
             self.known.synchronize()
         *rows, slots = self.counts.tolist()
         ranks = len(rows) // 2
-        return Sizes(rows[:ranks], rows[ranks:], slots)
+        return Dispatch(rows[:ranks], rows[ranks:], slots)
 
 
 class _ToExperts(torch.autograd.Function):
@@ -50,7 +50,7 @@ class _ToExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: Sizes
+        ctx: Any, x: Tensor, rows: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch
     ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.ranks, ctx.sizes = ranks, sizes
@@ -68,7 +68,7 @@ class _FromExperts(torch.autograd.Function):
     """The way back: each token's sum of the rows that ranks have made of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: Sizes) -> Tensor:
+    def forward(ctx: Any, y: Tensor, places: Tensor, ranks: Ranks, sizes: Dispatch) -> Tensor:
         ctx.save_for_backward(places)
         ctx.ranks, ctx.sizes = ranks, sizes
         rows = ranks.exchange(y, sizes.sent, sizes.received)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask, attention
-from tigon.layers.collectives import Ranks, Sizes, exchange, exchange_all
+from tigon.layers.collectives import Ranks, RowCounts, exchange, exchange_all
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Division:
         pair = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (k, v)]
         each = [x.expand(self.groups, *x.shape) for x in pair]
         ones = [1] * self.ranks.size
-        sizes = [sizes_of(self), Sizes(ones, ones)]
+        sizes = [sizes_of(self), RowCounts(ones, ones)]
         q, kv = exchange_all((queries, torch.cat(each, 4).flatten(0, 1)), self.ranks, sizes)
         k, v = kv.transpose(0, 1).flatten(1, 2)[:, : self.tokens].chunk(2, 2)
         return q.transpose(0, 1), k, v
@@ -142,14 +142,14 @@ class Division:
 
 
 @functools.lru_cache  # for all layers: in a large group it takes the host milliseconds
-def sizes_of(division: Division) -> Sizes:
+def sizes_of(division: Division) -> RowCounts:
     """Tokens whose queries of one rank's heads come from each rank, and go to each."""
     n, own = range(division.ranks.size), division.ranks.rank
     counts = (
         [sum(map(len, division.asked(rank, division.group))) for rank in n],
         [sum(map(len, division.asked(own, rank // division.size))) for rank in n],
     )
-    return Sizes(*counts)
+    return RowCounts(*counts)
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -20,7 +20,7 @@ from tigon.kernels._rebuilt import How, note, recipe_of
 from tigon.layers.collectives import Ranks, alike, ranks_of, sum_over, waited
 
 
-class Gathering:
+class GatheredTokens:
     """Tokens that were gathered, as readers' backward passes have them again.
 
     What is in flight or there stays until all of them have computed: the node that gathered comes
@@ -179,7 +179,7 @@ class Stream:
         shape = (*self.shape, x.shape[-1])
         own = None if recipe is None else recipe.how
         how = {"keeps": self.keeps, "alone": alone, "differentiated": x.requires_grad}
-        gathering = Gathering(self.ranks, shape, own, **how)
+        gathering = GatheredTokens(self.ranks, shape, own, **how)
         y = _Gathered.apply(x, self.ranks, self.shape, gathering)
         kept = (y if self.keeps else x,) if recipe is None else recipe.kept
         note(y, gathering.values, kept, remote=gathering)

@@ -32,8 +32,8 @@ from tigon.weights import (
     Entry,
     Layout,
     Part,
-    Ranks,
     Repository,
+    Writers,
     all_finite,
     entries,
     load_into,
@@ -142,7 +142,7 @@ def save_adapter(
     all; with `replace`, an earlier adapter may be there. Under a process group every rank calls
     this, and all need one file system.
     """
-    ranks = Ranks()
+    ranks = Writers()
     with ranks.together():
         if ranks.first:
             check_target(Path(directory).expanduser(), replace, CONFIG)
@@ -154,7 +154,7 @@ def prepare_adapter(
     model: LanguageModel,
     name: str | None = None,
     *,
-    ranks: Ranks,
+    ranks: Writers,
     dtype: torch.dtype | None = None,
     tokenizer: SavesItself | None = None,
 ) -> tuple[list[Entry], Callable[[Path], None]]:
@@ -185,7 +185,7 @@ def write_adapter(
     tensors: Sequence[Entry],
     describe: Callable[[Path], None],
     *,
-    ranks: Ranks,
+    ranks: Writers,
     replace: bool = False,
 ) -> None:
     """One file of all tensors, as PEFT reads no other."""

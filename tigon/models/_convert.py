@@ -13,7 +13,7 @@ from tigon.models._layout import layout
 from tigon.models._load import build
 from tigon.models._model import LanguageModel
 from tigon.models._save import SavesItself, write_description, write_model
-from tigon.weights import Layout, Ranks, Repository, Stored, converted, height
+from tigon.weights import Layout, Repository, Stored, Writers, converted, height
 
 M = TypeVar("M", bound=LanguageModel)
 
@@ -77,6 +77,6 @@ def write_converted(
         directory,
         converted(wanted, model.dtype, stored, stored_layout),
         describe,
-        ranks=Ranks(),
+        ranks=Writers(),
         max_shard_size=max_shard_size,
     )

@@ -26,7 +26,7 @@ from tigon.weights import (
     Fp8Tensor,
     Part,
     Piece,
-    Ranks,
+    Writers,
     all_finite,
     cut,
     load_into,
@@ -186,7 +186,7 @@ def _load_batch(
 
 
 def dequantised_entries(
-    model: LanguageModel, parts_of: dict[str, tuple[Part, ...]], dtype: torch.dtype, ranks: Ranks
+    model: LanguageModel, parts_of: dict[str, tuple[Part, ...]], dtype: torch.dtype, ranks: Writers
 ) -> list[Entry]:
     """The weights in few bits as tensors of a checkpoint in `dtype`, a few rows at a time. All
     ranks have all of them, and each writes its share."""

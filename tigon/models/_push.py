@@ -11,7 +11,7 @@ from tigon.hub.card import plain, usage
 from tigon.models._few_bits import count_parameters
 from tigon.models._model import LanguageModel
 from tigon.models._save import SavesItself, save_pretrained
-from tigon.weights import Ranks
+from tigon.weights import Writers
 
 
 def push_to_hub(
@@ -40,7 +40,7 @@ def push_to_hub(
     this, and all must see rank 0's temporary directory. Raises OSError, saying what to do, if the
     hub cannot be reached or refuses: before anything is written, where that can be known.
     """
-    ranks = Ranks()
+    ranks = Writers()
     with ExitStack() as stack:
         place = ""
         with ranks.together():

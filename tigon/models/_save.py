@@ -19,7 +19,7 @@ from tigon.models._layout import base_parameters, layout
 from tigon.models._model import LanguageModel
 from tigon.weights import (
     Entry,
-    Ranks,
+    Writers,
     all_finite,
     check_free,
     entries,
@@ -57,7 +57,7 @@ def save_pretrained(
     parameters, by their names, such as an average of them; of a sharded parameter this rank's part.
     Quantised weights are written dequantised.
     """
-    ranks = Ranks()
+    ranks = Writers()
     with ranks.together():
         if ranks.first:
             check_target(Path(directory).expanduser(), replace)
@@ -84,7 +84,7 @@ def prepare_save(
     model: LanguageModel,
     *,
     tokenizer: SavesItself | None,
-    ranks: Ranks,
+    ranks: Writers,
     dtype: torch.dtype | None = None,
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
@@ -170,7 +170,7 @@ def write_model(
     tensors: Sequence[Entry],
     describe: Callable[[Path], None],
     *,
-    ranks: Ranks,
+    ranks: Writers,
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     replace: bool = False,

@@ -4,16 +4,16 @@ from tigon.parallel.context import check_context, share_context
 from tigon.parallel.expert import check_experts, share_experts
 from tigon.parallel.gradients import TensorParallel, find_tensor
 from tigon.parallel.load import from_pretrained, tensor_dimension
-from tigon.parallel.mesh import Meshes, Place, Sizes
+from tigon.parallel.mesh import Meshes, MeshSizes, Place
 from tigon.parallel.outline import take_part
 from tigon.parallel.plan import cut_model
 from tigon.parallel.zero import IN_FLIGHT, find_zero, in_order, shard_gradients
 
 __all__ = [
     "IN_FLIGHT",
+    "MeshSizes",
     "Meshes",
     "Place",
-    "Sizes",
     "TensorParallel",
     "check_context",
     "check_experts",

@@ -16,7 +16,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeshSizes:
     """Ranks of each dimension. Ranks that differ in the last one alone are neighbours, as those of
     tensor parallelism talk the most."""
 
@@ -55,7 +55,7 @@ class Sizes:
 class Meshes:
     """The ranks of a process group, as `sizes` divide them."""
 
-    sizes: Sizes
+    sizes: MeshSizes
     data: Place  # among the ranks with different rows of the data
     weights: DeviceMesh  # for fully_shard: the ranks that divide the weights, or (replicate, those)
     tensor: DeviceMesh | None  # of one dimension; None where it has one rank
@@ -65,7 +65,7 @@ class Meshes:
     loss: dist.ProcessGroup  # the ranks with different rows, whose sums are added up
 
     @classmethod
-    def of(cls, device: str, sizes: Sizes) -> "Meshes":
+    def of(cls, device: str, sizes: MeshSizes) -> "Meshes":
         """`device`: the type. Every rank of the process group calls this, at the same time."""
         dims = {"replicate": sizes.replicate, "shard": sizes.shards, "tensor": sizes.tensor}
         whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))

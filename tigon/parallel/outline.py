@@ -4,11 +4,11 @@ from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
 from tigon.parallel.context import check_context
 from tigon.parallel.expert import divide_experts
-from tigon.parallel.mesh import Sizes
+from tigon.parallel.mesh import MeshSizes
 from tigon.parallel.plan import cut_parts
 
 
-def take_part(model: CausalLM, sizes: Sizes) -> None:
+def take_part(model: CausalLM, sizes: MeshSizes) -> None:
     """Leave to a model on the meta device what the first of so many ranks computes with, before
     FSDP. What it receives from the others has a size and no numbers; experts are chosen evenly.
 

@@ -18,7 +18,7 @@ import torch
 from tigon.data import Loader
 from tigon.kernels.attention import check_training
 from tigon.models import CausalLM, count_parameters
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume, sharing
 from tigon.train.claim import claim
@@ -118,7 +118,7 @@ class Inputs:
 
 
 def read_inputs(
-    config: Config, world: World, *, here: bool = True, sizes: Sizes | None = None
+    config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None
 ) -> Inputs:
     """Check settings and data, on all ranks together; every rank calls this.
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from tigon import strict
 from tigon.hub import check_repository
 from tigon.json_file import shown
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (
@@ -186,7 +186,7 @@ def check_lora(config: Config) -> None:
         raise ValueError("lora.merge=true needs export=true")
 
 
-def sizes_of(config: Config, ranks: int) -> Sizes:
+def sizes_of(config: Config, ranks: int) -> MeshSizes:
     """What each dimension of the mesh has of so many ranks; ValueError if they do not fit."""
     return parallel_of(config).sizes(ranks)
 

@@ -13,7 +13,7 @@ from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter,
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.parallel import World
-from tigon.weights import Entry, RankError, Ranks, copied, named_if_full
+from tigon.weights import Entry, RankError, Writers, copied, named_if_full
 
 
 class Exporter(checkpoint.InBackground):
@@ -27,7 +27,7 @@ class Exporter(checkpoint.InBackground):
     def __init__(self, world: World, *, background: bool = True) -> None:
         self.world, self.background = world, background
         # Its own group: the thread that writes would else mix its messages with the training's
-        self._ranks = Ranks(dist.new_group(backend="gloo"))
+        self._ranks = Writers(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
 
@@ -53,7 +53,7 @@ class Exporter(checkpoint.InBackground):
         if this or the export before it cannot be written.
         """
         self.wait()
-        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": Ranks()}
+        how: dict[str, Any] = {"tokenizer": tokenizer, "ranks": Writers()}
         if model.active_adapter is not None:  # in its own dtype
             tensors, describe = prepare_adapter(model, **how)
             write = write_adapter

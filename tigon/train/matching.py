@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tigon.models import CausalLM
-from tigon.parallel import Sizes, take_part
+from tigon.parallel import MeshSizes, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.model import context_of, outline
@@ -27,7 +27,7 @@ def check_context(config: Config, source: Path | None = None) -> None:
         )
 
 
-def check_sizes(config: Config, sizes: Sizes, source: Path | None = None) -> None:
+def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) -> None:
     """ValueError for a model that so many ranks cannot share; also before data are made."""
     if sizes.tensor * sizes.context * sizes.expert > 1:
         model = outline(config, getattr(torch, config.param_dtype), source)

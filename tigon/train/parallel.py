@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.layers import Experts
 from tigon.models import CausalLM
-from tigon.parallel import Meshes, Place, Sizes, find_zero
+from tigon.parallel import Meshes, MeshSizes, Place, find_zero
 from tigon.train.board import LATE, Board, told
 from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
@@ -51,8 +51,8 @@ class World:
         return self.rank == self.data.rank * (self.size // self.data.size)
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
     def say(self, text: str) -> None:
         if self.main:

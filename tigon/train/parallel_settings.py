@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.strict import setting
 
 
@@ -21,12 +21,12 @@ class Parallel:
         1, "of fsdp x context x tensor ranks, those that divide the experts of each layer", least=1
     )
 
-    def sizes(self, ranks: int) -> Sizes:
+    def sizes(self, ranks: int) -> MeshSizes:
         """ValueError for a number of ranks that is not the product, or that `expert` does not
         divide."""
         others = self.replicate * self.context * self.tensor
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
-        sizes = Sizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
+        sizes = MeshSizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
         if sizes.ranks == ranks:
             if sizes.shards * self.tensor % self.expert:
                 raise ValueError(

@@ -19,10 +19,10 @@ from tigon.weights.mapping import map_parameters
 from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut, height
 from tigon.weights.plan import local_part, own_rows, own_slices, row_group
-from tigon.weights.ranks import RankError, Ranks
 from tigon.weights.reading import Reader
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
+from tigon.weights.writers import RankError, Writers
 
 __all__ = [
     "GGUF",
@@ -43,12 +43,12 @@ __all__ = [
     "Part",
     "Piece",
     "RankError",
-    "Ranks",
     "Reader",
     "Repository",
     "Rows",
     "Stored",
     "TensorInfo",
+    "Writers",
     "all_finite",
     "as_bytes",
     "check_free",

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from tigon.weights.layout import Layout, Part, fills
 from tigon.weights.pieces import Entry, Piece, cut
 from tigon.weights.plan import Lines, Local, local_part, own_columns
-from tigon.weights.ranks import Ranks
+from tigon.weights.writers import Writers
 
 
 def entries(
@@ -19,7 +19,7 @@ def entries(
     dtype: torch.dtype,
     *,
     values: Mapping[str, Tensor] | None = None,
-    ranks: Ranks | None = None,
+    ranks: Writers | None = None,
 ) -> list[Entry]:
     """Every tensor of the layout in `dtype`, with what this rank writes of it: its own rows and
     columns; of what other ranks have too, its share.
@@ -27,7 +27,7 @@ def entries(
     `values`: by name, in place of a parameter's memory on this rank, and as large. Raises
     ValueError where a parameter is not made of the tensors that the layout names.
     """
-    ranks, values = ranks or Ranks(), values or {}
+    ranks, values = ranks or Writers(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: dict[str, list[Piece]] = {}
     for name, p in parameters.items():
@@ -55,7 +55,7 @@ def entries(
     return [Entry(name, shape, dtype, pieces[name]) for name, shape in shapes.items()]
 
 
-def _replica(parameter: Tensor, part: Part, ranks: Ranks) -> tuple[int, int]:
+def _replica(parameter: Tensor, part: Part, ranks: Writers) -> tuple[int, int]:
     """Which of how many ranks that have the same rows this one is."""
     if not isinstance(parameter, DTensor):
         return (ranks.rank, ranks.size) if part.copy is None else part.copy

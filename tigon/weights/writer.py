@@ -25,9 +25,9 @@ from tigon.weights.directory import fsync
 from tigon.weights.header import TAGS, write_header
 from tigon.weights.layout import tiles
 from tigon.weights.pieces import Entry, Piece, cut, height
-from tigon.weights.ranks import Ranks
 from tigon.weights.staging import Stage
 from tigon.weights.threads import spread
+from tigon.weights.writers import Writers
 
 WORKERS = min(8, os.cpu_count() or 1)
 PT = MappingProxyType({"format": "pt"})
@@ -41,7 +41,7 @@ def write_checkpoint(
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     metadata: Mapping[str, str] = PT,
-    ranks: Ranks | None = None,
+    ranks: Writers | None = None,
     workers: int | None = None,
 ) -> None:
     """Writes STEM.safetensors, or shards and their index, split and named as transformers does.
@@ -51,7 +51,7 @@ def write_checkpoint(
     stops one rank stops all of them, and leaves none of the files. Raises ValueError unless the
     pieces of all ranks are every row once.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or Writers()
     with ranks.together():
         shards = _shards(tensors, max_shard_size, stem)
         files = [_File(name, entries, metadata) for name, entries in shards.items()]
@@ -117,7 +117,7 @@ def _place(entry: Entry) -> tuple[int, str]:
     return -list(TAGS).index(entry.dtype), entry.name
 
 
-def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Ranks) -> None:
+def _check_pieces(shards: Mapping[str, list[Entry]], ranks: Writers) -> None:
     """Raises ValueError, on every rank, unless all rows of all tensors are there once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
@@ -147,7 +147,7 @@ def _whole(entry: Entry, found: Sequence[tuple[int, int | None, int, int]]) -> b
     return tiles(list(stripes), width) and all(tiles(rows, high) for rows in stripes.values())
 
 
-def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Ranks) -> Path:
+def _seen_by_all(directory: str | os.PathLike[str] | None, ranks: Writers) -> Path:
     """The first rank's directory, if every rank sees it."""
     if ranks.size == 1:
         assert directory is not None

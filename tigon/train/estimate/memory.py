@@ -17,7 +17,7 @@ from torch import nn
 from tigon.data import MicroBatch
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
-from tigon.parallel import Sizes, take_part
+from tigon.parallel import MeshSizes, take_part
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded, ranks_of
 from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
@@ -108,7 +108,11 @@ def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
 
 
 def _weigh(
-    model: CausalLM, objective: Objective, config: Config, sizes: Sizes, sharded: torch.dtype | None
+    model: CausalLM,
+    objective: Objective,
+    config: Config,
+    sizes: MeshSizes,
+    sharded: torch.dtype | None,
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
     ledger, world = Ledger(), sizes.shards

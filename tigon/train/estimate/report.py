@@ -12,7 +12,7 @@ from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM, count_parameters
-from tigon.parallel import Sizes
+from tigon.parallel import MeshSizes
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -122,7 +122,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
     return [*lines, *exchanged(config, model, sizes)]
 
 
-def exchanged(config: Config, model: CausalLM, sizes: Sizes) -> list[str]:
+def exchanged(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
     """What ranks that share rows, layers or experts send each other."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, own = -(-config.seq_len // context), "each of {} ranks has "

@@ -21,7 +21,7 @@ from torch import nn
 from tigon.layers import Attention, Experts, RMSNorm, SparseMoE
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
-from tigon.parallel import Sizes, take_part
+from tigon.parallel import MeshSizes, take_part
 from tigon.train.estimate.gathering import shared_experts
 from tigon.train.flops import Cost, positions_seen
 from tigon.train.optim import hidden_matrices
@@ -111,7 +111,7 @@ class Shapes:
         ValueError for a model that cannot be divided so."""
         if (tensor, expert) not in self._parts:
             model = self.build()
-            take_part(model, Sizes(tensor=tensor, expert=expert))
+            take_part(model, MeshSizes(tensor=tensor, expert=expert))
             self._parts[tensor, expert] = model
         return self._parts[tensor, expert]
 

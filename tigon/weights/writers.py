@@ -13,7 +13,7 @@ class RankError(RuntimeError):
     """What stopped another rank stops this one."""
 
 
-class Ranks:
+class Writers:
     """Those of a process group, the default one if none is given; or this process alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

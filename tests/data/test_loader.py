@@ -261,11 +261,19 @@ def test_an_epoch_without_anything_to_learn():
     data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match="no example of f has anything to learn within seq_len 4"):
         _ = data.steps_per_epoch
-    for most, within in ((2, "max_length 2"), (9, "seq_len 4")):
-        rows = partial(whole, seq_len=4, most=most)
-        data = Loader(windows, rows, batch_size=1, micro_batch_size=1)
-        with pytest.raises(ValueError, match=f"to learn within {within}$"):
-            _ = data.steps_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("most", "seq_len", "limits"),
+    [(2, 9, "max_length"), (9, 2, "seq_len 2"), (3, 2, "max_length and seq_len 2")],
+)
+def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, limits):
+    """The last token of each example is all that it teaches."""
+    examples = make([4, 6, 3], [0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 1])
+    rows = partial(whole, seq_len=seq_len, most=most)
+    data = Loader(Mixture.of(examples), rows, batch_size=1, micro_batch_size=1)
+    with pytest.raises(ValueError, match=f"anything to learn within {limits}$"):
+        _ = data.steps_per_epoch
 
 
 def test_a_window_without_rows_in_the_middle_of_a_batch():

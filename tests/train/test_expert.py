@@ -11,7 +11,7 @@ from tests.numbers import relative_error
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import Ranks
-from tests.train.test_context import rows_of
+from tests.train.test_context import near, rows_of
 from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.train import load, main, prepare, start, train
@@ -111,7 +111,7 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
         assert {"aux_loss", "eval_aux_loss"} & new.keys() or "dpo" in one
         if "in_backward" in one:  # of other micro-batches
             old, new = ({n: row[n] for n in ("loss", "grad_norm")} for row in (old, new))
-        assert new == pytest.approx(old, rel=1e-5, abs=1e-7)
+        assert new == near(old)
     # A state whose 8 bits are rounded the other way moves its weight a little. Where gradients are
     # nothing but rounding, adamw makes steps of them
     most = 1e-4 if "8bit" in one else 1e-5
@@ -120,8 +120,8 @@ def assert_same(workspace, one: str, other: str, first: int = 0) -> None:
         old, new = map(load_file, files)
         assert old.keys() == new.keys()
         for name, weight in old.items():
-            near = torch.allclose(new[name], weight, rtol=0, atol=most)
-            assert near or relative_error(new[name], weight) < most, name
+            close = torch.allclose(new[name], weight, rtol=0, atol=most)
+            assert close or relative_error(new[name], weight) < most, name
 
 
 @pytest.mark.timeout(500)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
 from tests.train.ranks import Ranks
-from tests.train.test_context import SAME, TOLERANCE, kinds, rows_of
+from tests.train.test_context import SAME, TOLERANCE, kinds, near, rows_of
 from tigon.train import load, prepare, start, train
 from tigon.train.parallel_settings import Parallel
 
@@ -66,7 +66,7 @@ def test_ranks_that_share_layers(workspace, runs, way, kind):
         unknown = {key for key, value in old.items() if value is None}  # means of nothing
         assert {key for key, value in new.items() if value is None} == unknown
         old, new = ({k: v for k, v in row.items() if k not in unknown} for row in (old, new))
-        assert new == pytest.approx(old, rel=TOLERANCE, abs=2e-6)
+        assert new == near(old)
     files = (workspace.root / f"{kind}-{w}/trained/model.safetensors" for w in ("one", way))
     old, new = map(load_file, files)
     assert old.keys() == new.keys()

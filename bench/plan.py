@@ -101,7 +101,7 @@ def measured() -> list[Measured]:
         if any(word in row["name"] for word in LEFT_OUT):
             continue
         case, rounds = CASES[row["name"]], row["rounds"]["tigon"]
-        layout = Layout(1, 1, 1, 1, case.rows, 1, case.checkpointing)
+        layout = Layout(rows=case.rows, checkpointing=case.checkpointing)
         ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
         given = case.model, case.rows, case.tokens, layout, ms, gib, row["profile"]["tigon"]
         found.append(Measured(row["name"], *given, case.settings))

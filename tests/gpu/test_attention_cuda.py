@@ -153,15 +153,14 @@ def eager(q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, window: Any, 
     return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("name", "c"), cases())
-def test_forward_and_gradients(name: str, c: Combination) -> None:
+def assert_near(function: Any, name: str, c: Combination) -> None:
     """Against fp32, at most twice as wrong as the formula spelled out in bf16."""
     need(name, c.head_dim, softcap=c.softcap is not None)
     leaves = tensors(c)
     upstream = torch.randn_like(leaves[0])
     if c.layout == "padded":
         upstream = upstream * PADDING.cuda()[:, :, None, None]
-    found = run(attention, c, leaves, upstream, backend=name)
+    found = run(function, c, leaves, upstream, backend=name)
     exact_leaves = [x.detach().float().requires_grad_() for x in leaves]
     exact = run(attention_ref, c, exact_leaves, upstream)
     spelled = run(eager, c, leaves, upstream)
@@ -169,6 +168,11 @@ def test_forward_and_gradients(name: str, c: Combination) -> None:
         assert a.shape == e.shape and a.isfinite().all(), what
         wrong, bound = (a - e).norm(), (b - e).norm()
         assert wrong <= 2 * bound, f"{what}: {wrong / e.norm():.1e}, eager {bound / e.norm():.1e}"
+
+
+@pytest.mark.parametrize(("name", "c"), cases())
+def test_forward_and_gradients(name: str, c: Combination) -> None:
+    assert_near(attention, name, c)
 
 
 SPANS = (0, 57, 130, T)  # which end inside sequences; some have no query in a part, and keys
@@ -190,19 +194,7 @@ PARTS = [Combination(128, None, None), *(c for c in SOME if c.causal)]
 @pytest.mark.parametrize("c", PARTS, ids=str)
 @pytest.mark.parametrize("name", ["fa4", "flash", "flex", "sdpa"])
 def test_queries_in_parts(name: str, c: Combination) -> None:
-    """As in one call, at most twice as wrong as the formula spelled out in bf16."""
-    need(name, c.head_dim, softcap=c.softcap is not None)
-    leaves = tensors(c)
-    upstream = torch.randn_like(leaves[0])
-    if c.layout == "padded":
-        upstream = upstream * PADDING.cuda()[:, :, None, None]
-    found = run(in_parts, c, leaves, upstream, backend=name)
-    exact_leaves = [x.detach().float().requires_grad_() for x in leaves]
-    exact = run(attention_ref, c, exact_leaves, upstream)
-    spelled = run(eager, c, leaves, upstream)
-    for what, a, b, e in zip(("out", "dq", "dk", "dv"), found, spelled, exact, strict=True):
-        wrong, bound = (a - e).norm(), (b - e).norm()
-        assert wrong <= 2 * bound, f"{what}: {wrong / e.norm():.1e}, eager {bound / e.norm():.1e}"
+    assert_near(in_parts, name, c)
 
 
 def test_fa4_of_head_dim_80_without_gradients() -> None:

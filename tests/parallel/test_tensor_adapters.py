@@ -55,6 +55,16 @@ def keyed() -> list[dict[str, Any]]:
     ]
 
 
+def save_all(model: CausalLM, at: Path) -> None:
+    """The adapter, the model it is merged into, and the adapter as it begins."""
+    model.save_adapter(at / "trained")
+    merged = copy.deepcopy(model)
+    merged.merge_adapter()
+    merged.save_pretrained(at / "merged")
+    begin_adapter(model, generator=torch.Generator().manual_seed(4))
+    model.save_adapter(at / "begun")
+
+
 def compare(directory: str, count: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -68,13 +78,7 @@ def compare(directory: str, count: int) -> None:
         dist.all_reduce(own, dist.ReduceOp.MAX)
         found[name] = own.tolist()
         for way, model in (("one", one), ("cut", cut)):
-            at = Path(directory, name, way)
-            model.save_adapter(at / "trained")
-            merged = copy.deepcopy(model)
-            merged.merge_adapter()
-            merged.save_pretrained(at / "merged")
-            begin_adapter(model, generator=torch.Generator().manual_seed(4))
-            model.save_adapter(at / "begun")
+            save_all(model, Path(directory, name, way))
     if dist.get_rank() == 0:
         Path(directory, f"{count}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
 from tests.parallel.test_tensor import BALANCED, MOE, differences, random_model
-from tests.parallel.test_tensor_adapters import Case, adapted, keyed
+from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
 from tests.train.ranks import Ranks
 from tigon.layers.expert_shard import ExpertShard
-from tigon.models import CausalLM, begin_adapter
+from tigon.models import CausalLM
 from tigon.parallel import cut_model, share_experts
 
 EIGHT: dict[str, Any] = MOE | {"num_experts": 8}
@@ -110,12 +110,7 @@ def compare(directory: str) -> None:
             if name in MODELS:
                 model.save_pretrained(at / "model")
                 continue
-            model.save_adapter(at / "trained")
-            merged = copy.deepcopy(model)
-            merged.merge_adapter()
-            merged.save_pretrained(at / "merged")
-            begin_adapter(model, generator=torch.Generator().manual_seed(4))
-            model.save_adapter(at / "begun")
+            save_all(model, at)
     if dist.get_rank() == 0:
         Path(directory, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

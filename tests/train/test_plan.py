@@ -309,7 +309,7 @@ def test_what_was_planned_too_fast_comes_later(job: Callable[..., Job]) -> None:
 
 def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:
     one = job(8, rows=16)
-    once, twice = (always(one, Layout(1, 8, 1, 1, 2 // n, n)) for n in (1, 2))
+    once, twice = (always(one, Layout(1, 8, rows=2 // n, micro_batches=n)) for n in (1, 2))
     numbers = sum(p.numel() for p in one.shapes.part(1).parameters())
     assert twice - once == 4 * numbers
 

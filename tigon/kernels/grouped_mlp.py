@@ -166,13 +166,13 @@ def _outputs(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    size = _size(experts, slots)
+    size = count_slots(experts, slots)
     numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     ends = experts.new_empty(len(gate_up), dtype=torch.int32)
     return [torch.empty_like(x), x.new_empty(size, gate_up.shape[1]), *numbers, ends]
 
 
-def _size(experts: Tensor, slots: int | None) -> int:
+def count_slots(experts: Tensor, slots: int | None) -> int:
     """S."""
     return experts.numel() if slots is None else slots
 
@@ -245,7 +245,7 @@ def forward_workspace(
     slots: int | None = None,
 ) -> int:
     """Bytes that `_forward` holds at most besides its outputs: of each slot, h and its product."""
-    return _size(experts, slots) * sum(down.shape[1:]) * x.element_size()
+    return count_slots(experts, slots) * sum(down.shape[1:]) * x.element_size()
 
 
 def backward_workspace(

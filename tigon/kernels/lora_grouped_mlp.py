@@ -26,7 +26,7 @@ from tigon.kernels._rebuilt import compute_again, recipe_of
 from tigon.kernels._triton import autocast_dtype, operator, refuse_second_derivative, runs_triton
 from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.gated_act import Activation, gated_act
-from tigon.kernels.grouped_mlp import _act_backward, grouped_mlp_ref, sorted_slots
+from tigon.kernels.grouped_mlp import _act_backward, count_slots, grouped_mlp_ref, sorted_slots
 
 
 class Low(NamedTuple):
@@ -84,7 +84,7 @@ def _outputs(
     act: str,
     slots: int | None,
 ) -> list[Tensor]:
-    size = experts.numel() if slots is None else slots
+    size = count_slots(experts, slots)
     wide = [x.new_empty(size, n) for n in (gate_up.shape[1], low[0].shape[1], low[2].shape[1])]
     numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     return [torch.empty_like(x), *wide, *numbers, experts.new_empty(len(down), dtype=torch.int32)]
@@ -190,8 +190,7 @@ def forward_workspace(
     """Bytes that `_forward` holds at most besides its outputs: the sorted rows and what is added to
     gate_up, or the activation, its product and what is added to that."""
     c, inner = down.shape[1:]
-    size = experts.numel() if slots is None else slots
-    return size * max(c + 2 * inner, 2 * c + inner) * x.element_size()
+    return count_slots(experts, slots) * max(c + 2 * inner, 2 * c + inner) * x.element_size()
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:

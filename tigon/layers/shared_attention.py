@@ -5,7 +5,7 @@ all heads, each for all tokens (DeepSpeed Ulysses, Jacobs et al., arXiv 2309.145
 are several groups, each computes a part of the queries against the keys up to them, and every rank
 gets all keys and values of its heads (as Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut
 into 2 R chunks, and a group computes an early one and a late one, so that with causal attention
-all have the same work.
+of whole rows all have the same work.
 
 # B batch, T tokens of a row, n ranks, S tokens that a rank has = T / n rounded up, g ranks of a
 # group, R groups, Q queries of a group, H query heads, K kv heads, h and k those of one rank,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tigon.parallel import check_context
+from tigon.parallel import MeshSizes, check_context
 from tigon.train.config import Config
 from tigon.train.optim import check_part, check_ranks
 from tigon.train.parallel_settings import Parallel
@@ -36,29 +36,13 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Ranks of each dimension of the mesh, and what each computes at once. Ranks that differ in the
-    last dimension alone are neighbours."""
+class Layout(MeshSizes):
+    """Ranks of each dimension of the mesh, and what each computes at once."""
 
-    replicate: int
-    fsdp: int
-    context: int
-    tensor: int
     rows: int = 1  # B
     micro_batches: int = 1  # of a step, on each rank
     checkpointing: bool | int = False
     sharding: Any = "full"
-    expert: int = 1  # neighbours that divide experts, within a replica; no factor of the ranks
-
-    @property
-    def data(self) -> int:
-        """Ranks with different rows."""
-        return self.replicate * self.fsdp
-
-    @property
-    def shards(self) -> int:
-        """Ranks that divide what tensor parallelism leaves of the weights."""
-        return self.fsdp * self.context
 
     @property
     def parallel(self) -> Parallel:

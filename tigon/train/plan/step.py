@@ -216,7 +216,7 @@ def gathered(layout: Layout, model: CausalLM, numbers: Numbers) -> list[Gathered
     rest = numbers.total - apart
     found = [Gathered(Group(layout.shards, layout.tensor), copies, groups, rest / groups)]
     if apart:
-        same = Group(layout.shards * layout.tensor // layout.expert, layout.expert)
+        same = Group(layout.same, layout.expert)
         groups = len(numbers.mixtures)
         found.append(Gathered(same, copies, groups, apart / groups))
     return found

@@ -1,10 +1,12 @@
 """`optimizer_in_backward`: the bits of updates after backward, without their gradients."""
 
+import gc
 import json
 import math
 import os
 import re
 import signal
+import weakref
 from typing import Any
 
 import pytest
@@ -160,6 +162,19 @@ def test_what_needs_all_gradients_is_refused(what):
     with pytest.raises(ValueError, match=f"optimizer_in_backward=true with {what}: .*{hint}"):
         settings(**ON | changes)
     settings(**ON | {"spike_sigma": 6, "spike": "rollback"})
+
+
+def test_a_model_that_nobody_keeps_is_freed() -> None:
+    def train_one() -> weakref.ref[Any]:
+        model, optimizer = learner({})
+        updates = InBackward(model, optimizer)
+        ids = torch.arange(8)[None]
+        updates.backward(model(input_ids=ids, labels=ids).loss)
+        return weakref.ref(next(model.parameters()))
+
+    weight = train_one()
+    gc.collect()
+    assert weight() is None
 
 
 def test_several_micro_batches_are_refused(workspace):

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# What a device's assertion may say: torch takes a longer one for an error of its own
+MOST_BYTES = 254
+AND_THEN = "; TIGON_CHECKS=1 raises where it happens, and says which"
+CUT = " ..."
 _SETTINGS = {"": False, "0": False, "1": True}
 
 
@@ -70,9 +74,16 @@ def check(ok: Tensor, message: str) -> None:
         if not ok:
             raise ValueError(message)
     elif not ok.is_meta:
-        if not torch.compiler.is_compiling():
-            message += "; TIGON_CHECKS=1 raises where it happens, and says which"
-        torch._assert_async(ok, message)
+        end = "" if torch.compiler.is_compiling() else AND_THEN
+        torch._assert_async(ok, shorten(message, MOST_BYTES - len(end)) + end)
+
+
+def shorten(message: str, most: int) -> str:
+    """The message, or its beginning, of at most so many bytes."""
+    encoded = message.encode()
+    if len(encoded) <= most:
+        return message
+    return encoded[: most - len(CUT)].decode(errors="ignore") + CUT
 
 
 def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:

@@ -6,7 +6,9 @@ register_post_accumulate_grad_hook.
 """
 
 import math
+import weakref
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +53,9 @@ class InBackward:
         for part in self.parts:
             for p in part.parameters:
                 part.groups.setdefault(index[p], []).append(p)
-                p.register_post_accumulate_grad_hook(lambda _, part=part: self._arrived(part))
+                # The autograd graph keeps hooks where the garbage collector sees no cycle
+                arrived = partial(_arrived, weakref.ref(self), part.number)
+                p.register_post_accumulate_grad_hook(arrived)
 
     def backward(self, loss: Tensor, total: Tensor | None = None) -> Tensor:
         """From `loss`: each parameter that gets a gradient has its update. Returns the norm of all
@@ -91,10 +95,11 @@ class InBackward:
                 "have its update and some have not: begin again, from a checkpoint"
             )
 
-    def _arrived(self, part: Part) -> None:
-        """After a parameter has its gradient, of all its uses."""
+    def arrived(self, number: int) -> None:
+        """A parameter of part `number` has its gradient, of all its uses."""
         if not self.under_way:
             return
+        part = self.parts[number]
         part.missing -= 1
         if part.missing < 0:
             raise RuntimeError(
@@ -125,6 +130,11 @@ class InBackward:
         if self._waited is None:
             self._waited = bool(self.finite)
         return self._waited
+
+
+def _arrived(updates: weakref.ref[InBackward], number: int, _: Tensor) -> None:
+    if (there := updates()) is not None:
+        there.arrived(number)
 
 
 def build_in_backward(

@@ -21,6 +21,8 @@ from tigon.models import MODELS, CausalLM, build, convert, split_gguf
 from tigon.parallel import MeshSizes, from_pretrained, take_part
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
+from tigon.train.board import LAUNCHED, Failure
+from tigon.train.board import report as report_failure
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
 from tigon.train.parallel import World, start
 from tigon.train.parallel_settings import Parallel
@@ -33,18 +35,38 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def generate(args: Namespace) -> int:
+    ranks = Parallel(tensor=args.tp) if args.tp > 1 else None
+    try:
+        _check_tp(args)
+        if ranks is not None and "WORLD_SIZE" in os.environ:
+            ranks.sizes(int(os.environ["WORLD_SIZE"]))
+    except ValueError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return 1  # every rank knows it: one of a host says it
+        raise
+    if ranks is None:
+        return _generate(args, None)
+    if "WORLD_SIZE" not in os.environ:
+        return _on_ranks(args)
+    with start(args.device or "auto", parallel=ranks) as world:
+        try:
+            return _generate(args, world)
+        except ValueError as error:  # the same on all ranks: the first of them says it
+            report_failure(Failure(str(error)))
+            if world.board.fail(str(error)) and LAUNCHED not in os.environ:
+                raise
+            return 1
+
+
+def _check_tp(args: Namespace) -> None:
     if args.tp < 1:
         raise ValueError(f"--tp {args.tp} must be at least 1")
     if args.tp == 1:
-        return _generate(args, None)
+        return
     if args.assistant is not None:
         raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
     if find_checkpoint(args.model):
         raise ValueError(f"{args.model} is a checkpoint: `tigon export` it first, for --tp")
-    if "WORLD_SIZE" not in os.environ:
-        return _on_ranks(args)
-    with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
-        return _generate(args, world)
 
 
 def _on_ranks(args: Namespace) -> int:
@@ -52,7 +74,7 @@ def _on_ranks(args: Namespace) -> int:
     gpus = torch.cuda.device_count()
     if args.tp > gpus and args.device != "cpu" and (gpus or args.device):
         raise ValueError(f"--tp {args.tp}, but torch sees {gpus} CUDA devices")
-    # What every rank would say of the model and its tokenizer is said once
+    # What is wrong with the model and its tokenizer is said before any process starts
     place, gguf_file = split_gguf(args.model)
     files = Repository(place, revision=args.revision)
     model, _ = build(files, MODELS, dtype=_dtype(args), gguf_file=gguf_file)
@@ -67,16 +89,20 @@ def _on_ranks(args: Namespace) -> int:
 def _generate(args: Namespace, world: World | None) -> int:
     """On this process, or as one of the ranks that share the model; the first one writes."""
     main = world is None or world.main
-    text = _read(args) if main else ""
+    together = nullcontext if world is None else world.together
+    with together():
+        text = _read(args) if main else ""
     if world is not None:
         (text,) = [found for found in world.board.gather(text) if found] or [""]
-    model, tokenizer = _load(args, world)
-    ids = _prompt(args, text, tokenizer)
-    if not ids:
-        raise ValueError("the prompt is empty")
-    context = model.config.max_position_embeddings
-    if len(ids) >= context:
-        raise ValueError(f"the prompt has {len(ids)} tokens, but the model's context is {context}")
+    with together():
+        model, tokenizer = _load(args, world)
+        ids = _prompt(args, text, tokenizer)
+        if not ids:
+            raise ValueError("the prompt is empty")
+        context = model.config.max_position_embeddings
+        if len(ids) >= context:
+            of = f"the prompt has {len(ids)} tokens"
+            raise ValueError(f"{of}, but the model's context is {context}")
     given = _sampling(args)
     if args.stop:
         given["stop_strings"] = args.stop

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,51 @@ def test_a_model_that_ranks_cannot_share_is_refused_once(tmp_path, capfd):
     assert main(settings) == 1
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and "2 ranks cannot share 9 heads with 3 kv heads" in said[0]
+
+
+def generate_away(settings: list[str], nowhere: str) -> None:
+    """The second rank in a directory of its own, if one is given."""
+    if nowhere and os.environ["RANK"] == "1":
+        os.chdir(nowhere)
+    sys.exit(main(["generate", *settings, "--raw", "--device", "cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["llama", "the model", "--tp", "3"], "3 ranks cannot share 4 heads with 2 kv heads"),
+        (["llama", "the model", "--tp", "2"], "parallel: tensor 2 does not divide the number of"),
+        (["llama", "the model", "--tp", "3", "--assistant", "llama"], "--assistant is not there"),
+        (["./nowhere", "the model", "--tp", "3"], "no directory ./nowhere"),
+    ],
+)
+def test_what_ranks_of_torchrun_refuse_is_said_once(saved, monkeypatch, settings, said):
+    monkeypatch.chdir(saved)
+    assert_said(Ranks(3, generate_away, settings, ""), said)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["", "--tp", "2"], "the prompt is empty"), (["the", "--tp", "2", "--top-p", "7"], "top_p=7")],
+)
+def test_what_all_ranks_find_later_is_said_once(saved, monkeypatch, more, said):
+    monkeypatch.chdir(saved)
+    assert_said(Ranks(2, generate_away, ["llama", *more], ""), said)
+
+
+def test_what_one_rank_lacks_is_said_by_it(saved, monkeypatch, tmp_path):
+    monkeypatch.chdir(saved)
+    ranks = Ranks(2, generate_away, ["./llama", "the model", "--tp", "2"], str(tmp_path))
+    assert_said(ranks, "rank 1: no directory ./llama")
+
+
+def assert_said(ranks: Ranks, said: str) -> None:
+    """In one line, by ranks that all end with the same code."""
+    with pytest.raises(AssertionError, match="exit codes"):
+        ranks.finish()
+    assert set(ranks.codes) == {1} and ranks.printed == ""
+    lines = ranks.errors.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"tigon generate: {said}"), lines
 
 
 def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):

@@ -16,6 +16,8 @@ import torch
 import tigon
 from tests.train.ranks import Ranks
 from tigon.kernels._attention_backends import Request, choose
+from tigon.layers import GatedMLP
+from tigon.parallel import Place
 from tigon.train import checkpoint, guard, load, loop, main, prepare
 from tigon.train import start as world_of
 from tigon.train.evaluate import evaluate
@@ -174,8 +176,12 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
 
 def test_a_spike_on_several_ranks_names_the_rank():
     board = SimpleNamespace(gather=lambda own: [own, "3.25", "0.5"])
-    world = SimpleNamespace(size=3, board=board)
+    world = SimpleNamespace(size=3, data=Place(0, 3), board=board)
     assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
+    board = SimpleNamespace(gather=lambda own: [own, own, "3.25", "3.25"])
+    world = SimpleNamespace(size=4, data=Place(0, 2), board=board)
+    said = "of the loss, 3.25, is on ranks 2-3, which share rows)"
+    assert guard.largest_part(world, 1.5).endswith(said)
     assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
 
 
@@ -222,14 +228,46 @@ def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):
     assert workspace.metrics("blame", "step") == [1, 2, 3, 4]
 
 
-def test_what_all_ranks_have_is_said_of_all() -> None:
-    def world(*answers: str) -> Any:
-        return SimpleNamespace(size=2, board=SimpleNamespace(gather=lambda _: list(answers)))
+def blamed_inside(settings: list[str]) -> None:
+    """In the third step rank 3 alone computes a NaN in an MLP."""
+    if os.environ["RANK"] == "3":
+        forward, calls = GatedMLP.forward, []
 
-    nan = "its part is nan"
+        def bad(self, *given, **named):
+            calls.append(1)
+            y = forward(self, *given, **named)
+            return y * math.nan if len(calls) == 2 * 2 + 1 else y  # of two layers
+
+        GatedMLP.forward = bad
+    main(settings)
+
+
+@pytest.mark.parametrize("dimension", ["tensor", "context"])
+def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
+    """They have the same loss, and nobody knows on which of them it began."""
+    run = f"blame-{dimension}"
+    settings = {"steps": 3, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
+    given = workspace.settings(run, **settings, **{f"parallel.{dimension}": 2})
+    printed = Ranks(4, blamed_inside, given, environment={"OMP_NUM_THREADS": "1"}).finish()
+    said = r"step 3: loss nan.* \(ranks 2-3, which share rows: their part is nan\); its rows are"
+    assert re.search(said, printed), printed
+
+
+def test_what_all_ranks_have_is_said_of_all() -> None:
+    def world(*answers: str, data: int = 2) -> Any:
+        board = SimpleNamespace(gather=lambda _: list(answers))
+        return SimpleNamespace(size=len(answers), data=Place(0, data), board=board)
+
+    nan = "nan"
     assert guard.ranks_of(world("", nan), math.nan) == " (rank 1: its part is nan)"
     assert guard.ranks_of(world(nan, nan), math.nan) == " (on all ranks)"
     assert guard.ranks_of(world("", ""), 1.0) == ""
+    assert guard.ranks_of(world(nan, nan, data=1), math.nan) == " (on all ranks, which share rows)"
+    # Of ranks that share rows, one alone: its own sum went wrong
+    assert guard.ranks_of(world("", "", nan, ""), 1.0) == " (rank 2: its part is nan)"
+    found = guard.ranks_of(world(nan, nan, "", "", "inf", "inf", data=3), 1.0)
+    said = "ranks 0-1, which share rows: their part is nan; ranks 4-5, which share rows: their part"
+    assert found == f" ({said} is inf)"
 
 
 def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):

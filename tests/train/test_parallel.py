@@ -228,7 +228,6 @@ def test_gradients_are_not_sharded_within_groups(workspace):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lora.dora": "true"}, "lora.dora=true"),
         ({"lora.quantize": "nf4"}, "lora.quantize=nf4"),
         ({"lora.modules_to_save": "[lm_head]"}, r"lora.modules_to_save=\['lm_head'\]"),
     ],

@@ -31,12 +31,12 @@ def whole(workspace) -> None:
     main(workspace.settings("one", **SETTINGS))
 
 
-def assert_same(workspace, run: str) -> None:
+def assert_same(workspace, run: str, one: str = "one") -> None:
     for key in ("loss", "grad_norm"):
-        expected, found = (workspace.metrics(name, key) for name in ("one", run))
+        expected, found = (workspace.metrics(name, key) for name in (one, run))
         assert found == pytest.approx(expected[-len(found) :], rel=1e-5)
     for file in ("adapter/adapter_model.safetensors", "hf/model.safetensors"):
-        expected, found = (load_file(workspace.root / name / file) for name in ("one", run))
+        expected, found = (load_file(workspace.root / name / file) for name in (one, run))
         assert expected.keys() == found.keys()
         for name, values in expected.items():
             assert relative_error(found[name], values) < 1e-4, name
@@ -60,3 +60,25 @@ def test_a_run_with_dropout(workspace, whole, parallel):
     theirs = load_file(workspace.root / f"{run}-converted/model.safetensors")
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, rtol=0, atol=1e-6, msg=name)
+
+
+def test_lengths_that_are_learned(workspace, whole):
+    """DoRA's, over ranks that divide weights in both ways, and of one process that goes on."""
+    dora = SETTINGS | {"lora.dora": "true"}
+    main(workspace.settings("lengths", **dora))
+    more = {"parallel.fsdp": 2, "parallel.tensor": 2, "activation_checkpointing": "true"}
+    train_on(4, workspace.settings("lengths-4", **dora, **more), OMP_NUM_THREADS="1")
+    assert_same(workspace, "lengths-4", "lengths")
+    steps = workspace.root / "lengths-4/checkpoints"
+    main(workspace.settings("lengths-1", **dora, resume=steps / "step-00000002"))
+    assert_same(workspace, "lengths-1", "lengths")
+    converted = workspace.root / "lengths-converted"
+    convert_checkpoint(steps / "step-00000004", str(converted), merge=True)
+    one, plain, found = (
+        load_file(path / "model.safetensors")
+        for path in (workspace.root / "lengths/hf", workspace.root / "one/hf", converted)
+    )
+    for name, weight in one.items():
+        assert relative_error(found[name], weight) < 1e-4, name
+        if "proj" in name:
+            assert relative_error(found[name], plain[name]) > 1e-3, name

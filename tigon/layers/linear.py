@@ -81,7 +81,7 @@ class Linear(nn.Linear):
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
                 y = torch.addcmul(y, y, (low.gains(self.values()) - 1).to(y.dtype))
-                y = y if self.bias is None else y + self.bias
+                y = y if own_bias is None else y + own_bias
             return y
         return base.linear(x, weight, own_bias)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.lora_linear import Addition
+from tigon.layers.collectives import Ranks
 
 # Of a block's path, what is before the names inside it
 BLOCK = re.compile(r".*?\.\d+\.")
@@ -64,7 +65,10 @@ class LowRank(LayerAdapter):
     (arXiv 2402.09353) the rows of W + scale B A then get lengths that are learned, a vector [K_p]
     of each part; as in its section 4.3, the lengths that they had are constants in backward.
     `dropout`: the share of x that A does not read in training; `place`: the layer's `place_of`.
+    `column_ranks`: those that each have some columns of W and A, where ranks divide these.
     """
+
+    column_ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -122,11 +126,18 @@ class LowRank(LayerAdapter):
                 square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
                 square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
                 square += (b @ (a.float() @ a.float().t()) * b).sum(1)
+                if self.column_ranks is not None:
+                    square = self.column_ranks.sum(square)
             gains.append(square.new_ones(part.first - end))
             gains.append(own[MAGNITUDE + part.name].float() / square.sqrt())
             end, rank = part.first + part.size, rank + part.rank
         gains.append(gains[0].new_ones(weight.shape[0] - end))
         return torch.cat(gains)
+
+    def row_lengths(self, rows: Tensor) -> Tensor:
+        """[n, C] -> [n] in fp32, over the columns of all ranks, each of which calls this."""
+        own = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return own if self.column_ranks is None else self.column_ranks.sum(own.square()).sqrt()
 
     def extra_repr(self) -> str:
         parts = [f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts]

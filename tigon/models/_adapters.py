@@ -165,12 +165,13 @@ def begin_adapter(
             cut = model.cuts.get(f"{at}.{kind}")
             whole[kind] = tuple(p.shape) if cut is None else cut.shape
         first_values = low.drawn(whole, generator)
+        for kind, values in first_values.items():
+            if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
+                first_values[kind] = cut.take(values)
         if low.dora:  # what is added is 0: the rows have their own lengths
             first_values |= _lengths(model.get_submodule(path), low)
         for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
-            if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
-                values = cut.take(values)
             own.copy_(values[first : first + len(own)])
     for end in model.adapters[name].modules_to_save:
         owner = _end(model, end)
@@ -180,13 +181,15 @@ def begin_adapter(
 
 
 def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
-    """DoRA's, of all rows in fp32, or of an embedding's columns; every rank calls this."""
+    """DoRA's in fp32, of all rows that FSDP divides, or of an embedding's columns; every rank calls
+    this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
         return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight)}
     found = torch.zeros(weight.shape[0], device=own.device)
-    found[first : first + len(own)] = torch.linalg.vector_norm(own, dim=1, dtype=torch.float32)
+    assert isinstance(low, LowRank)
+    found[first : first + len(own)] = low.row_lengths(own)
     if isinstance(weight, DTensor):
         dist.all_reduce(found, group=row_group(weight))
     return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}

@@ -1,7 +1,6 @@
 """What adapters add to weights, in float32 and rounded once; every rank of a sharded model adds its
 own rows."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,7 +26,7 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
             delta = b[here] @ a[rank : rank + part.rank]
             total = rows.float().add_(delta, alpha=part.scale)
             if lengths is not None:
-                total *= (lengths[here] / torch.linalg.vector_norm(total, dim=1)).unsqueeze(1)
+                total *= (lengths[here] / low.row_lengths(total)).unsqueeze(1)
             rows.copy_(total)
         rank += part.rank
 

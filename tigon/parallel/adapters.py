@@ -1,13 +1,15 @@
 """What each rank of tensor parallelism has of low-rank adapters, which were added before.
 
-An adapter is cut as its weight is: B by rows where that is cut by its outputs, A by columns where
-it is by its inputs. Every rank has all of the other one, and finds a part of its gradient.
+An adapter is cut as its weight is: B and DoRA's lengths by rows where that is cut by its outputs, A
+by columns where it is by its inputs. Every rank has all of the rest, and finds a part of its
+gradient. Lengths of rows of which ranks have some columns each take a sum over the ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from tigon.layers import LMHead, LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
-from tigon.layers.lora import B
+from tigon.layers.collectives import Ranks
+from tigon.layers.lora import MAGNITUDE, B
 from tigon.models import CausalLM, low_ranks
 from tigon.splitmix import GOLDEN, WORD, signed
 from tigon.weights import Copy, Cut, Rows
@@ -20,8 +22,6 @@ def check_adapters(model: CausalLM) -> None:
     """Raises ValueError for adapters that ranks cannot share."""
     for name, config in model.adapters.items():
         of = f"tensor parallelism is not there for the adapter {name!r}"
-        if config.dora:
-            raise ValueError(f"{of}, which learns lengths of whole rows: give dora=False")
         if saved := ", ".join(end for end in config.modules_to_save if end != "score"):
             raise ValueError(f"{of}, which has whole weights of {saved}: leave out modules_to_save")
         for path, low in low_ranks(model, name).items():
@@ -34,18 +34,23 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
     for at, low, weights in _adapters(model, cuts):
         for part, weight in zip(low.parts, weights, strict=True):
             if _by_inputs(weight):
-                name, dim, pieces = low.name_of_a(part), 1, weight.pieces
+                names, dim, pieces = [low.name_of_a(part)], 1, weight.pieces
             else:
-                name, dim, pieces = B + part.name, 0, _within(weight, part)
-            yield f"{at}.{name}", Cut(tuple(low.get_parameter(name).shape), dim, pieces)
+                names, dim, pieces = [B + part.name], 0, _within(weight, part)
+                names += [MAGNITUDE + part.name] * low.dora
+            for name in names:
+                yield f"{at}.{name}", Cut(tuple(low.get_parameter(name).shape), dim, pieces)
 
 
-def share_adapters(model: CausalLM, cuts: Mapping[str, Cut]) -> None:
+def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
     """The columns of each part that the rank has, and where their dropout is drawn."""
     for at, low, weights in _adapters(model, cuts):
         low.parts = tuple(map(_own, low.parts, weights))
         weight = weights[0]
-        if isinstance(low, LowRank) and low.dropout and _by_inputs(weight):
+        if not isinstance(low, LowRank) or not _by_inputs(weight):
+            continue
+        low.column_ranks = ranks
+        if low.dropout:
             first = weight.pieces[0][0].source
             if first % DRAWN:
                 raise ValueError(

@@ -152,7 +152,7 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
         whole: Tensor = module.get_parameter(own)
         if len(cut.pieces) > 1 or cut.length != whole.shape[cut.dim]:
             setattr(module, own, nn.Parameter(cut.take(whole.detach()), whole.requires_grad))
-    share_adapters(model, cuts)
+    share_adapters(model, cuts, ranks)
     size = model.config.vocab_size
     ((rows, _),) = tokens(model, size, ranks)
     vocabulary = VocabularyShard.of(ranks.group, ranks.size, rows.source, rows.length, size)

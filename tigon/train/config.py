@@ -212,10 +212,6 @@ def check_parallel(config: Config) -> None:
     wrong: dict[str, dict[str, tuple[bool, str]]] = {
         f"parallel.tensor={tensor}": {
             "cuda_graphs": graphs,
-            "lora.dora": (
-                lora is not None and lora.dora,
-                "it learns the lengths of whole rows, which ranks divide",
-            ),
             "lora.quantize": (
                 lora is not None and lora.quantize is not None,
                 "ranks do not divide weights of few bits",

@@ -133,10 +133,25 @@ def ranks_of(world: World, own_loss: float) -> str:
     """On which ranks the loss is not finite, if it is one of several."""
     if world.size == 1:
         return ""
-    answers = world.board.gather("" if math.isfinite(own_loss) else f"its part is {own_loss}")
-    if all(answers):  # as where ranks share rows, whichever of them it began on
-        return " (on all ranks)"
-    return f" ({told(answers)})" if any(answers) else ""
+    answers = world.board.gather("" if math.isfinite(own_loss) else str(own_loss))
+    if not any(answers):
+        return ""
+    if all(answers):
+        return f" (on all ranks{', which share rows' * (world.data.size == 1)})"
+    count = world.size // world.data.size
+    groups = [answers[first : first + count] for first in range(0, world.size, count)]
+    if count == 1 or any(len(set(group)) > 1 for group in groups):
+        return f" ({told([own and f'its part is {own}' for own in answers])})"
+    # The loss of one is that of all who share its rows, whichever of them it began on
+    bad = [(i * count, group[0]) for i, group in enumerate(groups) if group[0]]
+    return f" ({'; '.join(f'{sharing(world, i)}: their part is {own}' for i, own in bad)})"
+
+
+def sharing(world: World, rank: int) -> str:
+    """The rank; of several with the same rows, which have the same loss, all of them."""
+    count = world.size // world.data.size
+    first = rank // count * count
+    return f"rank {rank}" if count == 1 else f"ranks {first}-{first + count - 1}, which share rows"
 
 
 def largest_part(world: World, own_loss: float) -> str:
@@ -145,7 +160,7 @@ def largest_part(world: World, own_loss: float) -> str:
         return ""
     parts = [float(part or "nan") for part in world.board.gather(str(own_loss))]
     rank = max(range(world.size), key=parts.__getitem__)
-    return f" (the largest part of the loss, {parts[rank]:.6g}, is on rank {rank})"
+    return f" (the largest part of the loss, {parts[rank]:.6g}, is on {sharing(world, rank)})"
 
 
 def rows(run: Run, step: int) -> str:

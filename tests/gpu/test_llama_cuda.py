@@ -157,3 +157,26 @@ def test_a_label_outside_the_vocabulary_stops_the_device() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode != 0
     assert "a label is neither -100 nor in [0, 5003)" in run.stderr
+
+
+def test_many_answers_share_prompts(model: tigon.Llama) -> None:
+    """Of so many sequences that no message names all their prefixes."""
+    pairs, prompt, answer = 12, 16, 8
+    torch.manual_seed(2)
+    ids = torch.randint(0, CONFIG["vocab_size"], (pairs, prompt + 2 * answer), device="cuda")
+    lengths = torch.tensor([prompt, answer, answer] * pairs)
+    bounds = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0)))
+    positions = [torch.arange(prompt), *[torch.arange(prompt, prompt + answer)] * 2]
+    shared = [[[a, a], [a, a + prompt], [a, a + prompt]] for a in bounds[:-1:3].tolist()]
+    found = model(
+        input_ids=ids.reshape(1, -1),
+        position_ids=torch.cat(positions * pairs).cuda()[None],
+        cu_seq_lens=bounds.int().cuda(),
+        prefixes=torch.tensor(shared).reshape(-1, 2),
+    ).logits
+    for i, row in enumerate(ids):
+        for k in range(2):
+            own = row[prompt + k * answer :][:answer]
+            alone = model(input_ids=torch.cat((row[:prompt], own))[None]).logits[0, prompt:]
+            start = i * len(row) + prompt + k * answer
+            torch.testing.assert_close(found[0, start:][:answer], alone, rtol=2e-3, atol=2e-3)

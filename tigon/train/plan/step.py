@@ -19,6 +19,7 @@ from tigon.layers import Attention
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.model import sum_dtype
 from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.layout import Job, Layout
@@ -228,14 +229,13 @@ def outer(
     """Collectives of a step for weights and gradients, and by how much those over the network
     outlast `compute`, the seconds of a micro-batch."""
     gpu, k, count = job.gpu, job.constants, layout.micro_batches
-    item = FP32
-    if layout.sharding == "gradients" and not job.config.accumulate_fp32:  # in their dtype
-        item = getattr(torch, job.config.param_dtype).itemsize
+    whole = layout.sharding == "gradients"
+    item = sum_dtype(job.config).itemsize if whole else FP32
     gather = sum((part.weights(gpu, k) for part in parts), Time())
     reduced = sum((part.gradients(item, gpu, k) for part in parts), Time())
-    if layout.sharding == "gradients":  # one reduction, and one gather of weights
-        return reduced + gather, max(0.0, reduced.network + gather.network - 2 / 3 * compute)
     forward = max(0.0, gather.network - compute / 3)
+    if whole:  # one gather, beside the first forward, and one reduction, beside the last backward
+        return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)
     backward = max(0.0, gather.network - 2 / 3 * compute)
     last = max(0.0, gather.network + reduced.network - 2 / 3 * compute)
     return gather * (2 * count) + reduced, forward * count + backward * (count - 1) + last

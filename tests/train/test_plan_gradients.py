@@ -171,6 +171,19 @@ def test_reasons_and_settings(job) -> None:
     }
 
 
+def test_what_was_not_tried_is_not_impossible(job) -> None:
+    """One mesh is asked for, and the others' faster ways are too large."""
+    one = job(2, BF16, 2)
+
+    def heavy(_: Job, layout: Layout) -> Estimate:
+        return Estimate({"sum": 10**9 if layout.again == 1.0 else 10**15}, 0)
+
+    first, all_of = (make_plan(one, most=most, weigh=heavy) for most in (1, 100))
+    assert len(all_of.choices) > 3 and not all_of.reasons and all_of.lacking is None
+    assert len(first.choices) == 1 and not first.reasons and first.lacking is None
+    assert not make_plan(one, most=0, weigh=heavy).choices
+
+
 @pytest.mark.parametrize("sharding", ["full", "gradients"])
 @pytest.mark.parametrize("settings", [BF16, FP32], ids=["bf16", "fp32"])
 def test_memory_of_more_ranks_is_at_least(job, sharding: Any, settings: list[str]) -> None:

@@ -37,7 +37,7 @@ class Plan:
     choices: list[Choice]  # the fastest first, one of each mesh
     reasons: Counter[str]  # why others are impossible, and of how many meshes
     budget: int  # bytes of tensors that a GPU may hold
-    lacking: int | None  # bytes of the mesh that needs least of those that need more
+    lacking: int | None  # bytes of the mesh that needs least of those that fit in no way
 
 
 class Weighed:
@@ -111,9 +111,9 @@ def make_plan(
                 timed.append((step.seconds * doubted(job, layout), layout, step))
     choices, done = list[Choice](), set[Mesh]()
     weighed = Weighed(job, weigh, budget)
-    for _, layout, step in sorted(timed, key=lambda entry: entry[0]):
-        if len(choices) == most:
-            break
+    queue = iter(sorted(timed, key=lambda entry: entry[0]))
+    while len(choices) < most and (entry := next(queue, None)) is not None:
+        _, layout, step = entry
         if layout.mesh in done:
             continue
         memory, size = weighed.of(layout)
@@ -122,10 +122,11 @@ def make_plan(
             done.add(layout.mesh)
         else:
             least[layout.mesh] = min(size, least.get(layout.mesh, size))
-    if without := least.keys() - done:
+    done |= {layout.mesh for _, layout, _ in queue}  # a slower way of these may fit
+    without = {mesh: size for mesh, size in least.items() if mesh not in done}
+    if without:
         reasons[LACKS] = len(without)
-    lacking = min((size for mesh, size in least.items() if mesh not in done), default=None)
-    return Plan(job, choices, reasons, budget, lacking)
+    return Plan(job, choices, reasons, budget, min(without.values(), default=None))
 
 
 def doubted(job: Job, layout: Layout) -> float:

@@ -4,7 +4,8 @@ Products, attention, passes and optimizer take their operations and bytes at the
 measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
 context and expert parallelism are waited for, and most of tensor parallelism. The others of that
 and those of FSDP run beside the computation: over NVLink a measured share of their time is lost
-nonetheless, over the network what is longer than the computation that they run beside.
+nonetheless, over the network what is longer than the computation that they run beside. With
+sharding=gradients a step has one gather of weights and one reduction of gradients.
 
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,
 # k experts of a token

@@ -77,13 +77,18 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
         ({"cuda_graphs": "true"}, "cuda_graphs=true is not there for parallel.tensor=2"),
-        ({"sharding": "gradients"}, "no layout of 8 GPUs"),
         ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
     ):
         if "batch_size" in changes:
             limit(monkeypatch, lambda x: x.data > 1)
         with pytest.raises(ValueError, match=why):
             auto.choose(configured(**changes), CUDA, 8, ROOM)
+    limit(monkeypatch, lambda x: x.tensor > 1)
+    parallel, _ = auto.choose(configured(sharding="gradients"), CUDA, 8, ROOM)
+    assert parallel.tensor > 1 and parallel.replicate == 1
+    limit(monkeypatch, lambda x: x.replicate > 1)
+    with pytest.raises(ValueError, match=r"parallel.replicate=2 is not there for sharding=grad"):
+        auto.choose(configured(sharding="gradients"), CUDA, 8, ROOM)
     limit(monkeypatch, lambda x: x.tensor > 1)
     with pytest.raises(ValueError, match="tensor above 1: NVLink connects so many"):
         auto.choose(configured(), CUDA, 8, auto.Room(ROOM.memory, 1))

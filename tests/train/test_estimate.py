@@ -230,6 +230,9 @@ def test_whole_weights_and_what_is_reduced() -> None:
     model = tiny("llama", "plain", **wide)
     masters = planned(model, 2, sharding="gradients", param_dtype="float32").kinds
     assert masters["parameters"] == pytest.approx((2 + 4 / 2) * size, rel=0.01)
+    model = tiny("llama", "plain", **wide)  # one rank's gradients are not copied to be reduced
+    alone = planned(model, 1, sharding="gradients", param_dtype="float32").kinds
+    assert 0.9 * 4 * size < alone["gradients"] <= 4 * size
 
 
 def test_batches_stand_in_for_full_rows() -> None:

@@ -69,8 +69,11 @@ class Reducing:
                 shape = (each * self.world, *p.shape[1:])
                 found = self._made(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
             gradients.append(found)
-            part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
-            parts.append(self._made(part, GRADIENTS))
+            if self.world > 1:
+                part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
+                parts.append(self._made(part, GRADIENTS))
+            else:  # nothing is sent
+                parts.append(found)
         self.running.append((gradients, parts))
         if len(self.running) > IN_FLIGHT:
             self._end_reduction()

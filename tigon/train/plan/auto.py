@@ -20,7 +20,7 @@ from tigon.train.model import outline
 from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import gpu_called
-from tigon.train.plan.layout import MESH, Job, Layout, as_set
+from tigon.train.plan.layout import MESH, Job, Layout, as_set, meshes
 from tigon.train.plan.report import check, why_not
 from tigon.train.plan.search import Plan, make_plan
 from tigon.train.plan.work import Shapes
@@ -81,7 +81,9 @@ def choose(config: Config, device: torch.device, gpus: int, room: Room) -> tuple
     how: dict[str, Any] = {"most": 2, "ways": as_set, "budget": budget_of(config, room.memory)}
     if had is not None and (kept := make_plan(job, of=had, **how)).choices:
         return kept.choices[0].layout.parallel, f"{told(kept)}, as in {source}"
-    plan = make_plan(job, **how)
+    # As it is set, so that what is refused for it is told
+    found = (replace(m, sharding=config.sharding) for m in meshes(gpus, shapes.experts))
+    plan = make_plan(job, of=found, **how)
     if not plan.choices:
         raise ValueError("\n  ".join(why_none(plan)))
     others = [f"{named(c.layout)}, {c.step.seconds:.3g} s" for c in plan.choices[1:]]

@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from tigon.parallel import MeshSizes, check_context
 from tigon.train.config import Config
+from tigon.train.graphs import check_run
 from tigon.train.optim import check_part, check_ranks
+from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.work import Shapes
@@ -20,6 +24,7 @@ MOST_TOKENS = 2**16  # of a micro-batch on a GPU, if it has several rows: more g
 # As the setting activation_checkpointing: no block is computed again, every second one, all
 MESH = ("replicate", "fsdp", "context", "tensor", "expert")
 AGAIN: dict[bool | int, float] = {False: 0.0, 2: 0.5, True: 1.0}
+CUDA = torch.device("cuda")
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,11 @@ def misfit(job: Job, layout: Layout) -> str | None:
 
 
 def excluded(job: Job, layout: Layout) -> str | None:
-    """What of the settings is not there for the layout."""
+    """What of the settings the trainer refuses for the layout."""
     try:
-        check_ranks(layout.config(job.config), layout.data)
+        config = layout.config(job.config)
+        check_ranks(config, layout.data)
+        check_run(config, World(0, job.gpus, CUDA))
     except ValueError as error:
         return str(error)
     return None
@@ -145,7 +152,7 @@ def excluded(job: Job, layout: Layout) -> str | None:
 def as_set(job: Job, mesh: Layout) -> Iterator[Layout]:
     """A mesh with what the job's settings say."""
     c, rows = job.config, job.batch_rows // mesh.data
-    if rows % c.micro_batch_size or (c.sharding == "gradients" and mesh.fsdp < job.gpus):
+    if rows % c.micro_batch_size:
         return
     again = AGAIN if c.activation_checkpointing == "auto" else (c.activation_checkpointing,)
     for checkpointing in again:
@@ -156,17 +163,13 @@ def as_set(job: Job, mesh: Layout) -> Iterator[Layout]:
 
 
 def variants(job: Job, mesh: Layout) -> Iterator[Layout]:
-    """A mesh with every micro-batch and checkpointing that it may have."""
-    each, ways = job.batch_rows // mesh.data, ["full"]
-    whole = replace(mesh, sharding="gradients")  # which leaves each rank all weights
-    if mesh.fsdp == job.gpus > 1 and excluded(job, whole) is None:
-        ways.append(whole.sharding)
+    """A mesh with every micro-batch, sharding and checkpointing that it may have."""
+    each = job.batch_rows // mesh.data
+    ways = ("full", "gradients") if mesh.shards > 1 else ("full",)  # one rank has nothing to divide
     for rows in divisors(each):
         if rows > 1 and rows * job.seq_len // mesh.context > MOST_TOKENS:
             break
-        for checkpointing in AGAIN:
-            for sharding in ways:
-                yield replace(
-                    mesh, rows=rows, micro_batches=each // rows, checkpointing=checkpointing,
-                    sharding=sharding,
-                )  # fmt: skip
+        for sharding in ways:
+            layout = replace(mesh, rows=rows, micro_batches=each // rows, sharding=sharding)
+            if excluded(job, layout) is None:
+                yield from (replace(layout, checkpointing=again) for again in AGAIN)

@@ -8,6 +8,7 @@ import torch
 
 from tigon.train.estimate import Estimate
 from tigon.train.estimate.budget import CONTEXT, SHARE
+from tigon.train.model import sum_dtype
 from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU
 from tigon.train.plan.layout import Job, Layout, meshes, misfit, variants
@@ -17,6 +18,7 @@ from tigon.train.plan.step import BF16, FP32, Step, step_of
 Weigh = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
 LACKS = "memory"
+DIVIDED = ("parameters", "gradients", "optimizer", "average of weights")  # over the ranks, at most
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Plan:
     choices: list[Choice]  # the fastest first, one of each mesh
     reasons: Counter[str]  # why others are impossible, and of how many meshes
     budget: int  # bytes of tensors that a GPU may hold
-    lacking: int | None  # bytes of the mesh that needs least of those that need more
+    lacking: int | None  # bytes of the mesh that needs least of those that fit in no way
 
 
 class Weighed:
@@ -44,7 +46,7 @@ class Weighed:
     def __init__(self, job: Job, weigh: Weigh, budget: int) -> None:
         self.job, self.weigh, self.budget = job, weigh, budget
         self.found: dict[tuple[object, ...], Estimate] = {}
-        self.too_large: list[tuple[tuple[object, ...], tuple[float, ...], int]] = []
+        self.too_large: list[tuple[tuple[object, ...], tuple[float, ...], int, Estimate]] = []
 
     def of(self, layout: Layout) -> tuple[Estimate | None, int]:
         """The memory of a layout if it fits, and the bytes that it needs at least."""
@@ -52,17 +54,29 @@ class Weighed:
         kind = layout.tensor, layout.expert, layout.sharding, layout.micro_batches > 1
         tokens = layout.rows * self.job.seq_len // layout.context
         # All the larger, the less memory it takes
-        lean = layout.again, layout.shards, -layout.context, -tokens
-        for other, leaner, size in self.too_large:
+        lean, shards = (layout.again, -layout.context, -tokens), layout.shards
+        for other, leaner, fewer, memory in self.too_large:
             if kind == other and all(a <= b for a, b in zip(lean, leaner, strict=True)):
-                return None, size
-        if (*kind, *lean) not in self.found:
-            self.found[*kind, *lean] = self.weigh(self.job, layout)
-        memory = self.found[*kind, *lean]
+                size = at_least(memory, fewer / shards)
+                if size > self.budget:
+                    return None, size
+        if (*kind, *lean, shards) not in self.found:
+            self.found[*kind, *lean, shards] = self.weigh(self.job, layout)
+        memory = self.found[*kind, *lean, shards]
         if memory.total <= self.budget:
             return memory, memory.total
-        self.too_large.append((kind, lean, memory.total))
+        self.too_large.append((kind, lean, shards, memory))
         return None, memory.total
+
+
+def at_least(memory: Estimate, share: float) -> int:
+    """Bytes where each rank has this share of the rows that it has in `memory`: of what more ranks
+    divide that share is left, and of messages perhaps nothing."""
+    if share >= 1:
+        return memory.total
+    divided = sum(memory.kinds.get(kind, 0) for kind in DIVIDED)
+    sent = memory.kinds.get("communication", 0)
+    return int(memory.total - sent - (1 - share) * divided)
 
 
 def make_plan(
@@ -86,7 +100,10 @@ def make_plan(
         if (why := misfit(job, mesh)) is not None:
             reasons[why] += 1
             continue
-        for layout in ways(job, mesh):
+        layouts = [*ways(job, mesh)]
+        if not layouts:
+            reasons["no micro-batch that the other settings allow"] += 1
+        for layout in layouts:
             if (held := always(job, layout)) > budget:
                 least[mesh.mesh] = min(held, least.get(mesh.mesh, held))
             else:
@@ -94,9 +111,9 @@ def make_plan(
                 timed.append((step.seconds * doubted(job, layout), layout, step))
     choices, done = list[Choice](), set[Mesh]()
     weighed = Weighed(job, weigh, budget)
-    for _, layout, step in sorted(timed, key=lambda entry: entry[0]):
-        if len(choices) == most:
-            break
+    queue = iter(sorted(timed, key=lambda entry: entry[0]))
+    while len(choices) < most and (entry := next(queue, None)) is not None:
+        _, layout, step = entry
         if layout.mesh in done:
             continue
         memory, size = weighed.of(layout)
@@ -105,10 +122,11 @@ def make_plan(
             done.add(layout.mesh)
         else:
             least[layout.mesh] = min(size, least.get(layout.mesh, size))
-    if without := least.keys() - done:
+    done |= {layout.mesh for _, layout, _ in queue}  # a slower way of these may fit
+    without = {mesh: size for mesh, size in least.items() if mesh not in done}
+    if without:
         reasons[LACKS] = len(without)
-    lacking = min((size for mesh, size in least.items() if mesh not in done), default=None)
-    return Plan(job, choices, reasons, budget, lacking)
+    return Plan(job, choices, reasons, budget, min(without.values(), default=None))
 
 
 def doubted(job: Job, layout: Layout) -> float:
@@ -118,13 +136,18 @@ def doubted(job: Job, layout: Layout) -> float:
 
 
 def always(job: Job, layout: Layout) -> int:
-    """Bytes that are there all the time: weights, gradients and states."""
+    """Bytes that are there all the time, or at once in each step: weights, gradients, states."""
     item = getattr(torch, job.config.param_dtype).itemsize
-    numbers = job.shapes.numbers(layout.tensor, layout.expert)
+    numbers, several = job.shapes.numbers(layout.tensor, layout.expert), layout.micro_batches > 1
     states = 0.0 if job.config.optimizer_offload else state_bytes(job.config, hidden=True)
-    own = sum(count for _, count in numbers.owned(layout.shards)) * (item + states)
+    rows = sum(count for _, count in numbers.owned(layout.shards))
+    held = rows * (item + states)
     if layout.sharding == "gradients":
-        own += numbers.total * BF16
-    elif layout.micro_batches > 1:  # whole gradients add up in float32
-        own += numbers.total * FP32
-    return int(own)
+        held += numbers.total * BF16
+        if several:
+            held += numbers.total * sum_dtype(job.config).itemsize
+            # Rows of weights are part of the whole ones, where these have their dtype
+            held -= rows * item if item == BF16 else 0
+    elif several:  # whole gradients add up in float32
+        held += numbers.total * FP32
+    return int(held)

@@ -4,7 +4,8 @@ Products, attention, passes and optimizer take their operations and bytes at the
 measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
 context and expert parallelism are waited for, and most of tensor parallelism. The others of that
 and those of FSDP run beside the computation: over NVLink a measured share of their time is lost
-nonetheless, over the network what is longer than the computation that they run beside.
+nonetheless, over the network what is longer than the computation that they run beside. With
+sharding=gradients a step has one gather of weights and one reduction of gradients.
 
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,
 # k experts of a token
@@ -19,6 +20,7 @@ from tigon.layers import Attention
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.model import sum_dtype
 from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.layout import Job, Layout
@@ -228,14 +230,13 @@ def outer(
     """Collectives of a step for weights and gradients, and by how much those over the network
     outlast `compute`, the seconds of a micro-batch."""
     gpu, k, count = job.gpu, job.constants, layout.micro_batches
-    item = FP32
-    if layout.sharding == "gradients" and not job.config.accumulate_fp32:  # in their dtype
-        item = getattr(torch, job.config.param_dtype).itemsize
+    whole = layout.sharding == "gradients"
+    item = sum_dtype(job.config).itemsize if whole else FP32
     gather = sum((part.weights(gpu, k) for part in parts), Time())
     reduced = sum((part.gradients(item, gpu, k) for part in parts), Time())
-    if layout.sharding == "gradients":  # one reduction, and one gather of weights
-        return reduced + gather, max(0.0, reduced.network + gather.network - 2 / 3 * compute)
     forward = max(0.0, gather.network - compute / 3)
+    if whole:  # one gather, beside the first forward, and one reduction, beside the last backward
+        return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)
     backward = max(0.0, gather.network - 2 / 3 * compute)
     last = max(0.0, gather.network + reduced.network - 2 / 3 * compute)
     return gather * (2 * count) + reduced, forward * count + backward * (count - 1) + last

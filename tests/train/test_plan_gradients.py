@@ -1,0 +1,202 @@
+"""Plans with sharding=gradients: its memory, its messages, and where the trainer accepts it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.small import EXPERTS, LLAMA
+from tests.train.test_plan import SIZE
+from tigon.train import load
+from tigon.train.config import Config, sizes_of
+from tigon.train.estimate import Estimate, report
+from tigon.train.graphs import check_run
+from tigon.train.objectives import find_objective
+from tigon.train.optim import check_ranks
+from tigon.train.parallel import World
+from tigon.train.plan import Job, Layout, make_plan, read_job, show, step_of, weigh
+from tigon.train.plan.layout import as_set, meshes, misfit, variants
+from tigon.train.plan.search import always, at_least
+from tigon.train.plan.step import gathered, outer
+
+MOE: dict[str, Any] = EXPERTS | {"num_experts": 8, "num_attention_heads": 8, "head_dim": 16}
+MOE |= {"num_key_value_heads": 8}
+BF16, FP32, EXACT = ["param_dtype=bfloat16"], ["param_dtype=float32"], ["accumulate_fp32=true"]
+TENSOR = Layout(1, 2, 1, 2, rows=2, sharding="gradients")
+CONTEXT = Layout(1, 1, 2, 2, rows=2, sharding="gradients")
+MANY = replace(TENSOR, rows=1, micro_batches=2, checkpointing=2)
+T = 512
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    def make(gpus: int, settings: list[str], rows: int, tokens: int = T, **sizes: Any) -> Job:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(LLAMA | SIZE | sizes))
+        return read_job(str(path), gpus, "h200", tokens, rows * tokens, settings)
+
+    return make
+
+
+def configured(one: Job, given: str, **changes: Any) -> Config:
+    """As `tigon train` reads settings, of a job's model and steps."""
+    values = {"init": one.config.init, "tokenizer": "none", "data": "none", "run_dir": "run"}
+    values |= {"task": "pretrain", "batch_size": one.batch_rows, "seq_len": one.seq_len} | changes
+    return load(None, [*(f"{name}={value}" for name, value in values.items()), *given.split()])
+
+
+@pytest.mark.parametrize("layout", [TENSOR, CONTEXT, MANY], ids=["tensor", "context", "many"])
+@pytest.mark.parametrize("settings", [BF16, FP32, BF16 + EXACT], ids=["bf16", "fp32", "exact"])
+def test_memory_is_that_of_a_dry_run(job, layout: Layout, settings: list[str]) -> None:
+    one = job(4, settings, layout.rows * layout.micro_batches * layout.data)
+    found = weigh(one, layout).kinds
+    config = configured(one, " ".join([layout.settings, *settings]))
+    objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
+    inputs: Any = SimpleNamespace(source=None, objective=objective)
+    assert report.plan(config, inputs, 4).kinds == found
+    # By hand: half of the layers, whole in bfloat16, and states of half of that
+    numbers, item = one.shapes.numbers(2).total, 4 if settings == FP32 else 2
+    masters = item * numbers / 2 if item == 4 else 0
+    assert found["parameters"] == pytest.approx(2 * numbers + masters, rel=1e-3)
+    assert found["optimizer"] == pytest.approx(8 * numbers / 2, rel=1e-3)
+    if layout is MANY:
+        assert found["gradients"] >= (2 if settings == BF16 else 4) * numbers
+    assert always(one, layout) <= sum(found.values())
+
+
+@pytest.mark.parametrize(("settings", "item"), [(BF16, 2), (FP32, 4), (BF16 + EXACT, 4)])
+def test_messages_by_hand(job, settings: list[str], item: int) -> None:
+    """Weights once in bfloat16 and gradients once, of a part; over the network where the ranks that
+    have the same part are on several hosts."""
+    one, numbers = job(16, settings, 16), job(16, settings, 16).shapes.numbers(8)
+    # On a host all ranks of a part, or one of each of two parts' ranks
+    inside, across = Layout(1, 4, 1, 2), Layout(1, 2, 1, 8)
+    for layout in (inside, across):
+        other = replace(layout, fsdp=1, context=layout.fsdp)
+        for way, count in ((layout, 1), (layout, 4), (other, 1)):
+            way = replace(way, sharding="gradients", micro_batches=count)
+            numbers = one.shapes.numbers(way.tensor)
+            parts = gathered(way, one.shapes.part(way.tensor), numbers)
+            time, _ = outer(one, parts, way, 0.0)
+            received = (2 + item) * numbers.total * (way.shards - 1) / way.shards
+            bytes_of = (received, 0) if layout is inside else (0, received)
+            assert (time.nvlink_bytes, time.network_bytes) == pytest.approx(bytes_of)
+    # Hidden beside a third of the computation, and beside the rest
+    way = replace(across, sharding="gradients")
+    parts = gathered(way, one.shapes.part(8), one.shapes.numbers(8))
+    gather = sum(part.weights(one.gpu, one.constants).network for part in parts)
+    reduced = sum(part.gradients(item, one.gpu, one.constants).network for part in parts)
+    for compute in (0.0, gather, 3 * gather, 2 * reduced):
+        expected = max(0.0, gather - compute / 3) + max(0.0, reduced - 2 / 3 * compute)
+        assert outer(one, parts, way, compute)[1] == pytest.approx(expected)
+    full = step_of(one, replace(across, micro_batches=4)).traffic.network_bytes
+    whole = step_of(one, replace(way, micro_batches=4)).traffic.network_bytes
+    assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.numbers(8).total / 2)
+
+
+def test_it_is_chosen_where_weights_are_moved_often(job) -> None:
+    """Of several micro-batches, by ranks that divide layers, tokens, or both."""
+    one = job(8, BF16, 64, tokens=4096)
+
+    def fits(layout: Layout) -> bool:
+        return layout.tensor > 1 and layout.micro_batches > 1
+
+    def heavy(_: Job, layout: Layout) -> Estimate:
+        return Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
+
+    plan = make_plan(one, most=100, weigh=heavy)
+    best = plan.choices[0].layout
+    assert best.sharding == "gradients" and best.tensor > 1 and best.shards > 1
+    assert "sharding=gradients" in best.settings and "ZeRO-2" in show(plan)
+    found = {(c.layout.fsdp, c.layout.context, c.layout.tensor, c.layout.sharding)
+             for c in plan.choices}  # fmt: skip
+    whole = {mesh[:3] for mesh in found if mesh[3] == "gradients"}
+    assert whole == {(4, 1, 2), (2, 1, 4), (2, 2, 2), (1, 2, 4), (1, 4, 2)}
+    assert (1, 1, 8, "full") in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [], ["optimizer=adamw_8bit"], ["optimizer=muon"], ["cuda_graphs=true", *BF16],
+        ["optimizer_in_backward=true", "max_grad_norm=0"],
+    ],
+    ids=["adamw", "8bit", "muon", "graphs", "in_backward"],
+)  # fmt: skip
+def test_what_the_trainer_refuses_is_not_proposed(job, settings: list[str]) -> None:
+    """And what it accepts is."""
+    one = job(8, settings, 8, **MOE)
+
+    def accepted(layout: Layout) -> bool:
+        try:
+            config = configured(one, " ".join([layout.settings, *settings]))
+            check_run(config, World(0, 8, torch.device("cuda")))
+            check_ranks(config, sizes_of(config, 8).data)
+        except ValueError:
+            return False
+        return True
+
+    proposed, refused = set(), 0
+    for mesh in meshes(8, 8):
+        layouts = [] if misfit(one, mesh) else [*variants(one, mesh)]
+        assert all(accepted(layout) for layout in layouts)
+        whole = any(layout.sharding == "gradients" for layout in layouts)
+        alone = replace(mesh, rows=8 // mesh.data, sharding="gradients")
+        if mesh.shards > 1:
+            assert whole == (accepted(alone) and misfit(one, mesh) is None), mesh
+            refused += not whole
+        proposed |= {mesh.mesh[:-1]} if whole else set()
+    assert refused > 0
+    assert all(replicate == expert == 1 for replicate, *_, expert in proposed)
+    # In 8 bits states of few columns would be divided within a block
+    never = {"cuda_graphs=true", "optimizer_in_backward=true", "optimizer=adamw_8bit"}
+    assert ((1, 2, 2, 2, 1) in proposed) == never.isdisjoint(settings)
+
+
+def test_reasons_and_settings(job) -> None:
+    """Of updates in backward with more rows than a micro-batch may have; of a graph of float32."""
+    in_backward = job(2, ["optimizer_in_backward=true", "max_grad_norm=0"], 2**8)
+    assert "no micro-batch that the other settings allow" in show(make_plan(in_backward))
+    graphs = job(1, ["cuda_graphs=true"], 1)
+    assert "give sharding=gradients" in (misfit(graphs, Layout()) or "")
+    set_to = job(4, ["sharding=gradients"], 4)
+    found = {way.mesh for mesh in meshes(4) for way in as_set(set_to, mesh)}
+    assert {mesh[:4] for mesh in found} == {
+        (1, f, c, 4 // f // c) for f in (1, 2, 4) for c in (1, 2, 4) if f * c <= 4
+    }
+
+
+def test_what_was_not_tried_is_not_impossible(job) -> None:
+    """One mesh is asked for, and the others' faster ways are too large."""
+    one = job(2, BF16, 2)
+
+    def heavy(_: Job, layout: Layout) -> Estimate:
+        return Estimate({"sum": 10**9 if layout.again == 1.0 else 10**15}, 0)
+
+    first, all_of = (make_plan(one, most=most, weigh=heavy) for most in (1, 100))
+    assert len(all_of.choices) > 3 and not all_of.reasons and all_of.lacking is None
+    assert len(first.choices) == 1 and not first.reasons and first.lacking is None
+    assert not make_plan(one, most=0, weigh=heavy).choices
+
+
+@pytest.mark.parametrize("sharding", ["full", "gradients"])
+@pytest.mark.parametrize("settings", [BF16, FP32], ids=["bf16", "fp32"])
+def test_memory_of_more_ranks_is_at_least(job, sharding: Any, settings: list[str]) -> None:
+    """Which spares a plan to weigh them."""
+    for count in (1, 2):
+        found = {}
+        for shards in (1, 2, 4, 8):
+            one = job(shards * 2, settings, shards * count)
+            layout = Layout(1, shards, 1, 2, sharding=sharding, micro_batches=count)
+            found[shards] = weigh(one, layout)
+        for few, memory in found.items():
+            for more, exact in found.items():
+                if more >= few:
+                    bound = at_least(memory, few / more)
+                    assert 0.5 * exact.total < bound <= exact.total, (few, more, count)
+            assert at_least(memory, 2.0) == memory.total

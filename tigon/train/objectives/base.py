@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
+from tigon.data.packing import LEAST_SHARED
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -91,7 +92,7 @@ class Objective:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, window: Window) -> Rows:
+    def rows(self, window: Window, *, least_shared: float = LEAST_SHARED) -> Rows:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
         return whole(
@@ -101,6 +102,7 @@ class Objective:
             truncate=config.truncate and self.may_cut,
             most=config.max_length,
             share=self.share_prompts,
+            least=least_shared,
         )
 
     def begin(self, model: CausalLM) -> None:

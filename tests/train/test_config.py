@@ -200,7 +200,7 @@ def test_names_of_others_that_are_said_with_their_group():
 
 
 def test_bad_pairs_of_settings():
-    with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one"):
+    with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one of them; epochs=null"):
         load(None, [*NEEDED, "epochs=2", "steps=3"])
     for value in ("true", "False"):
         with pytest.raises(ValueError, match=f"push_to_hub={value} is no repository: give its"):

@@ -43,6 +43,7 @@ from tigon.train.optim import build_optimizer
 from tigon.train.step import backward
 
 OURS, TWICE, PEER = "tigon", "tigon, prompts twice", "TRL + PEFT + Liger"
+EXACT = "tigon, float32"  # whose first step the others are compared with
 PAIRS, LONGEST, RANK, BETA, CLIP = 4, 1024, 16, 0.1, 1.0
 PROMPT, ANSWER = (192, 0.8), (320, 0.6)  # mean and spread of the lognormal lengths, in tokens
 WORDS, EOS, PAD = 2000, "</s>", "<pad>"  # the tokens that occur
@@ -154,29 +155,37 @@ class Clock:
         return row
 
 
-def settings(directory: Path, steps: int, tiny: bool, *, twice: bool = False) -> Config:
-    """Of tigon.train: bf16 weights and states, as the peer has; each step has all pairs, in one row
-    without padding. Where a prompt is computed once, its last token is there twice."""
+def settings(
+    directory: Path, steps: int, tiny: bool, *, twice: bool = False, exact: bool = False
+) -> Config:
+    """Of tigon.train: bf16 weights and states, as the peer has, unless `exact`; each step has all
+    pairs, in one row without padding. Where a prompt is computed once, its last token is there
+    twice."""
     room = sum((2 * p if twice else p + 1) + a + b for p, a, b in lengths(tiny))
     values = {"task": "dpo", "model": directory, "data": directory / "pairs.jsonl"}
     values |= {"run_dir": directory / "run", "seq_len": room, "max_length": LONGEST}
     values |= {"batch_size": 1, "steps": steps, "beta": BETA, "max_grad_norm": CLIP}
     values |= {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
     values |= {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
-    values |= {"optimizer": "adamw_bf16", "param_dtype": "bfloat16"}
-    values |= {"activation_checkpointing": "false", "lora.rank": RANK, "lora.alpha": 2 * RANK}
+    dtype = "float32" if exact else "bfloat16"
+    values |= {"optimizer": "adamw_bf16", "param_dtype": dtype, "dtype": dtype}
+    values |= {"activation_checkpointing": str(exact).lower()}
+    values |= {"lora.rank": RANK, "lora.alpha": 2 * RANK}
     return load(None, [f"{key}={value}" for key, value in values.items()])
 
 
 def ours(request: Request, directory: Path, device: str) -> Record:
     """The trainer's own steps, over a model whose weights are drawn instead of read."""
     shape = write_inputs(directory, request.tiny)
-    twice = request.side == TWICE
-    config = settings(directory, FIRST + request.steps, request.tiny, twice=twice)
+    exact = request.side == EXACT
+    twice = exact or request.side == TWICE
+    steps = 1 if exact else FIRST + request.steps
+    config = settings(directory, steps, request.tiny, twice=twice, exact=exact)
     with start(device) as world:
         with patch.object(Pairs, "one_prompt", not twice):
             inputs = read_inputs(config, world)
-        made = tigon.Llama.from_config(shape, dtype=torch.bfloat16, device=device)
+        dtype = torch.float32 if exact else torch.bfloat16
+        made = tigon.Llama.from_config(shape, dtype=dtype, device=device)
         add_lora(made, config)
         fill(parts_of(made))
         model = finish(made, config)
@@ -194,7 +203,8 @@ def ours(request: Request, directory: Path, device: str) -> Record:
                 run.optimizer.zero_grad()
                 first = first or {name: values[name] for name in ("loss", "grad_norm", *LOGGED)}
                 clock.mark()
-    return {"first": first, "weights_gib": weights, **clock.found()}
+    timed = {} if exact else clock.found()
+    return {"first": first, "weights_gib": weights, **timed}
 
 
 def theirs(request: Request, directory: Path, device: str, way: Way) -> Record:

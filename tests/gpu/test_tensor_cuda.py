@@ -1,4 +1,5 @@
-"""Two GPUs that share each layer (NCCL) against one: curves, and tokens from CUDA graphs."""
+"""Two GPUs that share layers, rows or experts (NCCL) against one: curves, and tokens from CUDA
+graphs."""
 
 import json
 from typing import Any
@@ -45,6 +46,21 @@ def test_curves(workspace, family, dtype, tolerance):
     runs = [f"{family}-{dtype}-{ways}" for ways in ("one", "two")]
     main(workspace.settings(runs[0], **same))
     train_on(2, workspace.settings(runs[1], **same | {"parallel.tensor": 2} | shared))
+    for key in ("loss", "grad_norm"):
+        one, two = (workspace.metrics(run, key) for run in runs)
+        assert len(one) == 8
+        assert two == pytest.approx(one, rel=tolerance), key
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize("way", ["context", "expert", "replicate"])
+def test_other_dimensions(workspace, way, dtype, tolerance):
+    same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "device": "cuda", "dtype": dtype}
+    if way == "expert":
+        same["model"] = write_model(workspace.root / f"{way}-{dtype}", **EIGHT)
+    runs = [f"{way}-{dtype}-{ways}" for ways in ("one", "two")]
+    main(workspace.settings(runs[0], **same))
+    train_on(2, workspace.settings(runs[1], **same | {f"parallel.{way}": 2}))
     for key in ("loss", "grad_norm"):
         one, two = (workspace.metrics(run, key) for run in runs)
         assert len(one) == 8

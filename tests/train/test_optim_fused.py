@@ -358,7 +358,7 @@ def test_the_norm_is_exact_and_the_factor_is_left_to_the_update(monkeypatch):
         model, optimizer = learner({"a": (90, 64), "b": (137,), "c": (0, 8)}, param_dtype=dtype)
         model.learn(0)
         gradients = [p.grad.clone() for p in model.parameters()]
-        exact = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+        exact = squared_norm.squared_norm_ref(gradients).sqrt().item()
         for limit, factor in ((0.0, None), (2 * exact, 1.0), (exact / 4, 0.25)):
             found = clip(model, optimizer, limit)
             assert found.item() == pytest.approx(exact, rel=2e-7)

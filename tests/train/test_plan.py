@@ -329,6 +329,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "8", "--seq-len", str(10**34)], "tokens in a step, by --batch-tokens"),
         ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
         ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
+        ([*few, "--settings", "sharding=full"], "sharding: a plan goes through its values itself"),
         ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
         ([*few, "--gpu", "a"], "--gpu a: is not one of"),
         ([*few, "--settings", "optimiser=adamw"], "optimizer"),

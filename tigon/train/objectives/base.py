@@ -1,5 +1,6 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -86,7 +87,8 @@ class Objective:
         if value != default and name not in self.serves:
             task = self.config.task
             hint = ": seq_len is where rows are cut" if name == "max_length" else ""
-            raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}")
+            without = f"; leave it out, or give {name}={json.dumps(default)}"
+            raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}{without}")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """What makes examples of the data's rows, with all columns that the loss reads."""

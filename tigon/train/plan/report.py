@@ -24,6 +24,7 @@ HEAD = (
 UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
 MOST_GPUS, MOST_TOKENS = 2**18, 2**40  # of a plan: more than anybody has, and it takes long
 REASONS = 6  # that are told one by one
+LAYOUT = ("sharding", "micro_batch_size", "activation_checkpointing")  # settings of a layout
 
 
 def read_job(
@@ -56,6 +57,9 @@ def read_job(
     own = [where, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
     config = load(None, [*settings, *own])
     check(config)
+    for name in LAYOUT:
+        if any(given.partition("=")[0] == name for given in settings):
+            raise ValueError(f"{name}: a plan goes through its values itself; leave it out")
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
     if seq_len > (context := read.config.max_position_embeddings):

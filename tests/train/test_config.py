@@ -199,8 +199,19 @@ def test_names_of_others_that_are_said_with_their_group():
             load(None, [*NEEDED, given])
 
 
+def test_the_command_line_wins_over_the_file_with_either_of_two(tmp_path):
+    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\n")
+    found = load(tmp_path / "c.yaml", ["steps=4"])
+    assert (found.epochs, found.steps) == (None, 4)
+    found = load(tmp_path / "c.yaml", ["steps=null", "init=y", "tokenizer=z"])
+    assert (found.epochs, found.model, found.init) == (2, "", "y")
+    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\nsteps: 4\n")
+    with pytest.raises(ValueError, match="epochs=2 and steps=4: give one of them"):
+        load(tmp_path / "c.yaml")
+
+
 def test_bad_pairs_of_settings():
-    with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one of them; epochs=null"):
+    with pytest.raises(ValueError, match="epochs=2 and steps=3: give one of them"):
         load(None, [*NEEDED, "epochs=2", "steps=3"])
     for value in ("true", "False"):
         with pytest.raises(ValueError, match=f"push_to_hub={value} is no repository: give its"):

@@ -290,7 +290,8 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
     assert len(asked) == len(set(asked))
     text = show(plan)
     assert "too little memory: 931,323 GiB a GPU at least" in text
-    assert f"the first: {plan.choices[0].layout.settings}" in text
+    rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
+    assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
     nothing = make_plan(one, weigh=lambda *_: Estimate({"sum": 10**15}, 0))
     assert "no layout fits" in show(nothing)
 

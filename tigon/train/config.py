@@ -61,10 +61,7 @@ class Config(
         if self.sample_prompts and not self.eval_data:
             raise ValueError("sample_prompts needs eval_data: samples are part of an evaluation")
         if self.epochs is not None and self.steps is not None:
-            raise ValueError(
-                f"epochs={self.epochs} and steps={self.steps}: give one of them; epochs=null takes "
-                "the config file's back"
-            )
+            raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:
             raise ValueError("streaming=true needs steps: a stream has no known end")
         if self.batch_size % self.micro_batch_size:

@@ -106,7 +106,8 @@ def show(plan: Plan) -> str:
         kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in held if size > GIB / 20)
         times = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
         days = 1e12 / (best.step.rate * job.gpus) / 86400
-        lines += ["", f"the first: {best.layout.settings}", f"  memory, GiB: {kinds}"]
+        rows = f"batch_size={job.batch_rows} seq_len={job.seq_len}"
+        lines += ["", f"the first: {rows} {best.layout.settings}", f"  memory, GiB: {kinds}"]
         lines += [f"  seconds: {times}", f"  10^12 tokens: {days:,.1f} days"]
     lines += ["", *why_not(plan)]
     return "\n".join(lines)

@@ -24,6 +24,7 @@ from tigon.train import pack
 from tigon.train.board import LAUNCHED, Failure
 from tigon.train.board import report as report_failure
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
+from tigon.train.lora import settings_of
 from tigon.train.parallel import World, start
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan import make_plan, read_job, show
@@ -65,8 +66,9 @@ def _check_tp(args: Namespace) -> None:
         return
     if args.assistant is not None:
         raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
-    if find_checkpoint(args.model):
-        raise ValueError(f"{args.model} is a checkpoint: `tigon export` it first, for --tp")
+    if found := find_checkpoint(args.model):
+        how = "`tigon export --merge`" if settings_of(found) else "`tigon export`"
+        raise ValueError(f"{args.model} is a checkpoint: {how} it first, for --tp")
 
 
 def _on_ranks(args: Namespace) -> int:

@@ -285,6 +285,16 @@ def test_a_run_in_place_of_a_model(sound: Path, tmp_path: Path) -> None:
         tigon.from_pretrained(tmp_path / "run")
 
 
+def test_an_adapter_in_place_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for place in (tmp_path, tmp_path / "adapter"):  # a run, and what it has written
+        with pytest.raises(
+            FileNotFoundError, match=r"no file config.json; .*/adapter is an adapter"
+        ):
+            tigon.from_pretrained(place)
+
+
 class Unwritable:
     """A tokenizer whose files cannot be copied."""
 

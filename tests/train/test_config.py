@@ -63,6 +63,10 @@ def test_help_names_every_task_format_and_dimension():
         ("learing_rate=1", "unknown setting 'learing_rate'; if 'learning_rate' is meant, here: lr"),
         ("tensor_parallel_size=2", "here: parallel.tensor$"),
         ("parallelism.context_parallel_degree=2", "here: parallel.context$"),
+        ("expert_parallel_degree=2", "here: parallel.expert$"),
+        ("pipeline_parallel_degree=2", "here: no: parallel has fsdp, tensor, context and expert"),
+        ("load_in_4bit=true", "here: lora.quantize=nf4"),
+        ("use_dora=true", "here: lora.dora$"),
         ("gradient_accumulation_steps=4", "batch_size: rows of a step over all ranks"),
         ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
         ("report_to=wandb", "log_to: tensorboard, wandb"),
@@ -140,10 +144,10 @@ def test_numbers_of_too_many_digits_are_named(name):
 def test_other_trainers_names_are_answered_with_settings_that_exist():
     """No name is both; and an answer of one word is a setting."""
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
-    words = {
-        text.partition(".")[0] for text in OTHERS.values() if text.replace(".", "").isidentifier()
-    }
-    assert words <= set(Config.__dataclass_fields__) | {"label_smoothing"}
+    words = {text for text in OTHERS.values() if text.replace(".", "").isidentifier()}
+    groups = (("lora", Lora), ("parallel", Parallel))
+    inside = {f"{group}.{name}" for group, kind in groups for name in kind.__dataclass_fields__}
+    assert words <= set(Config.__dataclass_fields__) | inside
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,19 @@ def test_names_of_others_that_are_said_with_their_group():
             load(None, [*NEEDED, given])
 
 
+def test_the_command_line_wins_over_the_file_with_either_of_two(tmp_path):
+    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\n")
+    found = load(tmp_path / "c.yaml", ["steps=4"])
+    assert (found.epochs, found.steps) == (None, 4)
+    found = load(tmp_path / "c.yaml", ["steps=null", "init=y", "tokenizer=z"])
+    assert (found.epochs, found.model, found.init) == (2, "", "y")
+    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\nsteps: 4\n")
+    with pytest.raises(ValueError, match="epochs=2 and steps=4: give one of them"):
+        load(tmp_path / "c.yaml")
+
+
 def test_bad_pairs_of_settings():
-    with pytest.raises(ValueError, match=r"epochs=2 and steps=3: give one"):
+    with pytest.raises(ValueError, match="epochs=2 and steps=3: give one of them"):
         load(None, [*NEEDED, "epochs=2", "steps=3"])
     for value in ("true", "False"):
         with pytest.raises(ValueError, match=f"push_to_hub={value} is no repository: give its"):

@@ -184,6 +184,17 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         main(workspace.settings("bad", **ALL, data=path))
 
 
+def test_files_with_distributions_of_other_sizes_are_refused(workspace, tmp_path):
+    wide = {"teacher_tokens": [[], [1, 2]], "teacher_logprobs": [[], [-1, -2]]}
+    paths = []
+    for name, row in (("one", ROW), ("two", ROW | wide)):
+        paths.append(path := tmp_path / f"{name}.jsonl")
+        path.write_text(json.dumps(row))
+    message = r"two.jsonl: values of teacher_\w+ have shape \(2,\), .* before \(1,\): give all the"
+    with pytest.raises(SystemExit, match=message):
+        main(workspace.settings("sizes", **ALL, data=f"[{paths[0]}, {paths[1]}]"))
+
+
 def test_a_teacher_s_token_beyond_the_vocabulary(workspace, tmp_path):
     """It ends the run before its first step."""
     path = tmp_path / "bad.jsonl"

@@ -20,6 +20,7 @@ from tigon.train.optim import (
     learning_rate,
     state_bytes,
 )
+from tigon.train.optim.clip import NormInParts
 from tigon.train.parallel import shard, start
 
 
@@ -220,6 +221,17 @@ def test_clipping_scales_to_the_global_norm_and_reports_the_one_before():
         assert clip_gradients(model, limit).item() == pytest.approx(norm, rel=1e-6)
         for p, g in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(p.grad, g * scale, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_of_a_large_matrix_is_exact():
+    model = nn.Linear(512, 8192, bias=False)
+    model.weight.grad = torch.randn_like(model.weight)
+    exact = model.weight.grad.double().norm().item()
+    assert clip_gradients(model, 0).item() == pytest.approx(exact, rel=1e-6)
+    split = NormInParts(model)
+    split.begin()
+    split.add(0, {"weight": model.weight}, by_kernel=False)
+    assert split.total().item() == pytest.approx(exact, rel=1e-6)
 
 
 def test_the_norm_of_bfloat16_gradients_is_in_float32():

@@ -290,7 +290,8 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
     assert len(asked) == len(set(asked))
     text = show(plan)
     assert "too little memory: 931,323 GiB a GPU at least" in text
-    assert f"the first: {plan.choices[0].layout.settings}" in text
+    rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
+    assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
     nothing = make_plan(one, weigh=lambda *_: Estimate({"sum": 10**15}, 0))
     assert "no layout fits" in show(nothing)
 
@@ -329,6 +330,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "8", "--seq-len", str(10**34)], "tokens in a step, by --batch-tokens"),
         ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
         ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
+        ([*few, "--settings", "sharding=full"], "sharding: a plan goes through its values itself"),
         ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
         ([*few, "--gpu", "a"], "--gpu a: is not one of"),
         ([*few, "--settings", "optimiser=adamw"], "optimizer"),

@@ -1,5 +1,6 @@
 """A prompt that is computed once for both answers changes nothing but the number of tokens."""
 
+import math
 from typing import Any
 
 import pytest
@@ -145,6 +146,20 @@ def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys):
     main(settings("after", **same, resume=source))
     assert "is of a run that did not" in capsys.readouterr().out
     assert workspace.metrics("after", "loss") == workspace.metrics("before", "loss")[2:]
+
+
+def test_a_reference_knows_answers_that_fit_where_windows_share_alone(workspace, settings):
+    """What all pairs share together is too little to pay; in the window of a long one it is not."""
+    words = "the model reads some words"
+    long = {"prompt": f"{words} " * 6, "chosen": words * 2, "rejected": f"{words} {words}:" * 2}
+    short = [
+        {"prompt": "a", "chosen": f"{words} {i}" * 4, "rejected": f"{i} {words}" * 4}
+        for i in range(60)
+    ]
+    data = preferences.write(workspace.root / "uneven.jsonl", [long, *short])
+    same = {"data": data, "shuffle_window": 3, "batch_size": 8, "steps": 1, "lr": 0}
+    main(settings("uneven", **same))
+    assert workspace.metrics("uneven", "loss") == pytest.approx([math.log(2)], abs=1e-6)
 
 
 @pytest.mark.timeout(300)

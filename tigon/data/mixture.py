@@ -39,6 +39,8 @@ class Corpus:
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
         for kind, known in self.columns.items():
             for part in parts:
+                for name, column in part.columns[kind].items() if part.count else ():
+                    _check_alike(name, column, known.get(name), part.files)
                 known |= part.columns[kind]
             for name in known:
                 # A part of a stream's window may be empty
@@ -280,6 +282,17 @@ class Mixture:
         parts = [part.identity() for part in self.corpus.parts]
         order = self.order.sizes, self.order.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
+
+
+def _check_alike(
+    name: str, column: np.ndarray, before: np.ndarray | None, files: Sequence[str]
+) -> None:
+    """ValueError for a column whose values have another shape than in the parts before."""
+    if before is not None and column.shape[1:] != before.shape[1:]:
+        raise ValueError(
+            f"{', '.join(files)}: values of {name} have shape {column.shape[1:]}, and in the files "
+            f"before {before.shape[1:]}: give all the same number"
+        )
 
 
 def check_vocabulary(parts: Sequence[Part], size: int) -> None:

@@ -106,6 +106,7 @@ def whole(
     truncate: bool = True,
     most: int | None = None,
     share: bool = False,
+    least: float = LEAST_SHARED,
 ) -> Rows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
@@ -116,14 +117,15 @@ def whole(
     learn.
 
     With `share`, packed examples of a group leave out the prompt that they begin with, up to its
-    last token, but for the first one: its prompt is that of all.
+    last token, but for the first one: its prompt is that of all. Not where that is less than the
+    share `least` of the window's tokens; with 0 no group is shorter than in any other window.
     """
     starts, first, sizes = window.starts, window.groups[:-1], np.diff(window.groups)
     lengths, targets = window.stops - starts, window.targets.copy()
     bounded = lengths if most is None else np.minimum(lengths, most)
     spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
     if share and packing:
-        shared = shared_tokens(window.corpus, spans, sizes)
+        shared = shared_tokens(window.corpus, spans, sizes, least)
     together = np.add if packing else np.maximum
     needed = together.reduceat(bounded - shared, first)
     long, over = np.maximum.reduceat(lengths - bounded, first) > 0, needed > seq_len
@@ -187,10 +189,10 @@ def _packed(
     return spans[order], shared[order], counts
 
 
-def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
     """int64 [S], with how many tokens each span begins that one before it in its group begins with
     too, none of which is learned, nor predicts one that is: for `Rows.shared`. 0 of all where that
-    is too little to pay.
+    is less than the share `least` of the spans.
     """
     shared, first = np.zeros(len(spans), dtype=np.int64), np.cumsum(sizes) - sizes
     slices = list(corpus.slices(spans))
@@ -203,7 +205,7 @@ def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray) -> np.nd
             shared[i] = max(0, (differ[0] if len(differ) else both) - 1)
             if not shared[i]:
                 ids, prompt = own, length
-    pays = shared.sum() >= LEAST_SHARED * np.diff(spans).sum()
+    pays = shared.sum() >= least * np.diff(spans).sum()
     return shared if pays else np.zeros_like(shared)
 
 

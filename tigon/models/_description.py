@@ -1,6 +1,6 @@
 """What describes a checkpoint's model: config.json, or a GGUF file's metadata."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,7 +66,13 @@ def config_file(repository: Repository) -> Path:
             raise FileNotFoundError(
                 f"{error}; if it is a run, its export is {directory}/hf"
             ) from error
-        ggufs = [name for name in repository.listing() if name.endswith(".gguf")]
+        names = repository.listing()
+        if (adapter := _adapter(repository, names)) is not None:
+            raise FileNotFoundError(
+                f"{error}; {adapter} is an adapter: load its base and call load_adapter, or "
+                "`tigon export RUN DIRECTORY --merge` writes both as a model"
+            ) from error
+        ggufs = [name for name in names if name.endswith(".gguf")]
         if not ggufs:
             raise
         raise FileNotFoundError(
@@ -96,3 +102,11 @@ def named(file: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def _adapter(repository: Repository, names: Iterable[str]) -> str | None:
+    """The repository, or the `adapter` of a run, if it holds PEFT's files; else None."""
+    if "adapter_config.json" in names:
+        return repository.name
+    inside = repository.directory and repository.directory / "adapter"
+    return str(inside) if inside and (inside / "adapter_config.json").is_file() else None

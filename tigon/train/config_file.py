@@ -14,6 +14,9 @@ from tigon.train.values import VALUES
 
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
+# Settings of which a config has one: that of the command line is in place of the file's other
+INSTEAD = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
+
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """A Config from a YAML file and `key=value` or `--key value` texts, which win over it."""
@@ -39,6 +42,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
     over = {name.partition(".")[0] for name in given if "." in name}
+    over |= {other for name, other in INSTEAD.items() if given.get(name) is not None}
     kept = {n: v for n, v in values.items() if n.partition(".")[0] not in given and n not in over}
     return strict.make(Config, kept | given)
 

@@ -6,15 +6,14 @@ from collections.abc import Iterable
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
 ADAPTERS = "lora: {rank: 16, alpha: 32, targets: [q_proj, v_proj]}, as lora.rank=16"
-FOUR_BITS = "the base of lora is in the dtype of the computation: there are no quantised ones"
+FOUR_BITS = "lora.quantize=nf4, which keeps the frozen base in 4 bits: docs/adapters.md"
 SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
 WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
 SHARDING = (
     "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
     "sharding=gradients leaves each rank all weights"
 )
-TENSOR = "parallel.tensor"
-CONTEXT = "parallel.context"
+PIPELINE = "no: parallel has fsdp, tensor, context and expert; docs/scale.md says why"
 STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 EIGHT_BITS = "fp8=true, whose scales are of rows"
@@ -38,6 +37,17 @@ REFERENCE = (
 )
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
+DEGREES = ("parallel_degree", "parallel_size", "parallel_dim", "model_parallel_size")
+PARALLEL = {
+    name: called
+    for x, y, called in (
+        ("tensor", "tp", "parallel.tensor"),
+        ("context", "cp", "parallel.context"),
+        ("expert", "ep", "parallel.expert"),
+        ("pipeline", "pp", PIPELINE),
+    )
+    for name in (y, f"{y}_size", *(f"{x}_{z}" for z in DEGREES))
+}
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
     "accelerate": SHARDING,
@@ -46,17 +56,8 @@ OTHERS = {
     "reshard_after_forward": STAGE,
     "fsdp_reshard_after_forward": STAGE,
     "data_parallel_shard_degree": STAGE,
-    "tensor_parallel_degree": TENSOR,
-    "tensor_parallel_size": TENSOR,
-    "tensor_parallel_dim": TENSOR,
-    "tensor_model_parallel_size": TENSOR,
-    "tp": TENSOR,
-    "tp_size": TENSOR,
-    "context_parallel_degree": CONTEXT,
-    "context_parallel_size": CONTEXT,
-    "context_parallel_dim": CONTEXT,
-    "cp": CONTEXT,
-    "cp_size": CONTEXT,
+    **PARALLEL,
+    "sequence_parallel": "parallel.tensor, which divides the tokens between matrices too",
     "data_parallel_replicate_degree": "parallel.replicate",
     "data_parallel_replicate_dim": "parallel.replicate",
     "dp_replicate_size": "parallel.replicate",
@@ -129,7 +130,7 @@ OTHERS = {
     "learning_rate": "lr",
     "load_best_model_at_end": BEST,
     "load_in_4bit": FOUR_BITS,
-    "load_in_8bit": FOUR_BITS,
+    "load_in_8bit": "lora.quantize: nf4 has 4 bits; keep leaves an fp8 checkpoint its 8",
     "local_batch_size": ROWS,
     "logging_steps": "log_every",
     "log_every_n_steps": "log_every",
@@ -138,7 +139,13 @@ OTHERS = {
     "lora_r": "lora.rank",
     "lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",
+    "target_modules": "lora.targets",
+    "modules_to_save": "lora.modules_to_save",
+    "use_dora": "lora.dora",
+    "use_rslora": "lora.rslora",
     "qlora": FOUR_BITS,
+    "use_qlora": FOUR_BITS,
+    "bnb_4bit_quant_type": FOUR_BITS,
     "use_peft": ADAPTERS,
     "peft": ADAPTERS,
     "lr_scheduler": "schedule",

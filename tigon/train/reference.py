@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data import Loader, MicroBatch, cache_root
+from tigon.data import Loader, MicroBatch, Rows, cache_root
 from tigon.data.blocks import hash_files
 from tigon.data.cache import make_directory, temporary, write
 from tigon.data.collate import collate_rows
@@ -32,7 +32,7 @@ from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
 RECORD = "reference.json"  # in the run directory
-VERSION = 2  # of these files; others are made anew
+VERSION = 3  # of these files; others are made anew
 GROUPS = 4096  # that are packed at a time
 EXCHANGED = 2**26  # numbers that ranks add up at a time
 
@@ -44,6 +44,7 @@ def attach(
     config: Config,
     world: World,
     make: Callable[[], Pass],
+    pack: Callable[[Window], Rows],
     *,
     weights: str,
     shared: bool,
@@ -51,6 +52,7 @@ def attach(
 ) -> None:
     """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
 
+    `pack`: rows of some of the data, which cut no sequence shorter than the loader does anywhere.
     `weights`: what `shared_digest` said. `shared`: rows have each prompt once, which changes what
     is cut to fit. Every rank calls this. OSError for a cache that cannot be written.
     """
@@ -60,7 +62,7 @@ def attach(
     found = read(path, _tokens(corpus))
     if world.most(found is None):
         began = time.monotonic()
-        values, tokens = computed(loader, config.micro_batch_size, world, make())
+        values, tokens = computed(loader, pack, config.micro_batch_size, world, make())
         with world.together():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
@@ -100,7 +102,7 @@ def store(path: Path, values: np.ndarray) -> None:
 
 
 def computed(
-    loader: Loader, micro_batch_size: int, world: World, run: Pass
+    loader: Loader, pack: Callable[[Window], Rows], micro_batch_size: int, world: World, run: Pass
 ) -> tuple[np.ndarray, int]:
     """fp32, for each token of the loader's data; 0 where none is learned, and of what is left out.
     And how many tokens were in rows.
@@ -111,7 +113,7 @@ def computed(
     corpus = loader.windows.corpus
     values, tokens = torch.zeros(_tokens(corpus)), 0
     for window in _windows(corpus):
-        rows = loader.pack(window)
+        rows = pack(window)
         tokens += int(np.diff(rows.spans).sum())
         count = -(-len(rows) // (micro_batch_size * world.data.size))
         for i in range(count):

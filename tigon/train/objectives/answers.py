@@ -5,7 +5,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -85,8 +85,10 @@ class Answers(Objective):
 
         weights = reference.shared_digest(config, world, trained=trained)
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
-            shared = self.share_prompts
-            reference.attach(loader, config, world, make, weights=weights, shared=shared, name=name)
+            how: dict[str, Any] = {"weights": weights, "shared": self.share_prompts, "name": name}
+            # Whether shared prompts pay is said of a window, and the training's are others
+            rows = partial(self.rows, least_shared=0.0)
+            reference.attach(loader, config, world, make, rows, **how)
         reshard(model)
         chosen.cache_clear()
         gc.collect()  # what is sharded refers to itself, and would keep its memory for a while

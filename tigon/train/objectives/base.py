@@ -1,5 +1,6 @@
 """What every objective is: rows of data, their loss, and what is logged of them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
+from tigon.data.packing import LEAST_SHARED
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
 from tigon.tokenizer import Tokenizer
@@ -85,13 +87,14 @@ class Objective:
         if value != default and name not in self.serves:
             task = self.config.task
             hint = ": seq_len is where rows are cut" if name == "max_length" else ""
-            raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}")
+            without = f"; leave it out, or give {name}={json.dumps(default)}"
+            raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}{without}")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
 
-    def rows(self, window: Window) -> Rows:
+    def rows(self, window: Window, *, least_shared: float = LEAST_SHARED) -> Rows:
         """Which examples of a window share a row: whole ones, unless overridden."""
         config = self.config
         return whole(
@@ -101,6 +104,7 @@ class Objective:
             truncate=config.truncate and self.may_cut,
             most=config.max_length,
             share=self.share_prompts,
+            least=least_shared,
         )
 
     def begin(self, model: CausalLM) -> None:

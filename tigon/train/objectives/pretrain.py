@@ -1,5 +1,7 @@
 """Pretraining on text: every token is learned, and documents are joined and cut to rows."""
 
+from typing import Any
+
 from tigon.data import Encoder, Rows, TextEncoder, Window, split
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -20,5 +22,5 @@ class Pretrain(CrossEntropyObjective):
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
-    def rows(self, window: Window) -> Rows:
+    def rows(self, window: Window, **_: Any) -> Rows:
         return split(window, self.config.seq_len, packing=self.config.packing)

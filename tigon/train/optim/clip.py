@@ -15,6 +15,8 @@ from tigon.train.optim.low_precision import Stored
 from tigon.train.parallel import local
 from tigon.weights import row_group
 
+PIECE = 2**16  # numbers of which a CPU takes the norm in float32
+
 
 @torch.no_grad()
 def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
@@ -46,8 +48,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     parameters = list(model.parameters())
     gradients = [g for _, g in _of_rank(parameters)]
     counted = _counted(model)
-    norms = torch._foreach_norm(counted, 2, dtype=torch.float32) if counted else ()
-    norm = _of_norms(norms, model)
+    norm = _of_norms(_norms(counted), model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
@@ -60,7 +61,7 @@ class NormInParts:
         self._model = model
         self._kernels: dict[Hashable, SquaredNorm] = {}  # which keep tables of each part
         self._squares: list[Tensor] = []  # float64, of parts by kernel
-        # float32, of each of the other parameters, or of what is counted of it
+        # Of each of the other parameters, or of what is counted of it
         self._norms: dict[Tensor, list[Tensor]] = {}
 
     def begin(self) -> None:
@@ -77,8 +78,7 @@ class NormInParts:
             kernel = self._kernels.setdefault(part, SquaredNorm())
             self._squares.append(kernel([g.contiguous() for g in gradients]))
             return
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        for (p, _), norm in zip(found, norms, strict=True):
+        for (p, _), norm in zip(found, _norms(gradients), strict=True):
             self._norms.setdefault(p, []).append(norm)
 
     @torch.no_grad()
@@ -113,15 +113,25 @@ def _counted_of(
     return _of_rank(p for _, p in named)
 
 
+def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of each. A CPU adds up in order: in float32 a large matrix's norm would be 2e-3 off."""
+    if not gradients or gradients[0].device.type != "cpu":
+        return torch._foreach_norm([*gradients], 2, dtype=torch.float32) if gradients else ()
+    pieces = (
+        torch._foreach_norm(g.reshape(-1).split(PIECE), 2, dtype=torch.float32) for g in gradients
+    )
+    return [torch.linalg.vector_norm(torch.stack([*norms]).double()) for norms in pieces]
+
+
 def _of_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
-    """The norm of all ranks' gradients, from the norm of each of this rank's."""
+    """float32, the norm of all ranks' gradients, from the norm of each of this rank's."""
     parameter = next(model.parameters())
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
     if isinstance(parameter, DTensor) or find_tensor(model) is not None:
-        norm = _over_ranks(norm.double().square(), model).sqrt().float()
-    return norm
+        norm = _over_ranks(norm.double().square(), model).sqrt()
+    return norm.float()
 
 
 def _over_ranks(squares: Tensor, model: nn.Module) -> Tensor:

@@ -24,6 +24,7 @@ HEAD = (
 UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
 MOST_GPUS, MOST_TOKENS = 2**18, 2**40  # of a plan: more than anybody has, and it takes long
 REASONS = 6  # that are told one by one
+LAYOUT = ("sharding", "micro_batch_size", "activation_checkpointing")  # settings of a layout
 
 
 def read_job(
@@ -56,6 +57,9 @@ def read_job(
     own = [where, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
     config = load(None, [*settings, *own])
     check(config)
+    for name in LAYOUT:
+        if any(given.partition("=")[0] == name for given in settings):
+            raise ValueError(f"{name}: a plan goes through its values itself; leave it out")
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
     if seq_len > (context := read.config.max_position_embeddings):
@@ -102,7 +106,8 @@ def show(plan: Plan) -> str:
         kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in held if size > GIB / 20)
         times = ", ".join(f"{kind} {seconds:.3g}" for kind, seconds in best.step.largest)
         days = 1e12 / (best.step.rate * job.gpus) / 86400
-        lines += ["", f"the first: {best.layout.settings}", f"  memory, GiB: {kinds}"]
+        rows = f"batch_size={job.batch_rows} seq_len={job.seq_len}"
+        lines += ["", f"the first: {rows} {best.layout.settings}", f"  memory, GiB: {kinds}"]
         lines += [f"  seconds: {times}", f"  10^12 tokens: {days:,.1f} days"]
     lines += ["", *why_not(plan)]
     return "\n".join(lines)

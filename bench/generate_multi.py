@@ -1,0 +1,84 @@
+"""A token's time where two GPUs share the layers (tensor parallelism), beside one GPU.
+
+Random weights of the shape of Llama-3.1-8B, the same on both sides, in bf16; greedy tokens, each
+side in processes of its own. A token's time is that of a long generation less a short one.
+
+    python bench/generate_multi.py                # two minutes on two H200s
+    python bench/generate_multi.py --write-docs   # needs no GPU
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from bench import harness
+from bench.estimates import run_ranks
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+
+SIDE = Path(__file__).with_name("generate_multi_side.py")
+GPUS, CONTEXT, AIM = 2, 1024, 1.6
+BATCHES = {"decode 1 x 1024": 1, "decode 64 x 1024": 64}
+
+
+def run(job: Job) -> str:
+    tiny = job.options.tiny
+    if not tiny and torch.cuda.device_count() < GPUS:
+        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
+    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "cases": {}}
+    sizes = (8, 2, 4, 1, "tiny") if tiny else (CONTEXT, 32, 224, job.options.rounds, "whole")
+    for name in job.only:
+        sides: list[Record] = []
+        for ranks in (1, GPUS):
+            progress(f"{name}: {ranks} of {GPUS}")
+            given = [str(x) for x in (BATCHES[name], *sizes)]
+            with tempfile.TemporaryDirectory() as root:
+                found = run_ranks(SIDE, ranks, Path(root), given, job.options.limit)
+            sides.append(found)
+        job.add(cases=job.record["cases"] | {name: sides})
+    return show(job.record)
+
+
+def ratio(sides: list[Record]) -> float | None:
+    one, several = (side.get("ms") for side in sides)
+    return one / several if one and several else None
+
+
+def alike(sides: list[Record]) -> int | None:
+    """Tokens of the first row up to the first that differs, as roundings do."""
+    if any("tokens" not in side for side in sides):
+        return None
+    pairs = zip(*(side["tokens"] for side in sides), strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(sides[0]["tokens"]))
+
+
+def show(record: Record) -> str:
+    rows = []
+    for name, sides in record["cases"].items():
+        if failed := [harness.failure(side) for side in sides if "error" in side]:
+            rows.append([name, *failed])
+            continue
+        cells = [f for side in sides for f in (side["ms"], side.get("allocated_gib"))]
+        rows.append([name, *map(figure, cells), figure(ratio(sides)), str(alike(sides))])
+    head = ["greedy tokens", "one GPU, ms a step", "GiB", f"tensor={GPUS}, ms a step", "GiB"]
+    table = markdown([*head, "times as fast", "tokens alike"], rows)
+    first = next(iter(BATCHES))
+    reached = ratio(record["cases"][first]) if first in record["cases"] else None
+    said = verdict(f"{first}: tensor={GPUS} over one GPU", reached, AIM)
+    return "\n\n".join([f"{heading(record, {})}.", table, said])
+
+
+OPTIONS = (
+    ("--rounds", {"type": int, "default": 5}),
+    ("--limit", {"type": float, "default": 100.0, "help": "seconds that a side may take"}),
+    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
+)
+DOCUMENT = "docs/parallel.md"
+BENCH = Bench("generate_multi", __doc__, run, show, tuple(BATCHES), DOCUMENT, options=OPTIONS)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

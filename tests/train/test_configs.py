@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from bench.train_cases import MODELS, config
-from tests.small import LLAMA, write_chats, write_tokenizer
+from tests.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
+from tigon.models import count_parameters
 from tigon.train import load, main
 from tigon.train.estimate.memory import estimate
+from tigon.train.frozen import outline_of
 from tigon.train.model import held_dtype, outline
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
@@ -48,6 +50,17 @@ SIZES: dict[str, dict[str, Any]] = {  # of the real models
     "qwen3_30b_a3b": MODELS["Qwen3-30B-A3B"][2] | {"num_hidden_layers": 48},
 }
 SIZES["mistral_7b"] |= {"sliding_window": None}
+PAIRED = "dpo", "orpo", "reward"
+LOSSES = {  # between which the first two are
+    "sft": (4, 8),
+    "pretrain": (4, 8),
+    "dpo": (0.69, 0.7),  # log 2 at first
+    "kto": (0.49, 0.51),  # a half at first
+    "orpo": (4, 8),
+    "reward": (0.4, 1),
+    "grpo": (-2, 2),
+    "distill": (0.5, 2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,25 +71,35 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats = write_chats(root / "sft.jsonl", 40).read_text().splitlines()
     texts = [" ".join(m["content"] for m in json.loads(line)["messages"]) for line in chats]
     rows = [json.dumps({"text": text}) for text in texts]
-    for task, lines in ("sft", chats), ("pretrain", rows):
+    for task, lines in ("sft", chats), ("distill", chats), ("pretrain", rows):
         (root / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
         (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:1]) + "\n")
-    preferences.write(root / "dpo.jsonl", preferences.pairs(40))
-    preferences.write(root / "dpo-held-out.jsonl", preferences.pairs(1))
+    of_tasks = dict.fromkeys(PAIRED, preferences.pairs)
+    of_tasks |= {"kto": preferences.labelled, "grpo": preferences.rewarded}
+    for task, make in of_tasks.items():
+        preferences.write(root / f"{task}.jsonl", make(40))
+        preferences.write(root / f"{task}-held-out.jsonl", make(2))
+    write_model(root / "teacher", initializer_range=0.2)
     return root
 
 
 def test_there_is_one_of_each_kind_for_each_model() -> None:
     models = {path.stem.rsplit("_", 1)[0] for path in READY}
-    assert len(models) == 7 and len(READY) == 19
+    assert len(models) == 7 and len(READY) == 24
     assert {path.stem for path in READY if load(path).lora} == {
         "llama_3_1_8b_lora",
         "llama_3_1_8b_qlora",
         "smollm2_135m_lora",
     }
-    assert {path.stem for path in READY if path.stem.endswith("_dpo")} == {
+    usual = ("_pretrain", "_sft", "_lora", "_qlora")
+    assert {path.stem for path in READY if not path.stem.endswith(usual)} == {
         "smollm2_135m_dpo",
         "llama_3_1_8b_dpo",
+        "llama_3_1_8b_kto",
+        "llama_3_1_8b_orpo",
+        "llama_3_1_8b_reward",
+        "llama_3_2_1b_distill",
+        "qwen3_4b_grpo",
     }
 
 
@@ -101,11 +124,14 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
         "device": "cpu",
         "export": "false",
     }
-    if config.task == "dpo":
+    if config.max_length is not None:
+        assert config.seq_len >= 2 * config.max_length  # both answers of a row fit
         small |= {"seq_len": 96, "max_length": "null"}
+    if config.teacher:
+        small["teacher"] = files / "teacher"
     main([str(path), *(f"{key}={value}" for key, value in small.items())])
     losses = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "loss" in row]
-    least, most = (0.6, 0.8) if config.task == "dpo" else (4, 8)
+    least, most = LOSSES[config.task]
     assert len(losses) == 2 and all(least < loss < most for loss in losses)
     assert Path(config.run_dir).name == path.stem
 
@@ -127,3 +153,14 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
         model = outline(chosen, held_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
         assert abs(found - int(gib)) <= 0.6, found
+
+
+def test_memory_of_the_teacher(tmp_path: Path) -> None:
+    """Which the estimate does not have."""
+    (tmp_path / "config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
+    (path,) = (path for path in READY if load(path).teacher)
+    assert load(path).teacher == load(path.with_name("llama_3_1_8b_sft.yaml")).model
+    said = re.search(r"the teacher: (\d+) GiB of weights in bfloat16", path.read_text())
+    assert said is not None
+    found = 2 * count_parameters(outline_of(str(tmp_path))) / 2**30
+    assert abs(found - int(said[1])) <= 0.6, found

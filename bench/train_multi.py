@@ -8,6 +8,7 @@ over the rounds. What the record has at this commit is not measured again.
 
     python bench/train_multi.py                 # about 450 s; starts the processes itself
     python bench/train_multi.py --rounds 1 tigon
+    python bench/train_multi.py --write-docs    # needs no GPU
 """
 
 import json
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -26,6 +28,7 @@ import torch
 from bench import harness
 from bench.estimates import run_ranks
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.kernels_report import STYLE
 from bench.train_cases import LLAMA_8B, PEER
 from bench.train_multi_side import FIRST
 from bench.train_step import libraries
@@ -33,6 +36,7 @@ from tests.small import LLAMA, WORDS, write_tokenizer
 from tigon.train.config import Config
 
 SIDE = Path(__file__).with_name("train_multi_side.py")
+PICTURE, DOCUMENT = "docs/train_multi.svg", "docs/performance.md"
 GPUS, TOKENS, STEPS = 2, 8192, 8
 OVER_PEER, OVER_ONE = 1.09, 0.97  # tokens per second and GPU, over the peer's and over one GPU's
 
@@ -190,6 +194,33 @@ def show(record: Record) -> str:
     return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
 
 
+def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
+    """A bar for each side: tokens per second and GPU, the median of the rounds."""
+    import matplotlib  # an extra
+    from matplotlib.figure import Figure
+
+    speeds = {n: 1e3 * record["tokens"] / ms for n in SIDES if (ms := took(record, n)) is not None}
+    whole = Figure(figsize=(8, 2.4))
+    axes = whole.subplots()
+    shades = ["#c1272d" if name.startswith("tigon") else "#4f7cac" for name in speeds]
+    axes.barh([*speeds], [*speeds.values()], color=shades)
+    for place, value in enumerate(speeds.values()):
+        axes.annotate(f" {value:,.0f}", (value, place), va="center", fontsize=7)
+    axes.invert_yaxis()
+    axes.tick_params(labelsize=7)
+    axes.set_title(
+        f"Tokens per second and GPU, Llama-3.1-8B\n{record['machine']}, bf16", fontsize=8
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    with matplotlib.rc_context(STYLE):
+        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def blocks(record: Record) -> dict[str, str]:
+    link = f"![tokens per second of each side]({PICTURE.removeprefix('docs/')})"
+    return {DOCUMENT: f"{link}\n\n{show(record)}"}
+
+
 def run(job: Job) -> str:
     options = job.options
     if not options.tiny and torch.cuda.device_count() < GPUS:
@@ -217,8 +248,12 @@ OPTIONS = (
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-DOCUMENT = "docs/performance.md"
-BENCH = Bench("train_multi", __doc__, run, show, tuple(offered()), DOCUMENT, options=OPTIONS)
+BENCH = Bench(
+    *("train_multi", __doc__, run, show, tuple(offered())),
+    blocks=blocks,
+    draw=plot,
+    options=OPTIONS,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

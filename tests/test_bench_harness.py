@@ -10,12 +10,14 @@ import torch
 
 import tigon
 from bench import (
+    adapters,
     attention,
     checkpoint,
     compare,
     cpu,
     distillation,
     generate,
+    generate_multi,
     harness,
     kernels,
     measure,
@@ -37,7 +39,7 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
-BENCHES += (parallel,)
+BENCHES += (parallel, adapters, generate_multi)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

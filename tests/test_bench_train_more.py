@@ -42,7 +42,7 @@ def a_row(ms: float, loss: float = 11.8) -> Record:
     return {"ms": ms, "allocated_gib": 60.0, "losses": [loss], "attention": ["fa4"]}
 
 
-def test_several_gpus_are_judged_by_the_better_of_each_kind() -> None:
+def test_several_gpus_are_judged_by_the_better_of_each_kind(tmp_path: Path) -> None:
     stamp = {"machine": "2 x G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
     record = stamp | {"uncommitted_changes": False, "libraries": {}, "rounds": 1, "tokens": 8192}
     record["sides"] = {
@@ -58,6 +58,8 @@ def test_several_gpus_are_judged_by_the_better_of_each_kind() -> None:
     ]
     shown = train_multi.show(record)
     assert f"| {KEEPS} | 10,240 | 800.0 | 60.0 | 1.00 | 0.875 | fa4 |" in shown
+    train_multi.plot(record, tmp_path / "bars.svg")
+    assert "> 10,240<" in (tmp_path / "bars.svg").read_text()
     record["sides"]["tigon, FSDP2"] = [a_row(790.0, 11.0)]
     assert train_multi.verdicts(record)[-1].startswith("WRONG: the sides' first losses differ")
     record["sides"] = {RESHARDS: [{"error": "RuntimeError: no"}]}

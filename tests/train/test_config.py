@@ -193,6 +193,8 @@ def test_names_of_others_that_are_said_with_their_group():
         ("activation_checkpoint.memory_budget=0.5", "auto, with memory_budget in GiB rather"),
         ("activation_checkpoint.mode=full", "here: activation_checkpointing"),
         ("parallelism.fsdp_reshard_after_forward=never", "here: sharding: full .* or gradients"),
+        ("parallel.tp=2", "here: parallel.tensor"),
+        ("lora.r=8", "here: lora.rank"),
         ("mixed_precision=fp8", "fp8=true for products"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import yaml
 
 from tigon import strict
 from tigon.train.config import Config
-from tigon.train.names import answer
+from tigon.train.names import OTHERS, answer
 from tigon.train.values import VALUES
 
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
@@ -50,9 +50,9 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
     known, groups = Config.__dataclass_fields__, strict.groups(Config)
     wrong = [
-        f"{name!r}; {answer(str(name), known)}"
-        for name in values
-        if name not in known and str(name).partition(".")[0] not in groups
+        f"{name!r}; {answer(name, known)}"
+        for name in map(str, values)
+        if name not in known and (name.partition(".")[0] not in groups or name in OTHERS)
     ]
     if len(wrong) > 1:
         raise strict.ConfigError("\n  ".join([f"{len(wrong)} unknown settings:", *wrong]))

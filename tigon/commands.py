@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+import traceback
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ from tigon.train.processes import run_ranks
 from tigon.train.push import push as push_folder
 from tigon.weights import Repository, check_free
 
+CLOSED, INTERRUPTED = 141, 130  # exit codes, as in cli.py: of `| head`, and of Ctrl-C
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -50,13 +52,34 @@ def generate(args: Namespace) -> int:
     if "WORLD_SIZE" not in os.environ:
         return _on_ranks(args)
     with start(args.device or "auto", parallel=ranks) as world:
-        try:
-            return _generate(args, world)
-        except ValueError as error:  # the same on all ranks: the first of them says it
-            report_failure(Failure(str(error)))
-            if world.board.fail(str(error)) and LAUNCHED not in os.environ:
-                raise
-            return 1
+        return _as_rank(args, world)
+
+
+def _as_rank(args: Namespace, world: World) -> int:
+    """One of several ranks; one that fails tells the others, which end with it."""
+    world.board.who = "tigon generate"
+    try:
+        return _generate(args, world)
+    except ValueError as error:  # the same on all ranks: the first of them says it
+        report_failure(Failure(str(error)))
+        if world.board.fail(str(error)) and LAUNCHED not in os.environ:
+            raise
+        return 1
+    except BrokenPipeError:
+        world.board.fail("nobody reads the text any more", CLOSED)
+        raise
+    except KeyboardInterrupt:
+        world.board.fail("stopped by a signal", INTERRUPTED)
+        raise
+    except Exception as error:
+        if other := world.board.failure():  # what its end looks like from here
+            world.board.say(other)
+            return other.code
+        failure = Failure(f"rank {world.rank}: {type(error).__name__}: {error}")
+        report_failure(failure)
+        if world.board.fail(failure.text):
+            traceback.print_exc()
+        return failure.code
 
 
 def _check_tp(args: Namespace) -> None:
@@ -83,7 +106,8 @@ def _on_ranks(args: Namespace) -> int:
     take_part(model, MeshSizes(tensor=args.tp))
     _tokenizer(args)
     code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
-    if problem is not None and not problem.startswith("rank 0 ended"):  # which has said why
+    # Rank 0 has said why it ends; a pipe that is closed is no fault
+    if problem is not None and code != CLOSED and not problem.startswith("rank 0 ended"):
         print(f"tigon generate: {problem}", file=sys.stderr)
     return code
 
@@ -114,6 +138,8 @@ def _generate(args: Namespace, world: World | None) -> int:
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
+        if world is not None:
+            world.board.step += 1  # the others say it, if this rank is killed
         if main:
             put(stream.step(int(new)) or "")
 

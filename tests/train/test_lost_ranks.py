@@ -96,3 +96,25 @@ def test_what_was_told_first_stays() -> None:
     assert place_of(store, 0) == (" on here", "; it had not begun a step")
     tell_silence(store, 0, "is gone")
     assert tell_silence(store, 1, "is gone").rank == 0
+
+
+def test_a_rank_leaves_a_sign_at_once(monkeypatch) -> None:
+    """So that the others name it, however soon it is killed."""
+    store = dist.HashStore()
+    monkeypatch.setattr(board, "connect", lambda: store)
+    monkeypatch.setattr(board, "POLL", 60.0)
+    made = board.Board(1, 2)
+    assert json.loads(store.get(sign_of(1)))[1] == 0
+    made.close()
+
+
+def test_the_first_rank_that_is_left_on_a_host_says_it(monkeypatch) -> None:
+    """Of ranks 4 to 7, where 4 was killed; of one that ends by itself, as it says it itself."""
+    said = {}
+    for place in range(4):
+        monkeypatch.setenv("RANK", str(4 + place))
+        monkeypatch.setenv("LOCAL_RANK", str(place))
+        for rank, killed in [(4, True), (4, False), (5, True), (0, True)]:
+            if board.first_left(board.Failure("", rank=rank, killed=killed)) == str(place):
+                said.setdefault((rank, killed), []).append(place)
+    assert said == {(4, True): [1], (4, False): [0], (5, True): [0], (0, True): [0]}

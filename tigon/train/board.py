@@ -28,6 +28,7 @@ class Failure:
     text: str
     code: int = 1
     rank: int | None = None
+    killed: bool = False  # so that it says nothing itself
 
 
 class Board:
@@ -41,6 +42,7 @@ class Board:
         self.rank, self.size = rank, size
         self.poll = max(POLL, size / 1000)  # the server answers some thousand requests a second
         self.step = 0  # the last that this rank has begun
+        self.who = "tigon.train"  # begins what is said
         self._signs = self._round = 0
         self._closed, self._wake, self._lock = (
             threading.Event(),
@@ -49,6 +51,7 @@ class Board:
         )
         if size > 1:
             self.store = connect()
+            self._leave_sign(self.store)  # at once: it may be killed before the first poll
             thread = threading.Thread(target=self._watch, args=(connect(),), daemon=True)
             thread.start()
 
@@ -97,6 +100,12 @@ class Board:
                     return tell_silence(self.store, rank, "ended without a word")
         return None
 
+    def say(self, failure: Failure) -> None:
+        """By a rank that another one ends: once on each host, unless a parent has the last word."""
+        report(failure)
+        if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == first_left(failure):
+            print(f"{self.who}: {failure.text}", file=sys.stderr, flush=True)
+
     def close(self) -> None:
         """This rank is ending: nobody else needs to end it."""
         with self._lock:
@@ -115,6 +124,11 @@ class Board:
             if self.store.check([key])
         }
 
+    def _leave_sign(self, store: dist.Store) -> None:
+        self._signs += 1
+        sign = json.dumps([self._signs, self.step, socket.gethostname()])
+        store.set(sign_of(self.rank), sign)
+
     def _watch(self, store: dist.Store) -> None:
         silence = Silence(store, (self.rank + 1) % self.size, 2 * self.poll)
         while not self._closed.is_set():
@@ -124,16 +138,14 @@ class Board:
                 with self._lock:
                     if self._closed.is_set():
                         return
-                    self._signs += 1
-                    sign = json.dumps([self._signs, self.step, socket.gethostname()])
-                    store.set(sign_of(self.rank), sign)
+                    self._leave_sign(store)
                 failure = read_failure(store) or silence.look()
             except RuntimeError:
                 where = os.environ["MASTER_ADDR"]
                 text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
                 failure = Failure(f"{text}; the last step of rank {self.rank} was {self.step}")
             if failure and not self._closed.wait(GRACE):
-                say(failure)
+                self.say(failure)
                 end_process(failure.code)
 
 
@@ -176,7 +188,7 @@ def place_of(store: dist.Store, rank: int) -> tuple[str, str]:
 def tell_silence(store: dist.Store, rank: int, what: str) -> Failure:
     """Tell all ranks that one is gone, unless they were told something else before: that."""
     where, step = place_of(store, rank)
-    failure = Failure(f"rank {rank}{where} {what}{step}", rank=rank)
+    failure = Failure(f"rank {rank}{where} {what}{step}", rank=rank, killed=True)
     value = store.compare_set("failure", "", json.dumps(asdict(failure)))
     return Failure(**json.loads(value))
 
@@ -206,11 +218,10 @@ def report(failure: Failure) -> None:
             json.dump(message, file)
 
 
-def say(failure: Failure) -> None:
-    """By a rank that another one ends: once on each host, unless a parent has the last word."""
-    report(failure)
-    if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"tigon.train: {failure.text}", file=sys.stderr, flush=True)
+def first_left(failure: Failure) -> str:
+    """Of the ranks of this host the first, or the next one if that is the one that was killed."""
+    own, place = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    return "1" if failure.killed and failure.rank == own - place else "0"
 
 
 def end_process(code: int) -> None:

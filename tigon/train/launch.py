@@ -9,7 +9,7 @@ from io import TextIOWrapper
 
 import torch
 
-from tigon.train.board import LAUNCHED, Failure, end_process, report, say
+from tigon.train.board import LAUNCHED, Failure, end_process, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.config_file import dump, load
@@ -135,7 +135,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
         raise
     except Exception as error:
         if is_doubtful(error) and (other := world.board.failure()):
-            say(other)
+            world.board.say(other)
             return other.code
         if isinstance(error, EXPECTED):
             text = f"rank {world.rank}: {error}"

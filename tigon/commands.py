@@ -3,7 +3,6 @@
 import os
 import platform
 import sys
-import traceback
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -60,26 +59,19 @@ def _as_rank(args: Namespace, world: World) -> int:
     world.board.who = "tigon generate"
     try:
         return _generate(args, world)
-    except ValueError as error:  # the same on all ranks: the first of them says it
-        report_failure(Failure(str(error)))
-        if world.board.fail(str(error)) and LAUNCHED not in os.environ:
-            raise
-        return 1
-    except BrokenPipeError:
-        world.board.fail("nobody reads the text any more", CLOSED)
-        raise
-    except KeyboardInterrupt:
-        world.board.fail("stopped by a signal", INTERRUPTED)
+    except (BrokenPipeError, KeyboardInterrupt) as error:
+        world.board.fail("stopped", CLOSED if isinstance(error, OSError) else INTERRUPTED)
         raise
     except Exception as error:
-        if other := world.board.failure():  # what its end looks like from here
+        same = isinstance(error, ValueError)  # on all ranks: the first of them says it
+        if not same and (other := world.board.failure()):  # what its end looks like from here
             world.board.say(other)
             return other.code
-        failure = Failure(f"rank {world.rank}: {type(error).__name__}: {error}")
-        report_failure(failure)
-        if world.board.fail(failure.text):
-            traceback.print_exc()
-        return failure.code
+        text = str(error) if same else f"rank {world.rank}: {type(error).__name__}: {error}"
+        report_failure(Failure(text))
+        if world.board.fail(text) and not (same and LAUNCHED in os.environ):
+            raise
+        return 1
 
 
 def _check_tp(args: Namespace) -> None:
@@ -106,8 +98,8 @@ def _on_ranks(args: Namespace) -> int:
     take_part(model, MeshSizes(tensor=args.tp))
     _tokenizer(args)
     code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
-    # Rank 0 has said why it ends; a pipe that is closed is no fault
-    if problem is not None and code != CLOSED and not problem.startswith("rank 0 ended"):
+    # A pipe that is closed is no fault, and rank 0 has said why it ended
+    if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
         print(f"tigon generate: {problem}", file=sys.stderr)
     return code
 
@@ -127,8 +119,9 @@ def _generate(args: Namespace, world: World | None) -> int:
             raise ValueError("the prompt is empty")
         context = model.config.max_position_embeddings
         if len(ids) >= context:
-            of = f"the prompt has {len(ids)} tokens"
-            raise ValueError(f"{of}, but the model's context is {context}")
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but the model's context is {context}"
+            )
     given = _sampling(args)
     if args.stop:
         given["stop_strings"] = args.stop

@@ -426,3 +426,12 @@ def test_places_without_an_adapter(model: CausalLM, base: Path, tmp_path: Path) 
     (tmp_path / "adapter_model.bin").touch()
     with pytest.raises(FileNotFoundError, match="can run code"):
         model.load_adapter(tmp_path)
+
+
+def test_a_row_of_zeros_has_no_direction_for_dora(model: CausalLM) -> None:
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.down_proj.weight")[3] = 0
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: row 3 of .* is all zeros"):
+        model.add_adapter(LoraConfig(rank=2, dora=True))
+    assert not model.adapters and all(p.requires_grad for p in model.parameters())
+    model.add_adapter(LoraConfig(rank=2, dora=True, targets=("q_proj", "gate_proj")))

@@ -57,7 +57,11 @@ def add_adapter(
     _check_ranks(model, parts)
     install(model, name, config, parts, dtype, model.device)
     if model.device.type != "meta":
-        begin_adapter(model, name, generator)
+        try:
+            begin_adapter(model, name, generator)
+        except ValueError:
+            delete_adapter(model, name)
+            raise
     choose(model, name, trained=True)
 
 
@@ -169,7 +173,7 @@ def begin_adapter(
             if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
                 first_values[kind] = cut.take(values)
         if low.dora:  # what is added is 0: the rows have their own lengths
-            first_values |= _lengths(model.get_submodule(path), low)
+            first_values |= _lengths(model.get_submodule(path), low, path)
         for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
             own.copy_(values[first : first + len(own)])
@@ -180,9 +184,9 @@ def begin_adapter(
         local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
 
 
-def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
+def _lengths(layer: nn.Module, low: LayerAdapter, path: str) -> dict[str, Tensor]:
     """DoRA's in fp32, of all rows that FSDP divides, or of an embedding's columns; every rank calls
-    this."""
+    this. ValueError for a row of zeros, which has no direction."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
@@ -192,7 +196,15 @@ def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
     found[first : first + len(own)] = low.row_lengths(own)
     if isinstance(weight, DTensor):
         dist.all_reduce(found, group=row_group(weight))
-    return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
+    lengths = {p.name: found[p.first : p.first + p.size] for p in low.parts}
+    for part, values in lengths.items():
+        if not (values.is_meta or values.all()):
+            row = int((values == 0).nonzero()[0])
+            raise ValueError(
+                f"{path}: row {row} of {part} is all zeros, and dora divides by its length: leave "
+                "dora out, or this layer out of its targets"
+            )
+    return {MAGNITUDE + part: values for part, values in lengths.items()}
 
 
 def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:

@@ -272,8 +272,7 @@ class Store:
                         self._fill(f"{kind}-{name}", value, before, self._filler(name))
                     known[name] = (value.dtype.str, value.shape[1:])
                 dtype, shape = known[name]
-                wider = widest(name, shape, value.shape[1:])
-                if wider != shape:
+                if (wider := widest(name, shape, value.shape[1:])) != shape:
                     self._widen(name, f"{kind}-{name}", wider)
                     known[name] = (dtype, wider)
                 value = widened(name, value, wider)
@@ -289,9 +288,8 @@ class Store:
 
     def _widen(self, name: str, file: str, shape: tuple[int, ...]) -> None:
         """Write a column that is in PADS anew, with values of another width."""
-        narrow = self.directory / "narrow.npy"
         self.arrays.pop(file).close(durable=False)
-        (self.directory / f"{file}.npy").rename(narrow)
+        narrow = (self.directory / f"{file}.npy").rename(self.directory / "narrow.npy")
         values, size = np.load(narrow, mmap_mode="r"), max(1, CHUNK // shape[0])
         for start in range(0, len(values), size):
             some = widened(name, values[start : start + size], shape)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,14 @@ def test_a_disk_that_is_full_while_a_column_gets_wider_leaves_nothing(
     assert not [p for p in (root / "data").iterdir() if p.is_dir()]
     (part,) = tokenised(sources, encoder, workers=0)
     assert_padded(part.open()[0].per_token, SIZES, 4)
+
+
+def test_other_columns_have_one_shape(tmp_path, encoder):
+    """ValueError that names the file, instead of numpy's within training."""
+    parts = []
+    for source in write_files(tmp_path, (2,), (2,)):
+        examples = read([source], encoder)
+        other = np.zeros((len(examples.tokens), len(parts) + 1))
+        parts.append(Memory.of(replace(examples, per_token={"x": other})))
+    with pytest.raises(ValueError, match=r"1.jsonl: values of x have shape \(2,\), .* \(1,\)"):
+        Mixture([parts], size=2)

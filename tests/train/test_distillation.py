@@ -1,11 +1,13 @@
 """Distillation against the definition in fp64: live teachers, stored distributions, ranks.
 
-# T tokens, V vocab, K tokens whose log-probabilities were stored
+# T tokens, V vocab
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +15,11 @@ from torch import Tensor
 import tigon
 from tests.small import write_chats, write_model
 from tests.train.ranks import train_on
+from tigon.data import TopEncoder
 from tigon.train import load, main
 from tigon.train.objectives import find_objective
 
-K = 5
+TOPS = 3, 5, 2, 4  # tokens whose log-probabilities were stored, in the rows in turn
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +56,15 @@ class Definition:
                 logits = [model(given[None]).logits[0, :-1].double() for model in models]
             self.rows.append((given, torch.tensor(mask), logits))
 
-    def loss(self, beta: float, t: float, weight: float, top: int = 0) -> tuple[float, float]:
+    def loss(
+        self, beta: float, t: float, weight: float, tops: Sequence[int] = ()
+    ) -> tuple[float, float]:
         """And the mean divergence."""
         total, divergences, count = 0.0, 0.0, 0
-        for ids, mask, (own, other) in self.rows:
+        for i, (ids, mask, (own, other)) in enumerate(self.rows):
             student, teacher = ((x / t).log_softmax(-1) for x in (own, other))
-            if top:
-                kept = teacher.topk(top).indices
+            if tops:
+                kept = teacher.topk(tops[i % len(tops)]).indices
                 student, teacher = (rest_as_one(x, kept) for x in (student, teacher))
             each = divergence(student, teacher, beta)[mask[1:]]
             nll = -own.log_softmax(-1).gather(1, ids[1:, None])[mask[1:], 0]
@@ -109,8 +114,8 @@ def test_a_live_teacher(workspace, teacher, definition, beta, t, weight):
 def test_stored_distributions(workspace, definition, beta, t, weight):
     path = workspace.root / f"stored-{t}.jsonl"
     lines = []
-    for ids, mask, (_, other) in definition.rows:
-        top = (other / t).log_softmax(-1).topk(K)
+    for i, (ids, mask, (_, other)) in enumerate(definition.rows):
+        top = (other / t).log_softmax(-1).topk(TOPS[i % len(TOPS)])
         row = {"input_ids": ids.tolist(), "completion_mask": mask.int().tolist()}
         row["teacher_tokens"] = [[], *top.indices.tolist()]
         row["teacher_logprobs"] = [[], *top.values.tolist()]
@@ -119,7 +124,7 @@ def test_stored_distributions(workspace, definition, beta, t, weight):
     name = f"stored-{beta}-{t}-{weight}"
     own = {"data": path, "beta": beta, "temperature": t, "cross_entropy_weight": weight}
     main(workspace.settings(name, **ALL, **own))
-    loss, kl = definition.loss(beta, t, weight, top=K)
+    loss, kl = definition.loss(beta, t, weight, TOPS)
     assert workspace.metrics(name, "loss")[0] == pytest.approx(loss, rel=1e-5)
     assert workspace.metrics(name, "kl")[0] == pytest.approx(kl, rel=1e-5)
 
@@ -184,15 +189,43 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
         main(workspace.settings("bad", **ALL, data=path))
 
 
-def test_files_with_distributions_of_other_sizes_are_refused(workspace, tmp_path):
-    wide = {"teacher_tokens": [[], [1, 2]], "teacher_logprobs": [[], [-1, -2]]}
-    paths = []
-    for name, row in (("one", ROW), ("two", ROW | wide)):
+class Padded(TopEncoder):
+    """Every row's lists padded to 4 tokens."""
+
+    def row(self, row: Any, form: Any) -> Any:
+        (example,) = super().row(row, form)
+        values = dict(example.per_token)
+        for name, nothing in (("teacher_tokens", -1), ("teacher_logprobs", 0.0)):
+            own = values[name]
+            values[name] = np.full((len(own), 4), nothing)
+            values[name][:, : own.shape[1]] = own
+        return [example._replace(per_token=values)]
+
+
+def test_lists_of_other_sizes_are_as_if_padded_by_hand(workspace, tmp_path, monkeypatch):
+    """Within a file and from one to the next, in losses and gradients."""
+    draw, paths = torch.Generator().manual_seed(0), []
+    for name, sizes in (("one", (3, 2, 4)), ("two", (2, 3))):
+        rows = []
+        for size in sizes:
+            ids, logits = (
+                torch.randint(321, (8,), generator=draw),
+                torch.randn(8, 321, generator=draw),
+            )
+            top = (4 * logits).log_softmax(-1).topk(size)
+            values = {"teacher_tokens": top.indices, "teacher_logprobs": top.values}
+            rows.append({"input_ids": ids.tolist()} | {k: v.tolist() for k, v in values.items()})
+            rows[-1]["teacher_tokens"][3].pop()  # one of a row may be shorter, too
+            rows[-1]["teacher_logprobs"][3].pop()
         paths.append(path := tmp_path / f"{name}.jsonl")
-        path.write_text(json.dumps(row))
-    message = r"two.jsonl: values of teacher_\w+ have shape \(2,\), .* before \(1,\): give all the"
-    with pytest.raises(SystemExit, match=message):
-        main(workspace.settings("sizes", **ALL, data=f"[{paths[0]}, {paths[1]}]"))
+        path.write_text("\n".join(map(json.dumps, rows)))
+    own = {"data": f"[{paths[0]}, {paths[1]}]", "steps": 2, "batch_size": 5, "micro_batch_size": 5}
+    main(workspace.settings("sizes", **ALL | own))
+    monkeypatch.setattr("tigon.train.objectives.distill.TopEncoder", Padded)
+    main(workspace.settings("by-hand", **ALL | own))
+    for key in ("loss", "kl", "grad_norm"):
+        found, expected = (workspace.metrics(name, key) for name in ("sizes", "by-hand"))
+        assert len(found) == 2 and found == expected and found[0] > 0
 
 
 def test_a_teacher_s_token_beyond_the_vocabulary(workspace, tmp_path):

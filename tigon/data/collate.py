@@ -14,6 +14,7 @@ from torch import Tensor
 from tigon.data.examples import FILLS, Examples
 from tigon.data.mixture import Corpus, ranges
 from tigon.data.packing import Rows
+from tigon.data.widths import alike
 from tigon.splitmix import mixed, outputs, signed
 
 DROPOUT = int.from_bytes(b"dropout", "little")  # apart from what else is drawn of a seed
@@ -181,6 +182,7 @@ def collate(columns: Corpus, lines: Sequence[Line], length: int | None = None) -
             else np.full((b - a, *like.shape[1:]), FILLS[name])
             for e, a, b in slices
         ]
+        *pieces, like = alike(name, [*pieces, like])  # a stream's next window may be wider
         per_token[name] = place(pieces, like)
     per_example = {}
     for name, like in columns.columns["per_example"].items():

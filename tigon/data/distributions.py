@@ -14,8 +14,8 @@ from tigon.data.encoders import FormatEncoder
 from tigon.data.examples import Example
 from tigon.data.formats import DISTRIBUTED, Format, Row
 from tigon.data.preferences import check_tokens
+from tigon.data.widths import PADS
 
-NOTHING = -1  # in place of a token where there are fewer than K
 SUM = 1e-3  # by which probabilities may add up to more than 1, as they are rounded
 LEAST = float(np.finfo(np.float32).min)  # log-probability that a column can hold
 
@@ -24,8 +24,8 @@ class TopEncoder(FormatEncoder):
     """Sequences of tokens, each with the teacher's distribution that it stands in.
 
     `teacher_tokens[i]` and `teacher_logprobs[i]` are those of token i after the ones before it, as
-    vLLM's prompt_logprobs are; the first token has none, and any may have fewer than the others.
-    Learned is where `completion_mask` is 1; without it, everything.
+    vLLM's prompt_logprobs are; the first token has none, and any may have fewer than others, in its
+    row or another. Learned is where `completion_mask` is 1; without it, everything.
     """
 
     formats = DISTRIBUTED
@@ -62,8 +62,8 @@ class TopEncoder(FormatEncoder):
         read = np.flatnonzero(learned).tolist()
         for i in read:
             _check(i, tokens[i], logprobs[i])
-        widest = max(len(some) if isinstance(some, list) else 0 for some in tokens)
-        columns = np.full((len(ids), widest), NOTHING), np.zeros((len(ids), widest))
+        shape = len(ids), max(len(tokens[i]) for i in read)
+        columns = [np.full(shape, PADS[name]) for name in ("teacher_tokens", "teacher_logprobs")]
         for i in read:
             count = len(tokens[i])
             columns[0][i, :count], columns[1][i, :count] = tokens[i], logprobs[i]

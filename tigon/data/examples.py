@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Block, Source
 from tigon.data.formats import Format, Row
+from tigon.data.widths import PADS, alike, widened, widest
 from tigon.json_file import escaped
 
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
@@ -232,7 +233,8 @@ def join(pieces: Sequence[Examples]) -> Examples:
 
     def columns(kind: str) -> dict[str, np.ndarray]:
         names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
-        return {name: np.concatenate([column(p, kind, name) for p in pieces]) for name in names}
+        each = {name: [column(p, kind, name) for p in pieces] for name in names}
+        return {name: np.concatenate(alike(name, arrays)) for name, arrays in each.items()}
 
     def column(piece: Examples, kind: str, name: str) -> np.ndarray:
         if name in getattr(piece, kind) or name not in FILLS:
@@ -263,8 +265,8 @@ def collect(
 ) -> Examples:
     """Examples from groups of them, one group a line of the file, with columns of these dtypes.
 
-    A value may be an array, if all of its column have one shape. ValueError if an example lacks
-    a column or has another.
+    A value may be an array, if all of its column have one shape, or the column is in PADS.
+    ValueError if an example lacks a column or has another.
     """
     tokens, offsets, lines, ends = array("i"), array("q", [0]), array("i"), array("q", [0])
     token_columns, example_columns = _Columns(per_token), _Columns(per_example)
@@ -314,21 +316,25 @@ class _Columns:
                 raise ValueError(f"{where}: {name} has {len(new)} values for {count} tokens")
             if not count:
                 continue
-            shape = self.shapes.setdefault(name, new.shape[1:])
+            before = self.shapes.setdefault(name, new.shape[1:])
+            shape = self.shapes[name] = widest(name, before, new.shape[1:])
+            if shape != before:
+                held = np.frombuffer(buffer, new.dtype).reshape(self.count, *before)
+                self.buffers[name] = bytearray(widened(name, held, shape).tobytes())
+            new = widened(name, new, shape)
             if new.shape[1:] != shape:
                 raise ValueError(
                     f"{where}: a value of {name} has shape {new.shape[1:]}, not {shape} as before"
                 )
-            buffer += new.tobytes()
+            self.buffers[name] += new.tobytes()
         self.count += count
 
     def _filled(self, name: str, count: int) -> np.ndarray:
         return np.full(count, FILLS[name], dtype=self.dtypes[name])
 
     def arrays(self) -> dict[str, np.ndarray]:
+        shapes = {name: (0,) if name in PADS else () for name in self.buffers} | self.shapes
         return {
-            name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(
-                -1, *self.shapes.get(name, ())
-            )
+            name: np.frombuffer(bytes(buffer), self.dtypes[name]).reshape(self.count, *shapes[name])
             for name, buffer in self.buffers.items()
         }

@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 
 from tigon.data.examples import FILLS, Examples
 from tigon.data.store import Memory, Part, release
+from tigon.data.widths import alike
 
 OPEN = 64  # parts whose files are open
 PARTS = 10**6  # into which the weights of a mixture are resolved
@@ -39,9 +40,12 @@ class Corpus:
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
         for kind, known in self.columns.items():
             for part in parts:
-                for name, column in part.columns[kind].items() if part.count else ():
-                    _check_alike(name, column, known.get(name), part.files)
-                known |= part.columns[kind]
+                for name, column in part.columns[kind].items():
+                    # Of shapes alone: the columns stay in their files
+                    own, before = alike(name, [column[:0], known.get(name, column)[:0]])
+                    if part.count:
+                        _check_alike(name, own, before, part.files)
+                    known[name] = own
             for name in known:
                 # A part of a stream's window may be empty
                 if name not in FILLS and any(name not in p.columns[kind] for p in parts if p.count):
@@ -284,11 +288,9 @@ class Mixture:
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
 
 
-def _check_alike(
-    name: str, column: np.ndarray, before: np.ndarray | None, files: Sequence[str]
-) -> None:
+def _check_alike(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
     """ValueError for a column whose values have another shape than in the parts before."""
-    if before is not None and column.shape[1:] != before.shape[1:]:
+    if column.shape[1:] != before.shape[1:]:
         raise ValueError(
             f"{', '.join(files)}: values of {name} have shape {column.shape[1:]}, and in the files "
             f"before {before.shape[1:]}: give all the same number"

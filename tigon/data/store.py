@@ -20,6 +20,7 @@ import numpy as np
 
 from tigon.data.disk import sync
 from tigon.data.examples import FILLS, Examples, Report
+from tigon.data.widths import widened, widest
 from tigon.json_file import read_json
 
 VERSION = 1  # of the files; others are made anew
@@ -270,6 +271,11 @@ class Store:
                     if before:
                         self._fill(f"{kind}-{name}", value, before, self._filler(name))
                     known[name] = (value.dtype.str, value.shape[1:])
+                dtype, shape = known[name]
+                if (wider := widest(name, shape, value.shape[1:])) != shape:
+                    self._widen(name, f"{kind}-{name}", wider)
+                    known[name] = (dtype, wider)
+                value = widened(name, value, wider)
                 if known[name] != (value.dtype.str, value.shape[1:]):
                     raise ValueError(
                         f"{', '.join(self.files)}: values of {name} have shape "
@@ -279,6 +285,16 @@ class Store:
             else:
                 dtype, shape = known[name]
                 self._fill(f"{kind}-{name}", np.empty((0, *shape), dtype), new, self._filler(name))
+
+    def _widen(self, name: str, file: str, shape: tuple[int, ...]) -> None:
+        """Write a column that is in PADS anew, with values of another width."""
+        self.arrays.pop(file).close(durable=False)
+        narrow = (self.directory / f"{file}.npy").rename(self.directory / "narrow.npy")
+        values, size = np.load(narrow, mmap_mode="r"), max(1, CHUNK // shape[0])
+        for start in range(0, len(values), size):
+            some = widened(name, values[start : start + size], shape)
+            self._array(file, some).append(some)
+        narrow.unlink()
 
     def _filler(self, name: str) -> float:
         if name not in FILLS:

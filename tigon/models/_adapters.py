@@ -44,7 +44,8 @@ def add_adapter(
     """Add a new adapter, which changes nothing yet, choose it, and freeze all else.
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
-    model without memory (device "meta") `begin_adapter` gives it its first values later.
+    model without memory (device "meta") `begin_adapter` gives it its first values later. Raises
+    ValueError, with the model as it was, where DoRA meets a row of zeros.
     """
     config = LoraConfig() if config is None else config
     if not isinstance(config, LoraConfig):

@@ -1,7 +1,7 @@
-"""Which layouts fit, the fastest first."""
+"""Which layouts fit, the fastest first, and of those that are as fast what needs least memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from tigon.train.plan.step import BF16, FP32, Step, step_of
 Weigh = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
 LACKS = "memory"
+TIE = 0.01  # of the time: the model of time is not so exact
 DIVIDED = ("parameters", "gradients", "optimizer", "average of weights")  # over the ranks, at most
 
 
@@ -34,7 +35,7 @@ class Choice:
 @dataclass(frozen=True)
 class Plan:
     job: Job
-    choices: list[Choice]  # the fastest first, one of each mesh
+    choices: list[Choice]  # the fastest first, of a tie what needs least memory; one of each mesh
     reasons: Counter[str]  # why others are impossible, and of how many meshes
     budget: int  # bytes of tensors that a GPU may hold
     lacking: int | None  # bytes of the mesh that needs least of those that fit in no way
@@ -90,7 +91,8 @@ def make_plan(
     """The `most` fastest meshes, each in the fastest of its `ways`: micro-batch, checkpointing.
 
     Times are multiplied out for all; a step is weighed only where it may be one of the fastest.
-    Dimensions whose plans were too fast when they were measured are ranked by so much later.
+    Dimensions whose plans were too fast when they were measured are ranked by so much later. Times
+    within 1 % of the fastest of them are a tie, whose layouts are ranked by memory, the least first.
     `of`: the meshes, if not all; `budget`: bytes of tensors, if not all of a GPU.
     """
     budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget
@@ -109,16 +111,21 @@ def make_plan(
             else:
                 step = step_of(job, layout)
                 timed.append((step.seconds * doubted(job, layout), layout, step))
-    choices, done = list[Choice](), set[Mesh]()
+    choices, ranked, done = list[Choice](), list[float](), set[Mesh]()
     weighed = Weighed(job, weigh, budget)
     queue = iter(sorted(timed, key=lambda entry: entry[0]))
-    while len(choices) < most and (entry := next(queue, None)) is not None:
-        _, layout, step = entry
+    # What is tied with the first may be the first
+    while (entry := next(queue, None)) is not None:
+        seconds, layout, step = entry
+        if len(choices) >= most and seconds > ranked[0] * (1 + TIE):
+            done.add(layout.mesh)
+            break
         if layout.mesh in done:
             continue
         memory, size = weighed.of(layout)
         if memory is not None:
             choices.append(Choice(layout, step, memory, job.gpu))
+            ranked.append(seconds)
             done.add(layout.mesh)
         else:
             least[layout.mesh] = min(size, least.get(layout.mesh, size))
@@ -126,7 +133,18 @@ def make_plan(
     without = {mesh: size for mesh, size in least.items() if mesh not in done}
     if without:
         reasons[LACKS] = len(without)
+    choices = by_memory(choices, ranked)[:most]
     return Plan(job, choices, reasons, budget, min(without.values(), default=None))
+
+
+def by_memory(choices: Sequence[Choice], seconds: Sequence[float]) -> list[Choice]:
+    """In each tie, what needs least memory first. `seconds` ascend; the fastest begins a tie."""
+    keyed, fastest = list[tuple[float, int, Choice]](), 0.0
+    for choice, time in zip(choices, seconds, strict=True):
+        if time > fastest * (1 + TIE):
+            fastest = time
+        keyed.append((fastest, choice.memory.total, choice))
+    return [choice for *_, choice in sorted(keyed, key=lambda entry: entry[:2])]
 
 
 def doubted(job: Job, layout: Layout) -> float:

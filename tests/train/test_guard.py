@@ -352,3 +352,19 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
     state = checkpoint.facts(workspace.root / "there/checkpoints/step-00000003")["state"]
     assert workspace.metrics("there", "eval_loss")
     assert (state["evaluated"], state["evaluations_since"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offset", 10**80),
+        ("skips", -2),
+        ("rollbacks", "2"),
+        ("best_loss", math.nan),
+        ("losses", [[]]),
+    ],
+)
+def test_a_checkpoint_has_no_state_that_no_run_has(name, value):
+    assert State.of(State(offset=3, losses=[1.0, 2]).facts()) == State(offset=3, losses=[1.0, 2])
+    with pytest.raises(ValueError, match=f"the state has {name}="):
+        State.of({"state": {name: value}})

@@ -4,7 +4,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from tigon.json_file import shown
+
 WINDOW = 128  # steps that a spike is measured against
+MOST = 2**40  # steps, which no run has
 
 
 @dataclass
@@ -27,9 +30,13 @@ class State:
         known = facts.get("state", {})
         best = known.get("best_loss")
         try:
-            return cls(**{**known, "best_loss": math.inf if best is None else float(best)})
-        except (TypeError, ValueError) as error:
+            found = cls(**{**known, "best_loss": math.inf if best is None else float(best)})
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of another version of Tigon: {error}") from None
+        for name, value in asdict(found).items():
+            if not _possible(value):
+                raise ValueError(f"the state has {name}={shown(value)}, which no run has")
+        return found
 
     def facts(self) -> dict[str, Any]:
         best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity
@@ -56,3 +63,12 @@ class State:
     def return_to(self, was: "State", offset: int) -> None:
         """A checkpoint's state, with other rows ahead."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
+
+
+def _possible(value: Any) -> bool:
+    """Whether a field may be this: a count or a step, losses, or none."""
+    if isinstance(value, list):
+        return len(value) <= WINDOW and all(type(v) in (int, float) for v in value)
+    if isinstance(value, float):
+        return not math.isnan(value)
+    return value is None or (type(value) is int and -1 <= value < MOST)

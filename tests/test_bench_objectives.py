@@ -14,7 +14,7 @@ import torch
 from bench import distillation, distillation_side, harness, preference, preference_side
 from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED
 from bench.harness import Record
-from bench.preference_side import OURS, PEER, TWICE, Way, lengths
+from bench.preference_side import EXACT, OURS, PEER, TWICE, Way, lengths
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's run")
 STAMP = {"machine": "G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
@@ -64,7 +64,10 @@ def test_dpo_computes_the_same_as_trl(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert margins[0] == pytest.approx(margins[1], abs=1e-3) and abs(margins[0]) > 3e-3
     assert mine["first"]["grad_norm"] == pytest.approx(theirs["first"]["grad_norm"], rel=1e-2)
     assert mine["ms"] > 0 < theirs["ms"] and mine["steps"] == theirs["steps"] == 2
-    assert preference.disagreement(record) == "" and list(record["tried"]) == [Way("sdpa", 2).name]
+    exact = record["sides"][EXACT]
+    assert exact["first"]["logps/chosen"] == pytest.approx(mine["first"]["logps/chosen"], rel=1e-4)
+    assert exact["first"]["rewards/margins"] == pytest.approx(margins[0], abs=1e-3)
+    assert "ms" not in exact and list(record["tried"]) == [Way("sdpa", 2).name]
     assert f"| {PEER} | " in preference.show(record)
 
 
@@ -107,14 +110,20 @@ def test_preferences_are_judged_by_tokens_and_memory() -> None:
     ]
     assert "| tigon | 40,000 | 100.0 | 20.0 | 1.0000 |" in preference.show(record)
     assert "| a | E: no |" in preference.show(record)
-    sides[PEER] |= {"first": first | {"rewards/margins": 1.2, "logps/chosen": 1.0009}}
-    assert preference.disagreement(record) == "rewards/margins 1.2 and 1"
-    # Its other settings say what bf16 does
-    for i, margins in enumerate((1.0, 1.1, 1.3)):
-        record["tried"][f"b{i}"] = {"first": first | {"rewards/margins": margins}}
-    assert preference.disagreement(record) == ""
-    sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.8, "loss": 1.01}}
-    assert preference.disagreement(record) == "rewards/margins 1.1333 and 1.8; loss 1 and 1.01"
+    assert preference.disagreement(record, OURS) == ""  # nothing to compare with
+    sides[EXACT] = {"first": first}
+    # What bf16 does is seen in the peer's settings: here margins are up to 0.1 away, all else 0
+    record["tried"] |= {str(m): {"first": first | {"rewards/margins": m}} for m in (0.9, 1.05)}
+    sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.29}}
+    assert preference.disagreement(record, OURS) == ""
+    sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.31, "loss": 1.01}}
+    assert preference.disagreement(record, OURS) == (
+        f"loss is 1.01, in float32 1; {PEER} is at most 0 away; "
+        f"rewards/margins is 1.31, in float32 1; {PEER} is at most 0.1 away"
+    )
+    sides[OURS] = sides[OURS] | {"first": first | {"loss": float("nan")}}
+    assert preference.disagreement(record, OURS).startswith("loss is nan")
+    assert "| tigon, float32 |  |  |  | 1.0000 |" in preference.show(record)
     preference.add(record, PEER, {"kind": "ended", "error": "status 1"})
     assert sides[PEER]["ms"] == 200.0  # what was measured before the process ended stays
 

@@ -113,7 +113,8 @@ def test_preferences_are_judged_by_tokens_and_memory() -> None:
     assert preference.disagreement(record, OURS) == ""  # nothing to compare with
     sides[EXACT] = {"first": first}
     # What bf16 does is seen in the peer's settings: here margins are up to 0.1 away, all else 0
-    record["tried"] |= {str(m): {"first": first | {"rewards/margins": m}} for m in (0.9, 1.05)}
+    for m in (0.9, 1.05):
+        record["tried"][str(m)] = {"ms": 200.0, "first": first | {"rewards/margins": m}}
     sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.29}}
     assert preference.disagreement(record, OURS) == ""
     sides[OURS] = sides[OURS] | {"first": first | {"rewards/margins": 1.31, "loss": 1.01}}

@@ -105,6 +105,8 @@ def verdicts(record: Record) -> Iterator[str]:
     yield verdict(f"tokens/s over {PEER}", ratio(record, "ms"), SPEED)
     less = ratio(record, "allocated_gib")
     yield verdict(f"peak memory over {PEER}", less and 1 / less, MEMORY, most=True)
+    if EXACT not in record["sides"]:
+        yield f"not measured: {EXACT}, with which first steps are compared"
     for side in (OURS, TWICE):
         if differ := disagreement(record, side):
             yield f"WRONG: {side}, first step: {differ}"

@@ -117,7 +117,7 @@ def make_plan(
     # What is tied with the first may be the first
     while (entry := next(queue, None)) is not None:
         seconds, layout, step = entry
-        if len(choices) >= most and seconds > ranked[0] * (1 + TIE):
+        if ranked and len(choices) >= most and seconds > ranked[0] * (1 + TIE):
             done.add(layout.mesh)
             break
         if layout.mesh in done:

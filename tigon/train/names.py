@@ -328,8 +328,8 @@ OTHERS = {
     "cliprange": "epsilon",
     "kl_coef": "beta",
 }
-NAMES = ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")
-OTHERS |= {f"lora.{name}": OTHERS[name] for name in NAMES} | {"lora.r": "lora.rank"}
+LORA = ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")
+OTHERS |= {f"lora.{name}": OTHERS[name] for name in LORA} | {"lora.r": "lora.rank"}
 OTHERS |= {f"parallel.{name}": called for name, called in PARALLEL.items()}
 
 

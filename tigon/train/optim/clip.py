@@ -115,8 +115,10 @@ def _counted_of(
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
     """Of each. A CPU adds up in order: in float32 a large matrix's norm would be 2e-3 off."""
-    if not gradients or gradients[0].device.type != "cpu":
-        return torch._foreach_norm([*gradients], 2, dtype=torch.float32) if gradients else ()
+    if not gradients:
+        return ()
+    if gradients[0].device.type != "cpu":
+        return torch._foreach_norm([*gradients], 2, dtype=torch.float32)
     pieces = (
         torch._foreach_norm(g.reshape(-1).split(PIECE), 2, dtype=torch.float32) for g in gradients
     )

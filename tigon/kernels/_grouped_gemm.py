@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._long_sums import write_sum
 from tigon.kernels._triton import INTERPRETED, hopper, num_sms, tl, triton
 
 try:
@@ -116,7 +117,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
 
     Transposed, the weight is [E, K, O]. Both are contiguous, as is the result. Sums in fp32.
     With few rows, and where the kernel serves (16 bits, from sm_90 on, K and O of whole 16 bytes),
-    nothing waits for the device; all else may ask it where the experts end.
+    nothing waits for the device; all else may ask it where the experts end. Rows behind the last
+    end are of no expert: what the result has there is not defined.
     """
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
@@ -145,7 +147,8 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
     matrices = weight if transposed else weight.transpose(1, 2)
     if must_not_wait(x, len(x)):
         row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
-        return product_by_row(x, matrices, torch.searchsorted(ends, row, right=True))
+        expert = torch.searchsorted(ends, row, right=True).clamp_(max=experts - 1)
+        return product_by_row(x, matrices, expert)
     if _torch_serves(x, weight):
         return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
     y, start = x.new_empty(len(x), width), 0
@@ -166,6 +169,6 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     dw, start = x.new_zeros(len(ends), dy.shape[1], x.shape[1]), 0
     for w, end in zip(dw, ends.tolist(), strict=True):
         if end > start:
-            torch.mm(dy[start:end].t(), x[start:end], out=w)
+            write_sum(dy[start:end].t(), x[start:end], w)
         start = end
     return dw

@@ -16,6 +16,7 @@ from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, topk_rows
 from tigon.kernels._head_sizes import Sizes, padded, sizes
 from tigon.kernels._logits import IGNORE_INDEX, PLAIN, Gradient, Options
+from tigon.kernels._long_sums import add_sum, long_sum, write_sum
 from tigon.kernels._triton import operator, runs_triton
 from tigon.kernels._vocabulary import VocabularyShard
 from tigon.kernels._vocabulary_rows import shard_divergence_rows, shard_loss_rows, shard_topk_rows
@@ -224,14 +225,14 @@ def _head_pass(
                 parts.append(value)
         if out is not None and weight is not None:
             if needs[0]:
-                _multiply(out, weight, d_hidden[part])
+                write_sum(out, weight, d_hidden[part])
             if needs[1]:
                 d_weights = _add_products(d_weights, out, _where(live, part, h), first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
             if d_low is not None and up is not None:
-                _multiply(out, up, d_low[part])
+                write_sum(out, up, d_low[part])
             if needs[4] and own is not None:
                 d_up = add_product(d_up, out.T, _where(live, part, own), only=only)
         del logits, out  # or the next chunk would be computed beside this one
@@ -245,14 +246,6 @@ def _head_pass(
         *(hidden.new_empty(0) if d is None else d for d in gradients),
         *(_spread(torch.cat(x), index, n, f) for x, f in zip(found, fills, strict=True)),
     ]
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a @ b into rows of a gradient."""
-    if a.is_cuda:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(a @ b)
 
 
 def _where(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
@@ -419,11 +412,9 @@ def _add_products(
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
     """`total + a @ b` in fp32, however narrow the factors; an only product needs no fp32 copy."""
     if only:
-        return a @ b
+        return long_sum(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):
-        if total is None:
-            return torch.mm(a, b, out_dtype=torch.float32)
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return add_sum(total, a, b)
     if total is None:
         total = a.new_zeros(a.shape[0], b.shape[1], dtype=torch.float32)
     return total.addmm_(a.float(), b.float())  # in place, so autocast does not narrow it

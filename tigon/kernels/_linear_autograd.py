@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels._long_sums import at_risk, long_sum
 from tigon.kernels._rebuilt import compute_again, fetch_again, recipe_of, sees_products
 from tigon.kernels._triton import autocast_dtype, refuse_second_derivative
 from tigon.kernels.gated_act import gradient_and_product
@@ -27,7 +28,7 @@ from tigon.kernels.gated_act import gradient_and_product
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
     """Of weight and bias, from the rows dy [N, K] and x [..., C], as F.linear computes them."""
-    return dy.t().mm(x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
+    return long_sum(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
 def computes_later() -> bool:
@@ -109,6 +110,47 @@ class _GatedLinear(torch.autograd.Function):
         return gradient, None, dweight, dbias, None, None, None
 
 
+class _Summed(torch.autograd.Function):
+    """`F.linear` whose gradients have all summands: see `_long_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a product with a small weight")
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_bias = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dweight, dbias = _parameter_gradients(rows, x.reshape(-1, x.shape[-1]), needs_bias)
+        return long_sum(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
+
+
+def _is_risky(x: Tensor, weight: Tensor) -> bool:
+    """Whether a gradient of `F.linear(x, weight)` is a sum that `_long_sums` is about."""
+    rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    return at_risk(x, rows, *weight.shape) or at_risk(x, len(weight), rows, columns)
+
+
+def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`; if the weight learns, with all summands in its gradient and in that of x."""
+    if (
+        weight.requires_grad
+        and not torch.compiler.is_compiling()
+        and _is_risky(x, weight)
+        and type(x) is Tensor
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and x.dtype == weight.dtype
+        and autocast_dtype(x.device) is None
+        and not sees_products()
+    ):
+        y: Tensor = _Summed.apply(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)
+
+
 def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` with the same bits in forward and backward.
 
@@ -117,7 +159,7 @@ def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     quantised weights have products of their own.
     """
     if not weight.requires_grad or (recipe := recipe_of(x)) is None:
-        return F.linear(x, weight, bias)
+        return summed_linear(x, weight, bias)
     if (
         type(weight) is not torch.nn.Parameter
         or x.dtype != weight.dtype
@@ -125,7 +167,7 @@ def trained_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         or autocast_dtype(x.device) is not None
         or sees_products()
     ):
-        return F.linear(x, weight, bias)
+        return summed_linear(x, weight, bias)
     apart = computes_later()
     if recipe.gated is not None and recipe.alone:
         gate_up, act, node = recipe.gated

@@ -30,6 +30,7 @@ from tigon.kernels._triton import (
 from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act, gated_act_ref
 
+UNKNOWN = -1  # slots of which some may be absent, the host does not know how many
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
 
@@ -45,10 +46,12 @@ def grouped_mlp_ref(
     """`sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n, j].
 
     Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
-    so many of the experts are in [0, E), and the others are E: absent.
+    so many of the experts are in [0, E), or UNKNOWN, and the others are E: absent.
     """
     n, k = experts.shape
     flat = experts.flatten()
+    if slots == UNKNOWN:
+        slots = int((flat < len(gate_up)).sum())
     if slots is None and must_not_wait(x, n * k) and not torch.is_grad_enabled():
         # A step of decoding
         hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
@@ -145,7 +148,8 @@ def sorted_slots(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The order of the slots by expert [S], its inverse [N k], and where in it each expert ends.
 
-    Experts that are `number` are absent, all but `slots`; their inverse is S or more.
+    Experts that are `number` are absent, all but `slots`; their inverse is S or more. With UNKNOWN
+    S is N k, and the last of the order, behind all ends, are absent.
     """
     small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
     ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
@@ -154,6 +158,8 @@ def sorted_slots(
     inverse = torch.empty_like(order).scatter_(
         0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
     )
+    if slots == UNKNOWN:
+        return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
     return (order if slots is None else order[:slots].clone()), inverse, ends
 
 
@@ -174,7 +180,7 @@ def _outputs(
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
     """S."""
-    return experts.numel() if slots is None else slots
+    return experts.numel() if slots in (None, UNKNOWN) else slots
 
 
 @operator("grouped_mlp", _outputs)
@@ -327,7 +333,8 @@ def unchecked_grouped_mlp(
     slots: int | None = None,
 ) -> Tensor:
     """`grouped_mlp` of experts that are known to fit, as those of topk are: the check of their
-    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent."""
+    numbers is six launches. With `slots`, so many are in [0, E), and the others are E: absent; with
+    UNKNOWN nobody waits to learn how many, and there is no backward pass."""
     if (dtype := autocast_dtype(x.device)) is not None:
         x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
     if not x.dtype == gate_up.dtype == down.dtype:

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels._linear_autograd import computes_later, later, without_numbers
+from tigon.kernels._linear_autograd import computes_later, later, summed_linear, without_numbers
+from tigon.kernels._long_sums import long_sum
 from tigon.kernels._low_rank import (
     low_rank_gradients,
     low_rank_product,
@@ -85,12 +86,12 @@ def _scaled(additions: Sequence[Addition], dropout: Dropout) -> list[Addition]:
 
 def _added(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[Addition]) -> Tensor:
     """By operators that autograd, torch.compile and autocast know."""
-    u = F.linear(x, a.to(x.dtype))
+    u = summed_linear(x, a.to(x.dtype))
     pieces, column, rank = [], 0, 0
     for first, b, scale in additions:
         pieces.append(y[..., column:first])
         column, r = first + b.shape[0], b.shape[1]
-        own = F.linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
+        own = summed_linear(u[..., rank : rank + r], b.to(u.dtype)) * scale
         pieces.append(y[..., first:column] + own)
         rank += r
     pieces.append(y[..., column:])
@@ -167,8 +168,7 @@ def _low_rank_gradients(
         du.narrow(1, rank, r).addmm_(d, b.to(d.dtype), beta=0, alpha=scale)
         db = None
         if need:
-            db = dy.new_empty(size, r)
-            db = db.addmm_(d.t(), u.narrow(1, rank, r), beta=0, alpha=scale).to(b.dtype)
+            db = long_sum(d.t(), u.narrow(1, rank, r), scale).to(b.dtype)
         dbs.append(db)
         rank += r
     return du, dbs
@@ -177,7 +177,7 @@ def _low_rank_gradients(
 def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
     """dA [R, C], of dU [N, R] and x [..., C]."""
     x = x if dropout is None else drop(x, dropout)
-    return du.t().mm(x.view(-1, x.shape[-1]))
+    return long_sum(du.t(), x.view(-1, x.shape[-1]))
 
 
 class _Call(NamedTuple):

@@ -165,6 +165,7 @@ def _plain(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is just that, with nothing to differentiate."""
     return (
         not torch.is_grad_enabled()
+        and not x.is_meta  # which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
         and type(weight) is torch.nn.Parameter  # subclasses, such as quantised ones, have their own

@@ -6,7 +6,9 @@ import os
 import pty
 import select
 import signal
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -220,3 +222,27 @@ def test_in_a_terminal(directory: Path) -> None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         os.close(terminal)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
+    signal.signal(number, signal.SIG_DFL)  # which nohup has ignored
+    ours, theirs = pty.openpty()
+    program = "from tigon.chat import lines; next(lines(True))"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs) as process:
+        while not os.read(ours, 100).endswith(b"> "):
+            pass
+        while termios.tcgetattr(theirs)[3] & termios.ECHO:  # readline has begun
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == -number
+    assert termios.tcgetattr(theirs)[3] & termios.ECHO
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_closed_input_and_output_are_empty(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr("tigon.commands.info", lambda args: len(sys.stdin.read()))
+    assert main(["info"]) == 0

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -205,6 +206,33 @@ def test_interrupt_is_quiet(
     monkeypatch.setattr(importlib.import_module("tigon.commands"), "info", interrupted)
     assert main(["info"]) == 130
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["train", "config.yaml"]])
+def test_an_interrupt_while_torch_is_imported_is_quiet(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    """Which loses it, as compiled modules do."""
+    (tmp_path / "torch.py").write_text(
+        "import time\n"
+        "print('importing', flush=True)\n"
+        "try:\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('interrupted') from None\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(tigon.__file__).parents[1])])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has ignored
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tigon.cli", *arguments],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "") and process.returncode == 130
 
 
 def test_closed_pipe_is_quiet() -> None:

@@ -1,8 +1,12 @@
 """A conversation with a model in the terminal: streamed answers, history, a few commands."""
 
+import signal
 import sys
+import termios
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +55,7 @@ class Chat:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         self.model, self.tokenizer = model, tokenizer
+        self.generate: Callable[..., Any] = model.generate
         self.context: int = model.config.max_position_embeddings
         self.max_new_tokens, self.settings = max_new_tokens, settings or {}
         self.system, self.messages = system, list[Message]()
@@ -74,7 +79,7 @@ class Chat:
                 write(piece)
 
         try:
-            self.model.generate(
+            self.generate(
                 torch.tensor([ids]),
                 max_new_tokens=min(self.max_new_tokens, self.context - len(ids)),
                 streamer=lambda new: show(stream.step(int(new))),
@@ -189,12 +194,50 @@ def lines(terminal: bool) -> Iterator[str]:
         return
     while True:
         try:
-            yield input("> ")
+            with terminal_kept():
+                line = input("> ")
         except EOFError:
             print()
             return
         except KeyboardInterrupt:  # an empty line again
             print()
+        else:
+            yield line
+
+
+def terminal_modes() -> Callable[[], None]:
+    """Gives the terminal back the modes that it has now."""
+    modes = termios.tcgetattr(sys.stdin)
+
+    def restore() -> None:
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+
+    return restore
+
+
+@contextmanager
+def terminal_kept() -> Iterator[None]:
+    """While a line is edited there is no echo: a signal that ends the process gives it back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    restore = terminal_modes()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        restore()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def note(text: str) -> None:

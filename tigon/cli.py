@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -18,6 +20,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that a user can fix are one line on stderr, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Closed by whoever started this, as some schedulers do
+    sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
     args = argparse.Namespace(command="train") if training else _parser().parse_args(arguments)
     args.arguments_given = arguments
@@ -26,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             # Imported now: torch takes seconds, and --help must not
             if training:
-                status = import_module("tigon.train").main(arguments[1:]) or 0
+                status = _imported("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
                 print(import_module("tigon.report").write(args.runs, args.out))
                 status = 0
             else:
-                status = getattr(import_module("tigon.commands"), args.run)(args)
+                status = getattr(_imported("tigon.commands"), args.run)(args)
         sys.stdout.flush()  # a closed pipe raises here
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
@@ -45,6 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; for this command: {OFFLINE}" * reading
         print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
+
+
+def _imported(name: str) -> Any:
+    """A module that imports torch. Ctrl-C meanwhile ends the process at once: a KeyboardInterrupt
+    inside compiled modules may be lost, or come out as another error with a traceback."""
+    before = signal.getsignal(signal.SIGINT)
+    main_thread = threading.current_thread() is threading.main_thread()
+    # Whoever ignores SIGINT, as nohup's scripts do, goes on
+    if name in sys.modules or not main_thread or before is not signal.default_int_handler:
+        return import_module(name)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        return import_module(name)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -68,6 +88,21 @@ def _sampling_arguments(p: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--repetition-penalty", type=float, metavar="F", help="1 is none")
     group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+
+
+def _ranks_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes, each with a GPU, that share every layer; or under torchrun (default: 1)",
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="with --tp: each process has some experts of a layer, whole, not a part of every one",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,13 +145,7 @@ def _add_text(commands: Any) -> None:
         choices=CACHES,
         help="default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     )
-    p.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes, each with a GPU, that share every layer; or under torchrun (default: 1)",
-    )
+    _ranks_argument(p)
     _sampling_arguments(p)
     p.set_defaults(run="generate")
 
@@ -130,6 +159,7 @@ def _add_text(commands: Any) -> None:
         metavar="N",
         help="of an answer (default: 512; fewer where the model's context ends)",
     )
+    _ranks_argument(p)
     _sampling_arguments(p)
     p.set_defaults(run="chat")
 
@@ -193,6 +223,7 @@ def _add_models(commands: Any) -> None:
     p.add_argument(
         "--stride", type=int, metavar="N", help="tokens between windows (default: half a window)"
     )
+    _ranks_argument(p)
     p.set_defaults(run="eval_perplexity")
     p = kinds.add_parser("parity", help="logits, loss and greedy text beside transformers'")
     _model_arguments(p, dtype=False)
@@ -214,7 +245,8 @@ def _add_models(commands: Any) -> None:
     p.add_argument(
         "--merge",
         action="store_true",
-        help="of a run with lora the model with its adapter merged (default: the adapter)",
+        help="of a run with lora the model with its adapter merged (default: the adapter); of an "
+        "adapter's directory or repository, the base that it names with the adapter merged",
     )
     p.set_defaults(run="export")
 
@@ -241,7 +273,8 @@ def _model_arguments(
 ) -> None:
     parser.add_argument(
         "model",
-        help="a directory, a run or one of its checkpoints, a .gguf file, or a hub repository",
+        help="a directory, a run or one of its checkpoints, a .gguf file, or a hub repository; of "
+        "a model, or of an adapter, which names its base",
     )
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"

@@ -1,119 +1,50 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
-import os
 import platform
 import sys
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tigon import __version__
 from tigon.chat import Chat, put, talk
 from tigon.data import clean_cache
-from tigon.eval import parity, perplexity, report
+from tigon.eval import find_windows, parity, report, score
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
 from tigon.kernels.attention import survey
-from tigon.models import MODELS, CausalLM, build, convert, split_gguf
-from tigon.parallel import MeshSizes, from_pretrained, take_part
+from tigon.model_arguments import device_of, dtype_of, load, tokenizer_of
+from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.shared_chat import talk_on_ranks
+from tigon.shared_commands import run_shared, together
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
-from tigon.train.board import LAUNCHED, Failure
-from tigon.train.board import report as report_failure
-from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint, load_checkpoint
-from tigon.train.lora import settings_of
-from tigon.train.parallel import World, start
-from tigon.train.parallel_settings import Parallel
+from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
+from tigon.train.merge import as_merged_directory, export_merged, is_adapter
+from tigon.train.parallel import World
 from tigon.train.plan import make_plan, read_job, show
-from tigon.train.processes import run_ranks
 from tigon.train.push import push as push_folder
 from tigon.weights import Repository, check_free
 
-CLOSED, INTERRUPTED = 141, 130  # exit codes, as in cli.py: of `| head`, and of Ctrl-C
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 def generate(args: Namespace) -> int:
-    ranks = Parallel(tensor=args.tp) if args.tp > 1 else None
-    try:
-        _check_tp(args)
-        if ranks is not None and "WORLD_SIZE" in os.environ:
-            ranks.sizes(int(os.environ["WORLD_SIZE"]))
-    except ValueError:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            return 1  # every rank knows it: one of a host says it
-        raise
-    if ranks is None:
-        return _generate(args, None)
-    if "WORLD_SIZE" not in os.environ:
-        return _on_ranks(args)
-    with start(args.device or "auto", parallel=ranks) as world:
-        return _as_rank(args, world)
-
-
-def _as_rank(args: Namespace, world: World) -> int:
-    """One of several ranks; one that fails tells the others, which end with it."""
-    world.board.who = "tigon generate"
-    try:
-        return _generate(args, world)
-    except (BrokenPipeError, KeyboardInterrupt) as error:
-        world.board.fail("stopped", CLOSED if isinstance(error, OSError) else INTERRUPTED)
-        raise
-    except Exception as error:
-        same = isinstance(error, ValueError)  # on all ranks: the first of them says it
-        if not same and (other := world.board.failure()):  # what its end looks like from here
-            world.board.say(other)
-            return other.code
-        text = str(error) if same else f"rank {world.rank}: {type(error).__name__}: {error}"
-        report_failure(Failure(text))
-        if world.board.fail(text) and not (same and LAUNCHED in os.environ):
-            raise
-        return 1
-
-
-def _check_tp(args: Namespace) -> None:
-    if args.tp < 1:
-        raise ValueError(f"--tp {args.tp} must be at least 1")
-    if args.tp == 1:
-        return
-    if args.assistant is not None:
-        raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
-    if found := find_checkpoint(args.model):
-        how = "`tigon export --merge`" if settings_of(found) else "`tigon export`"
-        raise ValueError(f"{args.model} is a checkpoint: {how} it first, for --tp")
-
-
-def _on_ranks(args: Namespace) -> int:
-    """The command on processes of this host."""
-    gpus = torch.cuda.device_count()
-    if args.tp > gpus and args.device != "cpu" and (gpus or args.device):
-        raise ValueError(f"--tp {args.tp}, but torch sees {gpus} CUDA devices")
-    # What is wrong with the model and its tokenizer is said before any process starts
-    place, gguf_file = split_gguf(args.model)
-    files = Repository(place, revision=args.revision)
-    model, _ = build(files, MODELS, dtype=_dtype(args), gguf_file=gguf_file)
-    take_part(model, MeshSizes(tensor=args.tp))
-    _tokenizer(args)
-    code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
-    # A pipe that is closed is no fault, and rank 0 has said why it ended
-    if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
-        print(f"tigon generate: {problem}", file=sys.stderr)
-    return code
+    return run_shared(args, _generate)
 
 
 def _generate(args: Namespace, world: World | None) -> int:
     """On this process, or as one of the ranks that share the model; the first one writes."""
     main = world is None or world.main
-    together = nullcontext if world is None else world.together
-    with together():
+    with together(world):
         text = _read(args) if main else ""
     if world is not None:
         (text,) = [found for found in world.board.gather(text) if found] or [""]
-    with together():
-        model, tokenizer = _load(args, world)
+    with together(world):
+        model, tokenizer = load(args, world)
         ids = _prompt(args, text, tokenizer)
         if not ids:
             raise ValueError("the prompt is empty")
@@ -127,7 +58,7 @@ def _generate(args: Namespace, world: World | None) -> int:
         given["stop_strings"] = args.stop
     assistant = None
     if args.assistant is not None:
-        assistant = from_pretrained(args.assistant, dtype=_dtype(args), device=model.device)
+        assistant = from_pretrained(args.assistant, dtype=dtype_of(args), device=model.device)
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
@@ -152,18 +83,27 @@ def _generate(args: Namespace, world: World | None) -> int:
 
 
 def chat(args: Namespace) -> int:
-    model, tokenizer = _load(args)
-    try:
-        conversation = Chat(
-            model,
-            tokenizer,
-            system=args.system,
-            max_new_tokens=args.max_new_tokens,
-            settings=_sampling(args) | {"eos_token_id": _ends(model, tokenizer)},
-        )
-    except ValueError as error:
-        raise ValueError(f"{args.model}: {error}") from None
-    talk(conversation, args.model)
+    return run_shared(args, _chat)
+
+
+def _chat(args: Namespace, world: World | None) -> int:
+    """On this process, or as one of the ranks that share the model; the first one talks."""
+    with together(world):
+        model, tokenizer = load(args, world)
+        try:
+            conversation = Chat(
+                model,
+                tokenizer,
+                system=args.system,
+                max_new_tokens=args.max_new_tokens,
+                settings=_sampling(args) | {"eos_token_id": _ends(model, tokenizer)},
+            )
+        except ValueError as error:
+            raise ValueError(f"{args.model}: {error}") from None
+    if world is None:
+        talk(conversation, args.model)
+    else:
+        talk_on_ranks(conversation, args.model, world)
     return 0
 
 
@@ -184,6 +124,8 @@ def _sampling(args: Namespace) -> dict[str, Any]:
 
 
 def plan(args: Namespace) -> int:
+    if args.most < 1:
+        raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
     print(show(make_plan(job, args.most)))
     return 0
@@ -234,25 +176,47 @@ def _ends(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 
 def eval_perplexity(args: Namespace) -> int:
-    model, tokenizer = _load(args)
-    result = perplexity(model, tokenizer, args.files, context=args.context, stride=args.stride)
-    print(
-        f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  "
-        f"accuracy {result.accuracy:.4f}  tokens {result.tokens}"
-    )
+    return run_shared(args, _perplexity)
+
+
+def _perplexity(args: Namespace, world: World | None) -> int:
+    """On this process, or as one of the ranks that share the model; the first one prints."""
+    with together(world):
+        model, tokenizer = load(args, world)
+        if model.config.labels:
+            raise ValueError(
+                f"{args.model} is a reward model: it scores sequences and predicts no token, so it "
+                "has no perplexity; give a language model (a run with task=reward says the "
+                "accuracy on its eval_data)"
+            )
+        sizes = {"context": args.context, "stride": args.stride}
+        windows = find_windows(model, tokenizer, args.files, **sizes)
+    if world is not None:
+        world.board.begin_step(1)  # the others say it, if this rank is killed
+    result = score(model, windows)
+    if world is None or world.main:
+        print(
+            f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  "
+            f"accuracy {result.accuracy:.4f}  tokens {result.tokens}"
+        )
     return 0
 
 
 def eval_parity(args: Namespace) -> int:
-    checkpoint, device = find_checkpoint(args.model), _device(args.device)
-    with as_directory(checkpoint) if checkpoint else nullcontext(args.model) as model:
-        result = parity(model, revision=args.revision, new_tokens=args.new_tokens, device=device)
+    device, revision = device_of(args.device), args.revision
+    place: AbstractContextManager[str] = nullcontext(args.model)
+    if checkpoint := find_checkpoint(args.model):
+        place = as_directory(checkpoint)
+    elif is_adapter(args.model, revision):
+        place, revision = as_merged_directory(args.model, revision), None
+    with place as model:
+        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
     print(report(result))
     return 1 if result.failures else 0
 
 
 def export(args: Namespace) -> int:
-    dtype = _dtype(args)
+    dtype = dtype_of(args)
     check_free(args.directory)  # before anything is fetched
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
     if source := find_checkpoint(args.model):
@@ -260,10 +224,10 @@ def export(args: Namespace) -> int:
         options["merge"] = args.merge
         dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
     elif args.merge:
-        raise ValueError(f"--merge: {args.model} is no run with an adapter")
+        dtype = export_merged(args.model, args.directory, args.revision, dtype, **options)
     else:
         place, options["gguf_file"] = split_gguf(args.model)
-        repository, tokenizer = Repository(place, revision=args.revision), _tokenizer(args)
+        repository, tokenizer = Repository(place, revision=args.revision), tokenizer_of(args)
         dtype = convert(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
@@ -302,48 +266,3 @@ def info(args: Namespace) -> int:
     for name, value in facts.items():
         print(f"  {name:<14}{escaped(value, 4000)}")
     return 0
-
-
-def _load(args: Namespace, world: World | None = None) -> tuple[CausalLM, Tokenizer]:
-    """`world`: of ranks that share the model."""
-    if world is not None and world.meshes is not None:
-        how: dict[str, Any] = {"dtype": _dtype(args), "revision": args.revision}
-        mesh = world.meshes.tensor
-        model = from_pretrained(args.model, device=world.device, mesh=mesh, **how)
-        return model, _tokenizer(args)
-    device = _device(args.device)
-    if checkpoint := find_checkpoint(args.model):
-        dtype = _dtype(args)
-        return load_checkpoint(checkpoint, dtype=None if dtype == "auto" else dtype, device=device)
-    tokenizer = _tokenizer(args)
-    model = from_pretrained(args.model, revision=args.revision, dtype=_dtype(args), device=device)
-    return model, tokenizer
-
-
-def _tokenizer(args: Namespace) -> Tokenizer:
-    """The model's; of a GGUF file, what its directory has."""
-    place, gguf_file = split_gguf(args.model)
-    if gguf_file is not None:
-        directory = Repository(place, revision=args.revision)
-        directory.file(gguf_file)  # raises if there is none
-        if directory.optional_file("tokenizer.json") is None:
-            raise FileNotFoundError(
-                f"{args.model}: the tokenizer in a GGUF file is not read, and {place} has no "
-                "tokenizer.json: put that of the original model there, as `hf download OWNER/NAME "
-                f"tokenizer.json tokenizer_config.json --local-dir {place}` does"
-            )
-    return Tokenizer.from_pretrained(place, revision=args.revision)
-
-
-def _dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
-    return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
-
-
-def _device(name: str | None) -> str:
-    if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return name

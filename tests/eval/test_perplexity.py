@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
 from tests.small import WORDS, write_chats, write_model
-from tigon.eval import Perplexity, perplexity
-from tigon.eval.perplexity import _batches, _windows, read_documents
+from tigon.eval import Perplexity, find_windows, perplexity
+from tigon.eval.perplexity import _batches
 
 TEXTS = [" ".join(WORDS[i:] * n) for i, n in enumerate((1, 3, 1, 2))] + ["the " * 9, "t", ""]
 
@@ -150,9 +150,9 @@ def test_any_batching(
 def test_padding_is_not_seen(
     model: tigon.CausalLM, tokenizer: tigon.Tokenizer, texts: list[str]
 ) -> None:
-    documents = read_documents(texts, tokenizer)
-    ((ids, labels),) = _batches(documents, _windows(documents, 40, 20), 100_000)
-    lengths = [len(d) for d, _ in documents]
+    windows = find_windows(model, tokenizer, texts, context=40)
+    ((ids, labels),) = _batches(windows, 100_000)
+    lengths = [len(d) for d, _ in windows.documents]
     padding = labels == -100
     padding[:, :21] = False  # the first token of a window, and what an earlier one scored
     assert padding.any(1).sum() == 5, lengths

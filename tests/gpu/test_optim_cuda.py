@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 import tigon
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
+from tests.train.ranks import train_on_gpus
 from tests.train.test_optim_groups import (
     FROZEN_SETS,
     OTHERS,
@@ -15,7 +16,6 @@ from tests.train.test_optim_groups import (
     build,
     frozen_set,
 )
-from tests.train.test_two_ranks import torchrun
 from tigon.train import load, main
 from tigon.train.optim import build_optimizer, hidden_matrices
 
@@ -62,13 +62,11 @@ def test_muon_is_that_of_torch_on_matrices_apart(adjust):
 
 
 def test_muon_and_frozen_groups_on_two_gpus_as_on_one(workspace, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     model = write_model(tmp_path / "experts", **EXPERTS)
     same = {**RUN, "model": model, "device": "cuda", "dtype": "float32", "steps": 8}
     main(workspace.settings("muon-one", **same))
     source = workspace.root / "muon-one/checkpoints/step-00000002"
-    torchrun(2, workspace.settings("muon-two", resume=source, **same))
+    train_on_gpus(workspace.settings("muon-two", resume=source, **same))
     # Newton-Schulz is in bf16 on both, in batches of other sizes
     expected = workspace.metrics("muon-one", "loss")[2:]
     assert workspace.metrics("muon-two", "loss") == pytest.approx(expected, rel=5e-3)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 import tigon.kernels
 from tests.train.conftest import workspace
+from tests.train.ranks import train_on_gpus
 from tests.train.test_optim_fused import assert_near
 from tests.train.test_precision import Model, settings
 from tests.train.test_precision_runs import step, tensors
-from tests.train.test_two_ranks import torchrun
 from tigon.kernels import adamw
 from tigon.train import main
 from tigon.train.optim import build_optimizer, clip, clip_gradients, parameter_groups
@@ -131,7 +131,6 @@ def test_a_run_that_goes_on_has_the_bits_of_one_that_did_not_end(workspace, stat
     found = tensors(step(workspace.root / f"{states}-again", 4))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], t) for name, t in expected.items())
-    if torch.cuda.device_count() > 1:
-        torchrun(2, workspace.settings(f"{states}-two", **same))
-        loss = workspace.metrics(f"{states}-whole", "loss")
-        assert workspace.metrics(f"{states}-two", "loss") == pytest.approx(loss, rel=5e-3)
+    train_on_gpus(workspace.settings(f"{states}-two", **same))
+    loss = workspace.metrics(f"{states}-whole", "loss")
+    assert workspace.metrics(f"{states}-two", "loss") == pytest.approx(loss, rel=5e-3)

@@ -7,9 +7,9 @@ import torch
 
 import tigon.kernels
 from tests.train.conftest import workspace
+from tests.train.ranks import Ranks, train_on_gpus
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
-from tests.train.test_two_ranks import torchrun
 from tigon import splitmix
 from tigon.train import main
 from tigon.train.optim import Ema, build_optimizer, eight_bit, low_precision, rounding
@@ -21,11 +21,15 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def definition(monkeypatch):
-    """No kernel, here and in processes: states in host memory are updated without AdamW's."""
-    monkeypatch.setenv("TIGON_KERNELS", "reference")
+def definition():
+    """No kernel: states in host memory are updated without AdamW's."""
     with tigon.kernels.use("reference"):
         yield
+
+
+def by_definition(arguments: list[str]) -> None:
+    with tigon.kernels.use("reference"):
+        main(arguments)
 
 
 STATES = {"adamw": "float32", "adamw_bf16": "bfloat16", "adamw_8bit": "8bit"}
@@ -153,10 +157,9 @@ def test_runs_with_states_in_host_memory(workspace, optimizer, definition):
             assert torch.equal(found[name], tensor), (run, name)
         exported = tensors(workspace.root / f"{optimizer}-{run}/hf-ema")
         assert all(torch.equal(t, expected[f"ema.{name}"]) for name, t in exported.items())
-    if torch.cuda.device_count() > 1:
-        torchrun(2, workspace.settings(f"{optimizer}-two", optimizer_offload="true", **same))
-        loss = workspace.metrics(f"{optimizer}-here", "loss")
-        assert workspace.metrics(f"{optimizer}-two", "loss") == pytest.approx(loss, rel=5e-3)
+    train_on_gpus(workspace.settings(f"{optimizer}-two", optimizer_offload="true", **same))
+    loss = workspace.metrics(f"{optimizer}-here", "loss")
+    assert workspace.metrics(f"{optimizer}-two", "loss") == pytest.approx(loss, rel=5e-3)
 
 
 def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
@@ -176,11 +179,10 @@ def test_bfloat16_weights_learn_as_float32_ones_do(workspace):
     assert means["nearest"] - means["exact"] > 0.3 * (start - means["exact"])
 
 
-def test_an_update_equals_that_of_states_in_host_memory_on_two_gpus(workspace, definition):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def test_an_update_equals_that_of_states_in_host_memory_on_two_gpus(workspace):
     same = {"steps": 3, "save_every": 3, "device": "cuda", "deterministic": "true", **BF16}
     for run, offload in (("two-here", "false"), ("two-there", "true")):
-        torchrun(2, workspace.settings(run, optimizer_offload=offload, **same))
+        settings = workspace.settings(run, optimizer_offload=offload, **same)
+        Ranks(2, by_definition, settings, on_gpus=True).finish()
     found = [tensors(step(workspace.root / run, 3)) for run in ("two-here", "two-there")]
     assert all(torch.equal(found[1][name], t) for name, t in found[0].items())

@@ -1,24 +1,20 @@
-"""Two GPUs that share layers, rows or experts (NCCL) against one: curves, and tokens from CUDA
-graphs."""
+"""Two ranks that share layers, rows or experts (NCCL) against one: curves, and tokens from CUDA
+graphs. Where there is one GPU both are on it."""
 
 import json
 from typing import Any
 
 import pytest
-import torch
 
 import tigon
 from tests.parallel.test_shared_generation import answers, on_ranks
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
-from tests.train.ranks import Ranks, train_on
+from tests.train.ranks import Ranks, train_on_gpus
 from tigon.train import main
 
 __all__ = ["workspace"]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
 
 
 EIGHT: dict[str, Any] = EXPERTS | {"num_experts": 8}
@@ -45,7 +41,7 @@ def test_curves(workspace, family, dtype, tolerance):
         same["model"] = write_model(workspace.root / f"{family}-{dtype}", **sizes)
     runs = [f"{family}-{dtype}-{ways}" for ways in ("one", "two")]
     main(workspace.settings(runs[0], **same))
-    train_on(2, workspace.settings(runs[1], **same | {"parallel.tensor": 2} | shared))
+    train_on_gpus(workspace.settings(runs[1], **same | {"parallel.tensor": 2} | shared))
     for key in ("loss", "grad_norm"):
         one, two = (workspace.metrics(run, key) for run in runs)
         assert len(one) == 8
@@ -60,7 +56,7 @@ def test_other_dimensions(workspace, way, dtype, tolerance):
         same["model"] = write_model(workspace.root / f"{way}-{dtype}", **EIGHT)
     runs = [f"{way}-{dtype}-{ways}" for ways in ("one", "two")]
     main(workspace.settings(runs[0], **same))
-    train_on(2, workspace.settings(runs[1], **same | {f"parallel.{way}": 2}))
+    train_on_gpus(workspace.settings(runs[1], **same | {f"parallel.{way}": 2}))
     for key in ("loss", "grad_norm"):
         one, two = (workspace.metrics(run, key) for run in runs)
         assert len(one) == 8
@@ -68,30 +64,35 @@ def test_other_dimensions(workspace, way, dtype, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("run", "changes", "tolerance"),
+    ("run", "changes", "tolerances"),
     [
-        ("backward", {"optimizer_in_backward": "true", "max_grad_norm": 0}, 1e-4),
-        ("zero", {"sharding": "gradients"}, 1e-4),
-        ("muon", {"optimizer": "muon", "adamw_lr": 1e-3}, 3e-2),  # which iterates in bfloat16
-        ("fp8", {"fp8": "true", "dtype": "bfloat16"}, 6e-2),
+        ("backward", {"optimizer_in_backward": "true", "max_grad_norm": 0}, (1e-4, 1e-4)),
+        ("zero", {"sharding": "gradients"}, (1e-4, 1e-4)),
+        # It iterates in bfloat16
+        ("muon", {"optimizer": "muon", "adamw_lr": 1e-3}, (3e-2, 3e-2)),
+        # Norms, of rounded gradients, are up to 0.06 from float32's here, on one GPU and on two
+        ("fp8", {"fp8": "true", "dtype": "bfloat16"}, (1e-2, 0.12)),
     ],
 )
-def test_optimizers_and_products(workspace, run, changes, tolerance):
+def test_optimizers_and_products(workspace, run, changes, tolerances):
     same = {"steps": 8, "warmup_steps": 2, "batch_size": 8, "micro_batch_size": 8}
     same |= {"device": "cuda", "dtype": "float32", **changes}
     main(workspace.settings(f"{run}-one", **same))
-    train_on(2, workspace.settings(f"{run}-two", **same | {"parallel.tensor": 2}))
-    for key in ("loss", "grad_norm"):
+    train_on_gpus(workspace.settings(f"{run}-two", **same | {"parallel.tensor": 2}))
+    for key, tolerance in zip(("loss", "grad_norm"), tolerances, strict=True):
         one, two = (workspace.metrics(f"{run}-{ways}", key) for ways in ("one", "two"))
         assert len(one) == 8
         assert two == pytest.approx(one, rel=tolerance), key
 
 
-def test_tokens(tmp_path):
-    write_model(tmp_path / "llama")
-    write_model(tmp_path / "experts", **EXPERTS)
-    Ranks(2, on_ranks, str(tmp_path), ["llama", "experts"], "cuda").finish()
-    for name in ("llama", "experts"):
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_tokens(tmp_path, whole_experts):
+    models = {"whole": EIGHT} if whole_experts else {"llama": {}, "experts": EXPERTS}
+    for name, sizes in models.items():
+        write_model(tmp_path / name, **sizes)
+    given = str(tmp_path), list(models), "cuda", whole_experts
+    Ranks(2, on_ranks, *given, on_gpus=True).finish()
+    for name in models:
         expected = answers(tigon.from_pretrained(tmp_path / name, device="cuda"))
         for rank in range(2):
             found = json.loads((tmp_path / f"{rank}.json").read_text())[name]

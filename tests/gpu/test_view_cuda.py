@@ -8,7 +8,7 @@ import torch
 
 from tests.small import write_chats
 from tests.train.conftest import workspace
-from tests.train.test_two_ranks import torchrun
+from tests.train.ranks import train_on_gpus
 from tigon.train import main
 from tigon.train.flops import peak_flops
 from tigon.train.record import read_metrics
@@ -61,13 +61,12 @@ def profiled(directory):
     return times
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_sample_in_step(workspace):
     """Both ranks make the same passes, and collectives are a kind of their own."""
     same = {**STEPS, "eval_data": workspace.held_out}
-    torchrun(2, workspace.settings("gpu-two-silent", **same))
+    train_on_gpus(workspace.settings("gpu-two-silent", **same))
     same |= {"sample_prompts": "[the model, who asked]", "sample_tokens": 12}
-    torchrun(2, workspace.settings("gpu-two-seen", profile="{start: 2, steps: 2}", **same))
+    train_on_gpus(workspace.settings("gpu-two-seen", profile="{start: 2, steps: 2}", **same))
     for key in BITS:
         values = workspace.metrics("gpu-two-seen", key)
         assert values == pytest.approx(workspace.metrics("gpu-two-silent", key), rel=1e-6), key

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tigon
 from tests.small import EXPERTS, write_model
@@ -51,7 +51,9 @@ def answers(model: tigon.CausalLM) -> dict[str, list[list[int]]]:
     return {name: tokens.tolist() for name, tokens in found.items()}
 
 
-def on_ranks(directory: str, models: list[str], device: str = "cpu") -> None:
+def on_ranks(
+    directory: str, models: list[str], device: str = "cpu", whole_experts: bool = False
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -60,7 +62,8 @@ def on_ranks(directory: str, models: list[str], device: str = "cpu") -> None:
     mesh = init_device_mesh(device, (2,))
     rank, found = dist.get_rank(), {}
     for name in models:
-        model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh)
+        path = f"{directory}/{name}"
+        model = tigon.from_pretrained(path, mesh=mesh, expert_parallel=whole_experts)
         found[name] = answers(model)
         torch.manual_seed(rank)
         drawn = model.generate(**prompts(), max_new_tokens=NEW, eos_token_id=None, **UNSEEDED)
@@ -130,7 +133,7 @@ def generate_away(settings: list[str], nowhere: str) -> None:
     ("settings", "said"),
     [
         (["llama", "the model", "--tp", "3"], "3 ranks cannot share 4 heads with 2 kv heads"),
-        (["llama", "the model", "--tp", "2"], "parallel: tensor 2 does not divide the number of"),
+        (["llama", "the model", "--tp", "2"], "--tp 2, but torchrun has started 3 processes"),
         (["llama", "the model", "--tp", "3", "--assistant", "llama"], "--assistant is not there"),
         (["./nowhere", "the model", "--tp", "3"], "no directory ./nowhere"),
     ],
@@ -211,8 +214,25 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
     two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match=r"mesh has 2 dimensions, \('a', 'b'\): give one"):
         tigon.from_pretrained(saved / "llama", mesh=two)
+    for names, name in (
+        (("expert",), "expert"),
+        (("context",), "context"),
+        (("replicate",), "replicate"),
+        (("tp", "fsdp"), "tp"),
+        (("tensor", "data"), "data"),
+    ):
+        with pytest.raises(ValueError, match=f"mesh has 2 ranks for '{name}', which divide"):
+            tigon.from_pretrained(saved / "llama", mesh=unconnected(*names))
+    with pytest.raises(ValueError, match=r"'replicate'\): give \"replicate\" before \"fsdp\""):
+        tigon.from_pretrained(saved / "llama", mesh=unconnected("fsdp", "replicate"))
     with pytest.raises(ValueError, match="mesh=2 is no DeviceMesh"):
         tigon.from_pretrained(saved / "llama", mesh=2)
+
+
+def unconnected(*names: str) -> DeviceMesh:
+    """Of two ranks in each dimension, of which there is this one."""
+    ranks = torch.arange(2 ** len(names)).view([2] * len(names))
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False)
 
 
 @pytest.fixture

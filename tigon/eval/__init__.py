@@ -2,14 +2,17 @@
 
 from tigon.eval.likelihood import Likelihood, log_likelihoods
 from tigon.eval.parity import Parity, parity, report
-from tigon.eval.perplexity import Perplexity, perplexity
+from tigon.eval.perplexity import Perplexity, Windows, find_windows, perplexity, score
 
 __all__ = [
     "Likelihood",
     "Parity",
     "Perplexity",
+    "Windows",
+    "find_windows",
     "log_likelihoods",
     "parity",
     "perplexity",
     "report",
+    "score",
 ]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,11 @@ IGNORE = -100
 DEFAULT_CONTEXT = 1024
 Document = tuple[np.ndarray, np.ndarray]  # token ids, and which of them are scored
 Window = tuple[int, int, int, int]  # document, start, stop, first token that no window scored yet
+
+
+class Windows(NamedTuple):
+    documents: list[Document]
+    bounds: list[Window]  # shortest first
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,19 @@ def perplexity(
     (1024, or all that the model takes if that is less) is read in windows that advance by
     `stride` (half the context), and each token is scored in the first window that predicts it.
     """
+    windows = find_windows(model, tokenizer, patterns, context=context, stride=stride)
+    return score(model, windows, batch_tokens=batch_tokens)
+
+
+def find_windows(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    patterns: str | Sequence[str],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+) -> Windows:
+    """What `perplexity` scores: all that it reads, and nothing that it computes."""
     most = model.config.max_position_embeddings
     context = min(DEFAULT_CONTEXT, most) if context is None else context
     if not 2 <= context <= most:
@@ -57,9 +76,21 @@ def perplexity(
         )
     documents = read_documents(patterns, tokenizer)
     windows = _windows(documents, context, stride)
+    if not windows:
+        raise ValueError(f"{patterns} holds no token to score: no document has two tokens")
+    return Windows(documents, windows)
+
+
+def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
+    """Ranks that share a model all call this, and get the same."""
+    ranks = model.tensor_ranks
+    silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
-    with torch.inference_mode(), tqdm(total=len(windows), unit="window", disable=None) as bar:
-        for ids, labels in _batches(documents, windows, batch_tokens):
+    with (
+        torch.inference_mode(),
+        tqdm(total=len(windows.bounds), unit="window", disable=silent) as bar,
+    ):
+        for ids, labels in _batches(windows, batch_tokens):
             labels = labels.to(model.device)
             out = model(
                 ids.to(model.device),
@@ -75,8 +106,6 @@ def perplexity(
             right += int((scored & (predicted == targets)).sum())
             count += int(scored.sum())
             bar.update(len(ids))
-    if not count:
-        raise ValueError(f"{patterns} holds no token to score: no document has two tokens")
     return Perplexity(math.exp(nll / count), nll / count, right / count, count)
 
 
@@ -117,10 +146,9 @@ def _windows(documents: Sequence[Document], context: int, stride: int) -> list[W
     return sorted(windows, key=lambda window: window[2] - window[1])
 
 
-def _batches(
-    documents: Sequence[Document], windows: list[Window], batch_tokens: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(found: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """ids and labels [B, T], longest windows first, padded on the right, which no token sees."""
+    documents, windows = found
     end = len(windows)
     while end:
         _, start, stop, _ = windows[end - 1]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.generation.alike import check_alike
 from tigon.generation.caches import choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
 from tigon.generation.loop import LAG, run_steps
@@ -68,8 +69,7 @@ def generate(
     (prompt and continuation). In a call None turns a setting off, whatever the model's says: no
     limit to the likeliest (top_k, top_p, min_p), no penalty, no eos, 20 new tokens. Of how a call
     runs (from `use_cache` on, and the seed), the model's own files decide nothing, and None is the
-    default. `others` are arguments of transformers' that generate does not follow; they may be
-    given with values that change nothing.
+    default. `others` are arguments of transformers' that may be given if they change nothing.
 
     Without attention_mask, tokens that are pad_token_id are padding, unless that ends texts too. A
     row ends after an eos token, but not before `min_new_tokens`, or after the token that completes
@@ -87,19 +87,20 @@ def generate(
     tokenizer, proposes `num_assistant_tokens` (5) at a time: the greedy tokens stay what they are,
     and sampled ones are distributed as they were, though a seed draws others.
 
-    A value that cannot be is a ValueError or a TypeError that names it; an argument without effect
-    gets a warning, and so does a text that may pass the model's max_position_embeddings.
+    A value that cannot be, or that differs between ranks of a model, is an error that names it; an
+    argument without effect gets a warning, and so does a text that may pass the model's context.
     """
     arguments = locals()
     given = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
     settings = settle(model, generation_config, given, others)
-    eos, pad = settings.eos_token_id, settings.pad_token_id
-    prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
+    eos = settings.eos_token_id
+    prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
+    _check_ranks(model, prompt, settings)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
-    stop = find_stops(settings.stop_strings, tokenizer)
     rows, max_tokens = prompt.repeat(settings.num_return_sequences), max_new(prompt, settings)
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
-    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit)
+    stop = find_stops(settings.stop_strings, tokenizer)
+    output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit)
     cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
     warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
     warn_of_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
@@ -113,6 +114,11 @@ def generate(
     return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
 
 
+def _check_ranks(model: Model, prompt: Prompt, settings: Settings) -> None:
+    given = {"input_ids": prompt.ids, "attention_mask": prompt.mask, "settings": settings}
+    check_alike(model.together, "generate", given, model.device)
+
+
 def _run(
     model: Model,
     assistant: Model | None,
@@ -124,10 +130,12 @@ def _run(
 ) -> None:
     """Generate on the model's device until every row of `output` has ended."""
     device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
-    seed, ranks = settings.seed, model.tensor_ranks
-    if ranks is not None and seed is None and settings.do_sample:
+    seed = settings.seed
+    if model.together and seed is None and settings.do_sample:
         drawn = torch.randint(1 << 62, (1,), device=device)
-        seed = int(ranks.gather(drawn)[0])  # the first rank's, so that all draw the same
+        for ranks in model.together:
+            drawn = ranks.gather(drawn)[:1]  # the first rank's, so that all draw the same
+        seed = int(drawn)
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
     chosen = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
@@ -153,4 +161,4 @@ def _run(
             steps = StaticSteps(model, prompt, *chosen, **options)
         # Ranks that share a sharded model must all make the same number of steps
         lag = 0 if cache == "dynamic" else LAG
-        run_steps(steps, output, lag, in_step=ranks is not None)
+        run_steps(steps, output, lag, in_step=bool(model.together))

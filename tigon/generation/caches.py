@@ -39,7 +39,7 @@ def _check_assistant(
     model: Model, assistant: Model, asked: Caches | None, total: int, use_cache: bool
 ) -> None:
     """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
-    if model.tensor_ranks is not None:
+    if model.together:
         raise ValueError("assistant_model is not there for a model that ranks share (mesh=)")
     if not callable(getattr(assistant, "static_cache", None)):
         raise TypeError(

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels._long_sums import long_sum
 from tigon.kernels._vocabulary import VocabularyShard
+from tigon.kernels.row_linear import linear
 from tigon.layers.collectives import Ranks, sum_over
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
 
@@ -44,7 +46,7 @@ class LowRankEmbedding(LayerAdapter):
     def forward(self, ids: Tensor, padding_idx: int | None) -> Tensor:
         (part,) = self.parts
         low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx)
-        return F.linear(low, self.lora_embedding_B) * part.scale
+        return linear(low, self.lora_embedding_B) * part.scale
 
     def gains(self, weight: Tensor) -> Tensor:
         """[C]: the learned length of each column of W + (scale B A)^T over what it is, in fp32."""
@@ -52,7 +54,7 @@ class LowRankEmbedding(LayerAdapter):
         with torch.no_grad():
             a, b = self.lora_embedding_A, self.lora_embedding_B.float() * part.scale
             square = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square()
-            square += 2 * ((a.to(weight.dtype) @ weight).float().t() * b).sum(1)
+            square += 2 * (long_sum(a.to(weight.dtype), weight).float().t() * b).sum(1)
             square += (b @ (a.float() @ a.float().t()) * b).sum(1)
         return self.lora_magnitude_vector.float() / square.sqrt()
 

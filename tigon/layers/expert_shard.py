@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tigon.kernels._triton import refuse_second_derivative
 from tigon.kernels.expert_rows import combine_rows, spread_rows
+from tigon.kernels.grouped_mlp import UNKNOWN
 from tigon.layers.collectives import Ranks
 
 
@@ -119,6 +120,11 @@ class ExpertShard:
             each = self.rows(*experts.shape)
             counts = torch.tensor([each] * (2 * ranks) + [experts.numel()])
         if counts.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "tokens for experts on other ranks are in no CUDA graph: the host has to know "
+                    "how many come. generate(cache_implementation='dynamic') captures none"
+                )
             counts = counts.to("cpu", non_blocking=True)  # to pinned memory
             known = torch.cuda.Event()
             known.record()
@@ -149,7 +155,26 @@ class ExpertShard:
         chosen = _ToExperts.apply(chosen, copies.pop(0), *given)
         rows = _ToExperts.apply(x, copies.pop(), *given)
         weights, numbers = chosen[:, :k].to(weights.dtype), chosen[:, k:].detach()
-        numbers = numbers.to(torch.int64) - ranks.rank * self.own
-        there = (numbers >= 0) & (numbers < self.own)
-        y = own(rows, torch.where(there, numbers, self.own), weights, sizes.slots)
+        y = own(rows, self._numbers(numbers.to(torch.int64)), weights, sizes.slots)
         return _FromExperts.apply(y, *given)
+
+    def run_alike(
+        self,
+        own: Callable[[Tensor, Tensor, Tensor, int], Tensor],
+        x: Tensor,  # [N, C]
+        experts: Tensor,  # [N, k] int64
+        weights: Tensor,  # [N, k]
+    ) -> Tensor:
+        """As `run`, of tokens that all ranks have, as in a step of generation; without gradients.
+
+        Each computes with its own experts, and they add it up: one message, of which the sizes are
+        known, so that the host waits for nothing and a CUDA graph can have it.
+        """
+        numbers = self._numbers(experts)
+        slots = UNKNOWN if x.is_cuda else int((numbers < self.own).sum())
+        return self.ranks.sum(own(x, numbers, weights, slots))
+
+    def _numbers(self, experts: Tensor) -> Tensor:
+        """Among those of this rank; E / p: it has not got the expert."""
+        numbers = (experts - self.ranks.rank * self.own).remainder(self.experts)
+        return numbers.clamp_(max=self.own)  # those of other ranks come behind its own

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels._long_sums import runs_of
 from tigon.kernels._run_criteria import HeadValue, run_criteria
 from tigon.kernels._vocabulary import VocabularyShard, join_logits
 from tigon.kernels.criteria import ActiveRows, Criterion
@@ -126,7 +127,10 @@ def _merged(weight: Tensor, low: LowRank) -> Tensor:
     """The weight [V, C] with the adapter, for a pass that knows of none."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
-    whole = torch.addmm(weight, b, a, alpha=addition.scale)
+    # By runs of rows, over which the gradient of A sums
+    runs = [(weight[run], b[run]) for run in runs_of(b.t(), weight)]
+    pieces = [torch.addmm(own, up, a, alpha=addition.scale) for own, up in runs]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     if not low.dora:
         return whole
     more = (low.gains(weight) - 1).to(weight.dtype)[:, None]  # as linear layers have it

@@ -2,8 +2,9 @@
 
 from tigon.parallel.context import check_context, share_context
 from tigon.parallel.expert import check_experts, share_experts
+from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.gradients import TensorParallel, find_tensor
-from tigon.parallel.load import from_pretrained, tensor_dimension
+from tigon.parallel.load import cut_layers, from_pretrained
 from tigon.parallel.mesh import Meshes, MeshSizes, Place
 from tigon.parallel.outline import take_part
 from tigon.parallel.plan import cut_model
@@ -17,14 +18,15 @@ __all__ = [
     "TensorParallel",
     "check_context",
     "check_experts",
+    "cut_layers",
     "cut_model",
     "find_tensor",
     "find_zero",
     "from_pretrained",
     "in_order",
+    "shard_blocks",
     "shard_gradients",
     "share_context",
     "share_experts",
     "take_part",
-    "tensor_dimension",
 ]

@@ -5,7 +5,7 @@ by columns where it is by its inputs. Every rank has all of the rest, and finds 
 gradient. Lengths of rows of which ranks have some columns each take a sum over the ranks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tigon.layers import LMHead, LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
 from tigon.layers.collectives import Ranks
@@ -29,6 +29,19 @@ def check_adapters(model: CausalLM) -> None:
                 raise ValueError(f"{of}, which is of {path}: leave it out of targets")
 
 
+def check_dropout(model: CausalLM, cuts_of: Iterable[Mapping[str, Cut]]) -> None:
+    """Raises ValueError for adapters whose dropout ranks cannot draw alike; `cuts_of`: how the
+    weights are cut of each rank."""
+    for cuts in cuts_of:
+        for at, low, (weight, *_) in _adapters(model, cuts):
+            first = weight.pieces[0][0].source
+            if isinstance(low, LowRank) and low.dropout and _by_inputs(weight) and first % DRAWN:
+                raise ValueError(
+                    f"dropout={low.dropout} is not there where a rank's columns begin at {first} "
+                    f"({at}), which {DRAWN} does not divide: give 0, or another number of ranks"
+                )
+
+
 def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Cut]]:
     """Of the parameters of adapters that ranks divide; `cuts` are those of the weights."""
     for at, low, weights in _adapters(model, cuts):
@@ -44,21 +57,16 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
 
 def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
     """The columns of each part that the rank has, and where their dropout is drawn."""
-    for at, low, weights in _adapters(model, cuts):
+    for _, low, weights in _adapters(model, cuts):
         low.parts = tuple(map(_own, low.parts, weights))
         weight = weights[0]
         if not isinstance(low, LowRank) or not _by_inputs(weight):
             continue
         low.column_ranks = ranks
         if low.dropout:
-            first = weight.pieces[0][0].source
-            if first % DRAWN:
-                raise ValueError(
-                    f"dropout={low.dropout} is not there where a rank's columns begin at {first} "
-                    f"({at}), which {DRAWN} does not divide: give 0, or another number of ranks"
-                )
             # Column c of the rank has the draws of column first + c
-            low.place = signed((low.place + first // DRAWN * GOLDEN) & WORD)
+            place = low.place + weight.pieces[0][0].source // DRAWN * GOLDEN
+            low.place = signed(place & WORD)
 
 
 def _adapters(

@@ -62,12 +62,13 @@ def check_experts(model: CausalLM, ranks: int) -> None:
     counts = [len(m.down_proj) for m in model.modules() if isinstance(m, Experts)]
     if not counts:
         raise ValueError(
-            f"parallel.expert={ranks}, but {model.config.architecture} has no experts: give "
-            "parallel.expert=1"
+            f"{model.config.architecture} has no experts for {ranks} ranks to share "
+            "(parallel.expert, expert_parallel)"
         )
     for experts in counts:
         if experts % ranks:
             raise ValueError(
-                f"parallel.expert={ranks} does not divide the {experts} experts of a layer of "
-                f"{model.config.architecture}"
+                f"{ranks} ranks cannot share the {experts} experts of a layer of "
+                f"{model.config.architecture}: the number of ranks (parallel.expert; --tp or mesh "
+                "with expert_parallel) must divide them"
             )

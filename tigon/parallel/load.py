@@ -1,21 +1,30 @@
 """Checkpoints to models that ranks share."""
 
 import os
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon import models
+from tigon.generation.alike import check_alike
+from tigon.layers.collectives import Ranks
 from tigon.models import MODELS, CausalLM, LoadOptions, build, load_weights, materialize, split_gguf
+from tigon.parallel.expert import share_experts
+from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.plan import cut_model
-from tigon.weights import STAGING_BYTES, Repository
+from tigon.weights import STAGING_BYTES, Copy, Repository
+
+NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
+NOT_ALONE = ("replicate", "context", "expert")  # of one dimension, which divides the layers
 
 
 class MeshOptions(LoadOptions, total=False):
     """Keywords of `tigon.from_pretrained`."""
 
     mesh: DeviceMesh | None
+    expert_parallel: bool  # whole experts on the mesh's ranks; docs/parallel.md
 
 
 def from_pretrained(
@@ -23,43 +32,115 @@ def from_pretrained(
 ) -> CausalLM:
     """As `tigon.models.from_pretrained`; with `mesh`, each of its ranks gets a part of each layer.
 
-    `mesh`: of one dimension, or with one of several named "tensor". Every rank calls this, and
-    reads its part alone, to the mesh's kind of device unless `device` is given; all make the same
-    calls of the model, whose losses, logits and tokens are those of the whole one
-    (docs/parallel.md). Raises ValueError for what ranks cannot share: `mmap` and `quantize`, and
-    heads that they do not divide.
+    `mesh`: of one dimension, or of those that are named "tensor", which divides each layer, "fsdp",
+    which divides the weights and gathers them block by block, and "replicate", whose ranks have the
+    same. Every rank calls this, and reads its part alone, to the mesh's kind of device unless
+    `device` is given; all make the same calls of the model, whose losses, logits and tokens are
+    those of the whole one (docs/parallel.md). `expert_parallel`: a rank of "tensor" has some
+    experts of each layer, whole, in place of a part of every expert. Raises ValueError for what
+    ranks cannot share: `mmap` and `quantize`, and heads, or whole experts, that they do not divide.
     """
     given: dict[str, Any] = dict(options)
-    mesh = given.pop("mesh", None)
+    mesh, whole_experts = given.pop("mesh", None), given.pop("expert_parallel", False)
     if mesh is None:
+        if whole_experts:
+            raise ValueError("expert_parallel=True needs mesh=, whose ranks have the experts")
         return models.from_pretrained(path_or_repo, **given)
-    of = tensor_dimension(mesh)
+    tensor, fsdp = _divided(mesh)
     for name in ("mmap", "quantize"):
         if value := given.pop(name, None):
             raise ValueError(f"{name}={value!r} is not there for a model that ranks share (mesh=)")
     device = torch.device(given.pop("device", mesh.device_type))
+    if device.type != mesh.device_type:
+        raise ValueError(f"device={str(device)!r}, but the mesh is one of {mesh.device_type!r}")
     attention, staging = given.pop("attention", "auto"), given.pop("staging_bytes", STAGING_BYTES)
     how = {name: given.pop(name) for name in ("dtype", "gguf_file") if name in given}
     if how.get("gguf_file") is None:
         path_or_repo, how["gguf_file"] = split_gguf(path_or_repo)
     model, checkpoint = build(Repository(path_or_repo, **given), MODELS, **how)
     model.use_attention(attention)
-    cut_model(model, of)
+    if whole_experts and tensor is None:
+        raise ValueError('expert_parallel=True needs a mesh with ranks for "tensor"')
+    if tensor is not None:
+        cut_layers(model, tensor, expert_parallel=whole_experts)
+    if fsdp is not None:
+        shard_blocks(model, fsdp, keeps_ends=False)
+        model.weights = Ranks.of(fsdp.get_group("fsdp"))
+    elif tensor is not None:
+        _share_writing(model, mesh, tensor)
     materialize(model, device)
     load_weights(model, checkpoint, staging_bytes=staging)
+    if model.tensor_ranks is not None:
+        _check_first_call(model)
     return model.eval()
 
 
-def tensor_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Of one dimension; ValueError if it is not clear which."""
+def _check_first_call(model: CausalLM) -> None:
+    """Rows of a rank's own, such as a DistributedSampler's, would give numbers of no rows at all.
+    One message, in the first call alone."""
+
+    def check(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        hook.remove()
+        given = named | dict(zip(("input_ids",), arguments, strict=False))
+        rows = {name: given.get(name) for name in ("input_ids", "attention_mask", "labels")}
+        ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
+        check_alike(ranks, "the first call of the model", rows, model.device)
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def cut_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
+    """Leave each rank of `mesh`, of one dimension, its part of each layer, with whole experts or a
+    part of every one; `model` is on the meta device."""
+    if expert_parallel and mesh.size() > 1:
+        share_experts(model, mesh)
+    cut_model(model, mesh)
+
+
+def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The dimension that divides each layer, and those for FSDP: of replicas, and the one that
+    divides the weights. ValueError if it is not clear which do."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f'mesh={mesh!r} is no DeviceMesh: give init_device_mesh("cuda", (2,))')
-    if mesh.ndim == 1:
-        return mesh
-    if "tensor" not in (mesh.mesh_dim_names or ()):
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {mesh.get_rank()} is not in the mesh, which has {mesh.mesh.tolist()}: start as "
+            "many processes as it has ranks, or call this on those alone"
+        )
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    for name, size in sizes.items():
+        known = name in NAMES if mesh.ndim > 1 else name not in NOT_ALONE
+        if size > 1 and not known:
+            raise ValueError(
+                f"mesh has {size} ranks for {name!r}, which divide nothing of a model that is "
+                'loaded so: name a dimension "tensor" or "fsdp", and beside it "replicate", whose '
+                "ranks have the same; expert_parallel=True gives the ranks of a tensor dimension "
+                "whole experts"
+            )
+    fsdp = None
+    if sizes.get("fsdp", 1) > 1:
+        shards = [name for name, size in sizes.items() if size > 1 and name != "tensor"]
+        if shards[-1] != "fsdp":
+            raise ValueError(f'mesh has the dimensions {(*sizes,)}: give "replicate" before "fsdp"')
+        fsdp = mesh[tuple(shards)]
+    if "tensor" in sizes:
+        return mesh["tensor"], fsdp
+    if fsdp is None and mesh.ndim > 1:
         names = mesh.mesh_dim_names or "without names"
         raise ValueError(
             f"mesh has {mesh.ndim} dimensions, {names}: give one of one dimension, or name one of "
-            'them "tensor"'
+            'them "tensor" or "fsdp"'
         )
-    return mesh["tensor"]
+    return (mesh if fsdp is None else None), fsdp
+
+
+def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
+    """Of ranks with the same part of each layer, each writes some of it."""
+    coordinate, count, own = mesh.get_coordinate(), mesh.size() // tensor.size(), 0
+    assert coordinate is not None
+    names = mesh.mesh_dim_names or ("tensor",)
+    for name, size, at in zip(names, mesh.shape, coordinate, strict=True):
+        own = own if name == "tensor" or mesh.ndim == 1 else own * size + at
+    for name, cut in model.cuts.items():
+        pieces = [(rows, Copy(c.number + c.of * own, c.of * count)) for rows, c in cut.pieces]
+        model.cuts[name] = replace(cut, pieces=tuple(pieces))

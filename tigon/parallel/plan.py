@@ -19,7 +19,13 @@ from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
-from tigon.parallel.adapters import Pieces, adapter_cuts, check_adapters, share_adapters
+from tigon.parallel.adapters import (
+    Pieces,
+    adapter_cuts,
+    check_adapters,
+    check_dropout,
+    share_adapters,
+)
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
@@ -191,6 +197,9 @@ def check(model: CausalLM, ranks: int) -> None:
                     "or be a multiple of them"
                 )
     check_adapters(model)
+    if any(config.dropout for config in model.adapters.values()):
+        apart, each = _apart(model), (Ranks("", rank, ranks) for rank in range(ranks))
+        check_dropout(model, (dict(_cuts(model, own, apart)) for own in each))
 
 
 def _apart(model: CausalLM) -> set[nn.Module]:

@@ -1,0 +1,84 @@
+"""Runs of every family over four ranks in two dimensions, against one: losses, norms of gradients,
+and weights after five steps, in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tigon
+from tests.numbers import relative_error
+from tests.parallel.test_tensor import SIZES, TWO
+from tests.small import write_model
+from tests.train.conftest import workspace
+from tests.train.ranks import Ranks
+from tigon.train import load, prepare, start, train
+from tigon.train.parallel_settings import Parallel
+
+__all__ = ["workspace"]
+LAYOUTS = {"tensor and context": {"tensor": 2, "context": 2}, "fsdp and tensor": {"tensor": 2}}
+# Every other family has each layout, and every other one of these packed rows
+CASES = {
+    name: (kind, changes, list(LAYOUTS)[i % 2], i % 4 < 2)
+    for i, (name, (kind, changes)) in enumerate(TWO.items())
+}
+
+
+def run_all(parallel: dict[str, int], runs: list[list[str]]) -> None:
+    torch.set_num_threads(1)
+    with start("cpu", parallel=Parallel(**parallel)) as world:
+        for settings in runs:
+            assert train(prepare(load(None, settings), world)) == 0
+
+
+def perturbed(directory: Path, **values: Any) -> Path:
+    """A model whose norms and biases are random, and whose matrices hide no error."""
+    write_model(directory, **values)
+    model = tigon.from_pretrained(directory)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.03))
+    tokenizer = tigon.Tokenizer.from_pretrained(directory)
+    model.save_pretrained(directory, tokenizer=tokenizer, replace=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def runs(workspace: Any) -> Any:
+    """All of them, in three starts of processes."""
+    same = {"seq_len": 67, "steps": 5, "lr": 0.3, "optimizer": "sgd", "max_grad_norm": 0.5}
+    same |= {"weight_decay": 0.01, "export": "true", "log_every": 1}
+    alone: list[list[str]] = []
+    shared: dict[str, list[list[str]]] = {layout: [] for layout in LAYOUTS}
+    for name, (kind, changes, layout, packed) in CASES.items():
+        values = SIZES | changes | {"model_type": kind, "vocab_size": 321, "pad_token_id": 0}
+        values["max_position_embeddings"] = 128
+        path = perturbed(workspace.root / name.replace(" ", "-"), **values)
+        own = same | {"model": path, "packing": str(packed).lower()}
+        alone.append(workspace.settings(f"{name}-one", **own))
+        ways = {"parallel": json.dumps(LAYOUTS[layout])}
+        shared[layout].append(workspace.settings(f"{name}-four", **own, **ways))
+    Ranks(1, run_all, {}, alone).finish()
+    for layout, settings in shared.items():
+        Ranks(4, run_all, LAYOUTS[layout], settings).finish()
+    return workspace
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks_learn_what_one_does(runs: Any, name: str) -> None:
+    for key in ("loss", "grad_norm"):
+        one, four = (runs.metrics(f"{name}-{ways}", key) for ways in ("one", "four"))
+        assert len(one) == 5 and four == pytest.approx(one, rel=1e-5), key
+    one, four = (
+        load_file(runs.root / f"{name}-{ways}/hf/model.safetensors") for ways in ("one", "four")
+    )
+    assert one.keys() == four.keys()
+    before = load_file(runs.root / name.replace(" ", "-") / "model.safetensors")
+    for key, weight in one.items():
+        assert relative_error(four[key], weight) < 1e-5, key
+    assert any(not torch.equal(before[key], weight) for key, weight in one.items())

@@ -1,0 +1,124 @@
+"""`tigon eval perplexity --tp 2` on two ranks, against one process."""
+
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tigon
+from tests.small import EXPERTS, TEXT, write_chats, write_model
+from tests.train.ranks import Ranks
+from tigon.cli import main
+from tigon.eval import perplexity
+from tigon.train import main as train
+
+MODELS, FILES = ("llama", "experts"), ("chats.jsonl", "text.txt")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("commands")
+    write_model(directory / "llama", eos_token_id=None)
+    write_model(directory / "experts", **EXPERTS | {"num_experts": 6})
+    write_chats(directory / "chats.jsonl", 6)
+    (directory / "text.txt").write_text(f"{TEXT} " * 20)
+    return directory
+
+
+def measures(model: tigon.CausalLM, directory: Path) -> list[list[float]]:
+    tokenizer = tigon.Tokenizer.from_pretrained(directory / "llama")
+    found = [perplexity(model, tokenizer, str(directory / name), context=48) for name in FILES]
+    return [[r.perplexity, r.loss, r.accuracy, r.tokens] for r in found]
+
+
+def measure_on_ranks(directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for name in MODELS:
+        model = tigon.from_pretrained(f"{directory}/{name}", mesh=mesh)
+        found[name] = measures(model, Path(directory))
+    Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_measure_what_one_does(saved):
+    Ranks(2, measure_on_ranks, str(saved)).finish()
+    both = [json.loads((saved / f"{rank}.json").read_text()) for rank in range(2)]
+    for name in MODELS:
+        expected = measures(tigon.from_pretrained(saved / name), saved)
+        for found in both:
+            for ours, alone in zip(found[name], expected, strict=True):
+                assert ours == pytest.approx(alone, rel=1e-5)
+        assert expected[0][3] > 20 and expected[1][3] > 200
+
+
+def measure(settings: list[str], nowhere: str = "") -> None:
+    """The second rank in a directory of its own, if one is given."""
+    if nowhere and os.environ["RANK"] == "1":
+        os.chdir(nowhere)
+    torch.set_num_threads(1)
+    sys.exit(main(["eval", "perplexity", *settings, "--device", "cpu", "--tp", "2"]))
+
+
+def test_a_run_is_measured_by_two_ranks_and_said_once(saved, tmp_path, capsys):
+    data, run = saved / "chats.jsonl", tmp_path / "run"
+    settings = "seq_len=64 lr=1e-2 batch_size=2 steps=2 device=cpu"
+    train([f"run_dir={run}", f"model={saved / 'experts'}", f"data={data}", *settings.split()])
+    command = [str(run), str(data)]
+    capsys.readouterr()
+    assert main(["eval", "perplexity", *command, "--device", "cpu"]) == 0
+    alone = capsys.readouterr().out.split()
+    for more in [], ["--expert-parallel"]:
+        ours = Ranks(2, measure, [*command, *more]).finish().split()
+        assert ours[::2] == alone[::2] == ["perplexity", "loss", "accuracy", "tokens"]
+        values = [[float(value) for value in said[1::2]] for said in (ours, alone)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "nowhere", "said"),
+    [
+        (["text.txt", "--context", "4096"], False, "context=4096 is not in [2, 512]"),
+        (["missing.txt"], False, "missing.txt"),
+        (["./text.txt"], True, "rank 1: "),
+    ],
+)
+def test_what_is_wrong_is_said_once(saved, monkeypatch, tmp_path, more, nowhere, said):
+    monkeypatch.chdir(saved)
+    ranks = Ranks(2, measure, [str(saved / "llama"), *more], str(tmp_path) if nowhere else "")
+    with pytest.raises(AssertionError, match="exit codes"):
+        ranks.finish()
+    assert ranks.codes == [1, 1] and ranks.printed == ""
+    (line,) = ranks.errors.splitlines()
+    assert line.startswith("tigon eval: ") and said in line
+
+
+def measure_killed(settings: list[str]) -> None:
+    """The second rank is killed as it begins to score."""
+    board = importlib.import_module("tigon.train.board")
+
+    class Dying(board.Board):
+        def begin_step(self, step: int) -> None:
+            super().begin_step(step)
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    importlib.import_module("tigon.train.parallel").Board = Dying
+    measure(settings)
+
+
+def test_a_rank_that_is_killed_ends_the_other(saved):
+    ranks = Ranks(2, measure_killed, [str(saved / "llama"), str(saved / "text.txt")])
+    with pytest.raises(AssertionError, match="exit codes"):
+        ranks.finish()
+    assert ranks.codes == [1, -signal.SIGKILL] and ranks.printed == ""
+    (line,) = ranks.errors.splitlines()
+    assert line.startswith("tigon eval: rank 1 on ") and "ended without a word" in line

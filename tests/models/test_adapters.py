@@ -5,6 +5,8 @@ import json
 import math
 import re
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rank of a pattern": ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\]=0"),
     "target": ({"targets": ("q_proj", "query")}, "targets='query' matches no projection of Llama"),
     "near": ({"targets": "qproj"}, "did you mean 'q_proj'"),
+    "several in one": (
+        {"targets": "q_proj, all-linear,mlp.up_proj"},
+        r"or in a shell lora.targets=\[q_proj,all-linear,mlp.up_proj\]",
+    ),
+    "several, one wrong": ({"targets": "q_proj,value"}, "'q_proj,value' is one name: give a tuple"),
     "no targets": ({"targets": ()}, "targets is empty"),
     "pattern": ({"targets": "o_proj", "rank_pattern": {"q_proj": 2}}, "rank_pattern='q_proj'"),
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
@@ -223,6 +230,15 @@ def test_wrong_settings(case: str, model: CausalLM) -> None:
         model.add_adapter(LoraConfig(**options))
     assert not model.adapter_names
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_all_linear_and_more(model: CausalLM) -> None:
+    every = {place.name for place in places(model) if place.linear}
+    for own, others in {"lm_head": every | {"lm_head"}, "q_proj": every}.items():
+        model.add_adapter(LoraConfig(rank=2, targets=("all-linear", own)), own)
+        stored = {part.name for n in trained(model) for part in model.layout()[n]}
+        assert {name.partition(".lora_")[0] for name in stored} == others
+        model.delete_adapter(own)
 
 
 def test_a_rank_above_some_matrices(model: CausalLM) -> None:
@@ -254,6 +270,13 @@ def test_wrong_names(model: CausalLM) -> None:
         adapted(model)
     with pytest.raises(ValueError, match="there are default"):
         model.set_adapter("other")
+    with pytest.raises(ValueError, match=r"\['default', 'two'\] is no .*: one is added at a time"):
+        model.set_adapter(["default", "two"])  # type: ignore[arg-type]
+    assert model.active_adapter == "default"
+    for targets in ("q_proj,v_proj", "q_proj, v_proj", ("q_proj,v_proj",)):
+        with pytest.raises(ValueError, match=r"a tuple of names, \('q_proj', 'v_proj'\)"):
+            LoraConfig(targets=targets)
+    assert LoraConfig(targets="model.layers.[0,1].*").targets == ("model.layers.[0,1].*",)
     with pytest.raises(TypeError, match="LoraConfig"):
         model.add_adapter({"r": 8}, "two")  # type: ignore[arg-type]
 
@@ -417,6 +440,46 @@ def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:
         ValueError, match=r"does not fit an adapter of this Llama:\n  12 of .*q_proj.lora_B"
     ):
         from_pretrained(tmp_path).load_adapter(adapter)
+
+
+@pytest.mark.parametrize(
+    ("said", "warns"),
+    [
+        ("somebody/other-base", True),
+        ("/elsewhere/other", True),
+        ("\0" + "x" * 9999, True),
+        ("{base}-run/{name}", True),  # as runs/b/hf is another than runs/a/hf
+        ("{base}", False),
+        ("{base}-link", False),
+        ("somebody/{name}", False),
+        ("/elsewhere/{name}/", False),
+        ("/hub/models--somebody--{name}/snapshots/0a1b", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_the_name_of_another_base(
+    said: str | None, warns: bool, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    link = Path(f"{base}-link")
+    if not link.exists():
+        link.symlink_to(base)
+    Path(f"{base}-run/{base.name}").mkdir(parents=True, exist_ok=True)
+    said = said and said.replace("{base}", str(base)).replace("{name}", base.name)
+    it = edit(adapter, tmp_path / "it", base_model_name_or_path=said)
+    known, unknown = from_pretrained(base), from_pretrained(base)
+    unknown.config = replace(unknown.config, source=type(unknown.config.source)())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unknown.load_adapter(it)
+        assert not caught
+        known.load_adapter(it)
+    assert len(caught) == warns
+    assert torch.equal(known(tokens()).logits, unknown(tokens()).logits)
+    if warns and said:
+        text = str(caught[0].message)
+        assert ascii(said)[1:80] in text and str(base) in text and str(it) in text
+        assert caught[0].filename == __file__
 
 
 def test_places_without_an_adapter(model: CausalLM, base: Path, tmp_path: Path) -> None:

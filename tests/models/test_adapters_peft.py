@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig as TheirConfig
 from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models.test_parity import tokens
@@ -195,3 +196,25 @@ def test_the_settings_that_are_written(tmp_path: Path) -> None:
     assert written["base_model_name_or_path"] == str(tmp_path / "base")
     # Of a mixture whole names: in other versions its experts have an up_proj too
     assert "model.layers.2.mlp.shared_expert.up_proj" in written["target_modules"]
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj", "embed_tokens"], "all-linear"])
+def test_saved_over_the_decoder_alone(targets: Any, tmp_path: Path) -> None:
+    """As PEFT saves over AutoModel: names without `model.`"""
+    base = reference("llama", CASES["llama"]["grouped"], tmp_path / "base")
+    how = {
+        "rank_pattern": {r"layers\.1\..*q_proj": 2},
+        "alpha_pattern": {"layers.0.mlp.down_proj": 3},
+    }
+    theirs = get_peft_model(base.model, TheirConfig(r=4, target_modules=targets, **how))
+    randomise(trained(theirs))
+    theirs.save_pretrained(tmp_path / "adapter")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert not any(name.startswith("base_model.model.model.") for name in stored)
+    ours = from_pretrained(tmp_path / "base")
+    ours.load_adapter(tmp_path / "adapter")
+    near(ours(tokens()).logits, base.eval()(tokens()).logits)  # whose decoder PEFT has changed
+    ours.save_adapter(tmp_path / "again")
+    again = from_pretrained(tmp_path / "base")
+    again.load_adapter(tmp_path / "again")
+    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)

@@ -36,7 +36,7 @@ for path, dtype in zip(sys.argv[1::2], sys.argv[2::2]):
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts here
     model = tigon.from_pretrained(path, dtype=getattr(torch, dtype))
-    assert not {"torch._dynamo", "transformers"} & sys.modules.keys()
+    assert not {"torch._dynamo", "torch.distributed.fsdp", "transformers"} & sys.modules.keys()
     print(status("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
     break
 """

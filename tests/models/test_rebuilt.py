@@ -166,7 +166,7 @@ def peak(model: CausalLM, least: float) -> int:
     config = Config(run_dir="run", data=("data",), model="model", task="pretrain", **settings)
     objective = find_objective("pretrain")(config, World(0, 1, torch.device("cpu")))
     with rebuilding(least):
-        return memory._weigh(model, objective, config, MeshSizes(), None).peak
+        return memory._weigh(model, objective, config, MeshSizes(), None, torch.float32).peak
 
 
 @pytest.mark.parametrize(("model_type", "case"), FAMILIES)

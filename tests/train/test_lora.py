@@ -1,6 +1,7 @@
 """Runs that train an adapter: what they train, keep, resume from and export."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,76 @@ def test_merged_in_16_bits_the_adapter_is_not_rounded_before(workspace, settings
     one, two = (load_file(run / name / "model.safetensors") for name in ("hf", "again"))
     assert {t.dtype for t in one.values()} == {torch.bfloat16}
     assert all(torch.equal(two[name], one[name]) for name in one)
+    assert command(["export", str(run / "adapter"), str(run / "alone"), "--merge"]) == 0
+    alone = load_file(run / "alone/model.safetensors")
+    assert all(torch.equal(alone[name], one[name]) for name in one)
+
+
+def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
+    """Over the base that it names, as the run's own export."""
+    run, copy = workspace.root / "one", tmp_path / "its copy"
+    assert command(["export", str(run / "adapter"), str(tmp_path / "merged")]) == 1
+    hint = f"`tigon export {run}/adapter DIRECTORY --merge`"
+    assert hint in capsys.readouterr().err
+    assert command(["export", str(run / "adapter"), str(tmp_path / "merged"), "--merge"]) == 0
+    assert capsys.readouterr().err == ""
+    files = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
+    assert {p.name: p.read_bytes() for p in (tmp_path / "merged").iterdir()} == files
+    shutil.copytree(run / "adapter", copy)
+    for path in copy.iterdir():  # PEFT saves no tokenizer: it is the base's
+        if not path.name.startswith("adapter_"):
+            path.unlink()
+    with pytest.raises(SystemExit, match=f"tigon export '{copy}' DIRECTORY --merge"):
+        main(workspace.settings("from-adapter", model=copy))
+    assert (
+        command(["export", str(copy), str(tmp_path / "half"), "--merge", "--dtype", "bfloat16"])
+        == 0
+    )
+    half, whole = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "half", run / "hf")
+    )
+    for name, values in whole.items():
+        torch.testing.assert_close(half[name], values.bfloat16(), rtol=0.02, atol=0.002)
+    assert (tmp_path / "half" / "tokenizer.json").read_bytes() == files["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model_name_or_path": None}, "names no base: write the base's folder or its name"),
+        ({"base_model_name_or_path": "./gone"}, "no directory ./gone .* if it is elsewhere, write"),
+        (
+            {"base_model_name_or_path": "/dev/null"},
+            "/dev/null is a file.* if it is elsewhere, write",
+        ),
+        ({"base_model_name_or_path": "~nobody-here/base"}, "no directory ~nobody-here/base"),
+        (
+            {"base_model_name_or_path": "a\nb\x1b[31m"},
+            r"'a\\nb\\x1b\[31m' .* write the base's folder",
+        ),
+        ({"base_model_name_or_path": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
+        ({"base_model_name_or_path": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
+        ({"base_model_name_or_path": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
+        ({"task_type": "SEQ_CLS"}, "is of a model that scores sequences"),
+    ],
+)
+def test_an_adapter_s_directory_without_its_base(
+    changes, message, workspace, settings, tmp_path, capsys
+):
+    copy = tmp_path / "adapter"
+    shutil.copytree(workspace.root / "one" / "adapter", copy)
+    values = json.loads((copy / "adapter_config.json").read_text()) | changes
+    if values["base_model_name_or_path"] == "{quantised}":
+        values["base_model_name_or_path"] = str(shutil.copytree(workspace.model, tmp_path / "base"))
+        config = json.loads((tmp_path / "base" / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    (copy / "adapter_config.json").write_text(json.dumps(values))
+    assert command(["export", str(copy), str(tmp_path / "merged"), "--merge"]) == 1
+    error = capsys.readouterr().err
+    assert len(error) < 1000 and error[:-1].isprintable()
+    assert re.search(f"adapter_config.json.*{message}", error), error
+    assert not (tmp_path / "merged").exists()
 
 
 def test_fp8_and_recomputed_blocks_and_activations_in_host_memory(workspace, settings):

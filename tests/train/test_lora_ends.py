@@ -62,7 +62,10 @@ def test_embedding_and_head(workspace, settings, capsys):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert (found - tigon.from_pretrained(untied)(ids).logits).abs().max() > 0.05
     assert command(["generate", str(run), "a", "--tp", "2"]) == 1
-    assert "is a checkpoint: `tigon export --merge` it first" in capsys.readouterr().err
+    assert (
+        "a checkpoint of an adapter, which ranks cannot share: `tigon export --merge` it"
+        in capsys.readouterr().err
+    )
     assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
     merged, hf = (load_file(run / name / "model.safetensors") for name in ("merged", "hf"))
     assert all(torch.equal(merged[name], hf[name]) for name in hf)

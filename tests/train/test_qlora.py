@@ -12,10 +12,13 @@ from tests.train.ranks import train_on
 from tests.train.test_lora import SETTINGS, step, tensors
 from tigon.cli import main as command
 from tigon.layers import QuantisedWeight
+from tigon.models import quantise
+from tigon.models._few_bits import quantised_layers
 from tigon.train import load, main
 from tigon.train.build import read_inputs
 from tigon.train.estimate.report import plan
 from tigon.train.export import load_checkpoint
+from tigon.train.model import build_model
 from tigon.train.parallel import start
 
 
@@ -53,6 +56,24 @@ def test_exports_have_the_base_of_4_bits(workspace, settings):
     found, _ = load_checkpoint(step(workspace, "one", 4))
     assert any(isinstance(m, QuantisedWeight) for m in found.modules())
     torch.testing.assert_close(found(ids).logits, adapted)
+
+
+def test_a_base_that_is_drawn(workspace, settings):
+    """4 bits of the same weights as without them."""
+    drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
+    few, whole = (
+        load(None, settings("drawn", **drawn | {"lora.quantize": quantize}))
+        for quantize in ("nf4", "null")
+    )
+    with start("cpu") as world:
+        found, expected = build_model(few, world), build_model(whole, world)
+    quantise(expected, "nf4")
+    pairs = list(zip(quantised_layers(found), quantised_layers(expected), strict=True))
+    assert len(pairs) == 2 * 4  # qkv and o, gate and up, down
+    for (name, _, one), (_, _, other) in pairs:
+        assert torch.equal(one.dequantised(), other.dequantised()), name
+    with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json are drawn"):
+        load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 
 def test_two_ranks_and_one(workspace, settings):

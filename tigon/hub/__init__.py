@@ -1,7 +1,7 @@
 """The Hugging Face hub and local folders: where a model's files are, which may be read, uploads."""
 
 from tigon.hub.card import Metadata, write_card
-from tigon.hub.folders import check_folder, is_own_file
+from tigon.hub.folders import adapter_hint, check_folder, is_own_file
 from tigon.hub.repository import Repository, Source
 from tigon.hub.upload import Destination, check_repository, has_token
 
@@ -10,6 +10,7 @@ __all__ = [
     "Metadata",
     "Repository",
     "Source",
+    "adapter_hint",
     "check_folder",
     "check_repository",
     "has_token",

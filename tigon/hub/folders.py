@@ -5,6 +5,7 @@ a link to a private file would give it away, and a pipe or a device may never en
 """
 
 import os
+import shlex
 import stat
 from pathlib import Path, PurePosixPath
 
@@ -64,3 +65,11 @@ def _is_blob(target: Path, root: Path) -> bool:
             shared = repository.parent / "blobs" / target.name[:2]
             return target.parent in (repository / "blobs", shared)
     return False
+
+
+def adapter_hint(place: str) -> str:
+    """For a message: what to do with a folder or repository that holds PEFT's files."""
+    return (
+        f"{place} is an adapter: load its base and call load_adapter, or "
+        f"`tigon export {shlex.quote(place)} DIRECTORY --merge` writes both as a model"
+    )

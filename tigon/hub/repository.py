@@ -29,6 +29,7 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 
 from tigon.hub.folders import check_name, is_own_file
 from tigon.hub.reach import reach_seconds, why_unreachable
+from tigon.paths import expanded
 
 
 class Source(TypedDict, total=False):
@@ -62,17 +63,17 @@ class Repository:
         local_files_only: bool = False,
     ) -> None:
         self.name = os.fspath(path_or_repo)
-        self.revision = revision or "main"
+        self.revision = check_name(revision or "main", "revision")
         self.subfolder = check_name(subfolder, "subfolder").strip("/")
         self.token = token
-        self.cache_dir = Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+        self.cache_dir = expanded(cache_dir or constants.HF_HUB_CACHE)
         self.local_files_only = local_files_only
         self.directory: Path | None = None
         self._commit: str | None = None
         self._pinning = threading.RLock()
         self._unreachable: str | None = None  # why, once the hub was asked in vain
 
-        path = Path(path_or_repo).expanduser()
+        path = Path(os.path.expanduser(path_or_repo))  # of an unknown user it stays
         if path.exists():
             if not path.is_dir():
                 how = "give the directory it is in"

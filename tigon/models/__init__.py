@@ -13,10 +13,12 @@ from tigon.models._decoder import recomputed_blocks
 from tigon.models._description import config_file, describe, read_config
 from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
 from tigon.models._fit import misfits
+from tigon.models._init import init_parts
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
 from tigon.models._lora import LoraConfig, check_apart
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._peft_config import read_base
 from tigon.models._quantised import read_quantisation
 from tigon.models._save import prepare_save, write_description, write_model
 from tigon.models._targets import Targets
@@ -65,6 +67,7 @@ __all__ = [
     "count_parameters",
     "describe",
     "from_pretrained",
+    "init_parts",
     "load_weights",
     "low_ranks",
     "materialize",
@@ -73,6 +76,7 @@ __all__ = [
     "prepare_save",
     "quantise",
     "quantised_bytes",
+    "read_base",
     "read_config",
     "read_quantisation",
     "recomputed_blocks",

@@ -1,6 +1,7 @@
 """Adapters from PEFT's files, and to them."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tigon.hub import Source
-from tigon.json_file import escaped
+from tigon.json_file import escaped, shown
 from tigon.models._adapters import (
     adapter_parameters,
     check_name,
@@ -25,9 +26,10 @@ from tigon.models._arguments import check_keywords
 from tigon.models._layout import layout
 from tigon.models._lora import check_dropout, places, plan
 from tigon.models._model import LanguageModel
-from tigon.models._peft import CONFIG, PREFIX, WEIGHTS, Stored, read_adapter
-from tigon.models._peft_config import peft_config, peft_name
+from tigon.models._peft import PREFIX, WEIGHTS, Stored, read_adapter
+from tigon.models._peft_config import CONFIG, peft_config, peft_name
 from tigon.models._save import SavesItself, check_target, write_json, write_model
+from tigon.paths import expanded
 from tigon.weights import (
     Entry,
     Layout,
@@ -54,8 +56,9 @@ def load_adapter(
 
     All else is frozen, and the adapter too unless `trainable`. `dtype` None: the model's, as that
     is what products are computed in; float32 for one that trains on in a model of 16 bits. Raises
-    ValueError, naming what is wrong, for an adapter of another model, features that are not
-    supported, and tensors with NaN; the model is then as it was.
+    ValueError, naming what is wrong, for tensors that do not fit the model, features that are not
+    supported, and tensors with NaN; the model is then as it was. Warns if the adapter fits, but
+    names another base than this model was read from.
     """
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
@@ -78,6 +81,29 @@ def load_adapter(
                 p.requires_grad_(n in learned)
         raise
     choose(model, name, trained=trainable)
+    said, own = stored.config.base, model.config.source.name
+    if said and own and not _same(said, own):
+        warnings.warn(
+            f"{escaped(os.fspath(path_or_repo))} is an adapter of {shown(said, 300)}, and the "
+            f"model is of {shown(own, 300)}: it fits, but what it adds was learned over other "
+            "weights, unless the one is the other under a new name",
+            stacklevel=2,
+        )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two places, directories or hub repositories, are one or have the same name."""
+    try:
+        return os.path.samefile(one, other)  # all runs have a directory hf
+    except (OSError, ValueError):  # one is no directory here
+        return _last_name(one) == _last_name(other)
+
+
+def _last_name(place: str) -> str:
+    """Of a path or a repository; the repository's, if it is in the hub's cache."""
+    parts = os.path.abspath(place).replace("\\", "/").split("/")
+    cached = [part for part in parts if part.startswith("models--")]
+    return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
 
 
 def _check_base(model: LanguageModel, stored: Stored) -> None:
@@ -145,7 +171,7 @@ def save_adapter(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(Path(directory).expanduser(), replace, CONFIG)
+            check_target(expanded(directory), replace, CONFIG)
     tensors, describe = prepare_adapter(model, name, ranks=ranks, dtype=dtype, tokenizer=tokenizer)
     write_adapter(directory, tensors, describe, ranks=ranks, replace=replace)
 

@@ -263,6 +263,11 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 def check_name(model: LanguageModel, name: str | None) -> str:
     """The name of an adapter that is there; None: the active one's."""
+    if name is not None and not isinstance(name, str):
+        raise ValueError(
+            f"{shown(name)} is no name of an adapter: one is added at a time; there are "
+            f"{', '.join(model.adapters) or 'none'}"
+        )
     if name is None and model.active_adapter is None:
         raise ValueError("no adapter is active: name one")
     name = model.active_adapter if name is None else name

@@ -94,7 +94,14 @@ class Block(nn.Module):
     def _dispatch(
         self, mlp: SparseMoE, x: Tensor, ctx: Context, stream: Divided
     ) -> tuple[Tensor, Tensor | None]:
-        """Where ranks that share the stream have whole experts, too: each sends its own tokens."""
+        """Where ranks that share the stream have whole experts, too: each sends its own tokens.
+
+        In a step of generation, of a token a row, the ranks with all of the experts send none.
+        """
+        shard = mlp.experts.shard
+        if stream.whole and stream.shape[1] == 1 and shard and shard.ranks == stream.ranks:
+            y = mlp(x, alike=True)
+            return y.x, tally(y, ctx.real) if ctx.routing else None
         y = mlp(stream.own(x), *map(stream.part, ctx.drawn))
         if not ctx.routing:
             return stream.joined(y.x), None

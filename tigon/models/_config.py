@@ -88,6 +88,7 @@ class Source:
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     stacked_experts: bool = False  # whether one tensor has all experts of a layer
     name: str = ""  # the directory or the hub repository
+    revision: str = ""  # of the hub repository, as it was asked for; "" is main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tigon import strict
+from tigon.hub import adapter_hint
 from tigon.json_file import escaped, read_json, shown
 from tigon.models._config import Config, ConfigError
 from tigon.models._gguf import GGUFModel
@@ -68,10 +69,7 @@ def config_file(repository: Repository) -> Path:
             ) from error
         names = repository.listing()
         if (adapter := _adapter(repository, names)) is not None:
-            raise FileNotFoundError(
-                f"{error}; {adapter} is an adapter: load its base and call load_adapter, or "
-                "`tigon export RUN DIRECTORY --merge` writes both as a model"
-            ) from error
+            raise FileNotFoundError(f"{error}; {adapter_hint(adapter)}") from error
         ggufs = [name for name in names if name.endswith(".gguf")]
         if not ggufs:
             raise

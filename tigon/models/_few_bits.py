@@ -96,7 +96,7 @@ def quantise(
             layer.quantise(made)
             if not weight.is_meta:
                 made.allocate(weight.device)
-                _store(made, f"{path}.weight", weight)
+                store(made, f"{path}.weight", weight)
     model.requires_grad_(False)
 
 
@@ -110,7 +110,8 @@ def _rows(parts: Sequence[Part]) -> list[int]:
     return [part.shape[0] for part in parts]
 
 
-def _store(made: Nf4Weight, name: str, weight: Tensor) -> None:
+def store(made: Nf4Weight, name: str, weight: Tensor) -> None:
+    """Give it the numbers of `weight` [K, C], which is called `name`; ValueError for NaN."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
     made.store(weight)
@@ -182,7 +183,7 @@ def _load_batch(
     whole = {name: torch.empty(own.shape, dtype=own.dtype, **on) for name, own in batch.items()}
     load_into(whole, **how, staging_bytes=staging_bytes)
     for name, own in batch.items():
-        _store(own, name, whole.pop(name))
+        store(own, name, whole.pop(name))
 
 
 def dequantised_entries(

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
 from tigon.models._few_bits import Quantize, check_quantize, load_quantised, quantise
 from tigon.models._fit import check_counts, check_fit, check_sizes, sources
+from tigon.models._init import init_weights
 from tigon.models._layout import SCORE, base_parameters, embedding_and_head
 from tigon.models._model import LanguageModel
 from tigon.weights import (
@@ -94,7 +95,7 @@ def from_pretrained(
 
 def split_gguf(path_or_repo: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
     """The directory and the name of a GGUF file that is named by its path; else as it is given."""
-    path = Path(path_or_repo).expanduser()
+    path = Path(os.path.expanduser(path_or_repo))
     if path.suffix == ".gguf" and path.parent.is_dir() and not path.is_dir():
         return path.parent, path.name
     return path_or_repo, None
@@ -110,13 +111,15 @@ def build(
     labels: int = 0,
     seed: int = 0,
     quantize: Quantize | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
     For whoever shards in between: `build`, fully_shard, `materialize`, `load_weights`. Raises
     unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
     say what does not. `labels`: the model is to give so many scores in place of logits; their head
-    is drawn by the seed if the checkpoint has none.
+    is drawn by the seed if the checkpoint has none. `vocab_size`: the model is to have that many
+    tokens, the first of the checkpoint's.
     """
     chosen = _named_dtype(dtype)
     check_quantize(quantize)
@@ -128,9 +131,13 @@ def build(
         chosen = chosen or _dtype_of(config, checkpoint)
         stacked = cls.checkpoint_names.stacked_in(checkpoint.tensors)
         origin = replace(config.source, stacked_experts=stacked, name=repository.name)
+        if repository.directory is None and repository.revision != "main":
+            origin = replace(origin, revision=repository.revision)
         config = replace(config, source=origin)
         if labels:
             config, checkpoint = with_scores(config, checkpoint, labels, seed)
+        if vocab_size is not None:
+            config, checkpoint = with_fewer_tokens(config, checkpoint, vocab_size)
         model = on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
@@ -154,6 +161,15 @@ def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tu
     shape = (labels, config.hidden_size)
     head = Drawn(SCORE, shape, Path(), 0, std=config.initializer_range, seed=seed)
     return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
+
+
+def with_fewer_tokens(config: C, checkpoint: Checkpoint, size: int) -> tuple[C, Checkpoint]:
+    """The config and the checkpoint without the rows of embedding and head from `size` on."""
+    tensors = dict(checkpoint.tensors)
+    for name in embedding_and_head(tensors):
+        if name in tensors:
+            tensors[name] = replace(tensors[name], shape=(size, *tensors[name].shape[1:]))
+    return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
 
 
 def scored(config: C, labels: int) -> C:
@@ -327,21 +343,3 @@ def from_config(
         materialize(model, device)
         init_weights(model)
     return model
-
-
-@torch.no_grad()
-def init_weights(model: LanguageModel) -> None:
-    """Draw a whole model's weights; in a sharded one the padding row would not be found."""
-    std = model.config.initializer_range
-    for module in model.modules():
-        own_init: Callable[[], None] | None = getattr(module, "init_weights", None)
-        if own_init is not None:
-            own_init()
-            continue
-        for name, p in module.named_parameters(recurse=False):
-            if name == "bias":
-                nn.init.zeros_(p)
-            elif not (module is model.lm_head and model.ties_head):
-                nn.init.normal_(p, std=std)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            module.weight[module.padding_idx].zero_()

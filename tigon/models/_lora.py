@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from tigon.models._model import LanguageModel
 
 ALL_LINEAR = "all-linear"
 LARGEST = torch.finfo(torch.float32).max
+IN_BRACKETS = re.compile(r"\[[^]]*\]")  # of a shell pattern: one of these characters
 ENDS = ("embed_tokens", "lm_head", "score")  # what modules_to_save may name
 
 
@@ -25,14 +27,15 @@ class LoraConfig:
 
     `targets`: names of projections as the family's checkpoints have them ("q_proj"), their ends
     ("self_attn.q_proj", a whole name) or shell patterns of whole names
-    ("model.layers.1?.*.q_proj"); "all-linear": all but embedding, head and routers.
+    ("model.layers.1?.*.q_proj"); "all-linear", alone or beside others: all but embedding, head,
+    routers and experts.
     `rank_pattern` and `alpha_pattern` give some of these, named alike, numbers of their own; the
     first that fits counts. `rslora`: scale = alpha / sqrt(rank) (arXiv 2312.03732). `dora`: the
     lengths of the weights' rows are learned, too (arXiv 2402.09353). `dropout`: the share of its
     input that A does not read, drawn anew for each token in training. `modules_to_save`: of
     "embed_tokens" and "lm_head", or "score" of a model that scores sequences, those that the
-    adapter has whole weights of. `base`: the name of the model that it is for, which files say.
-    Raises ValueError for numbers that no adapter has.
+    adapter has whole weights of. `base`, `revision`: the name of the model that it is for, and of
+    its state on the hub, which files say. Raises ValueError for numbers that no adapter has.
     """
 
     rank: int = 16
@@ -45,6 +48,7 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     modules_to_save: tuple[str, ...] = ()
     base: str = ""
+    revision: str = ""
 
     def __post_init__(self) -> None:
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
@@ -70,6 +74,13 @@ class LoraConfig:
                 raise ValueError(f"{name}={shown(getattr(self, name))} is neither True nor False")
         if not self.targets:
             raise ValueError('targets is empty: name projections, such as "q_proj"')
+        for name in targets:
+            if isinstance(name, str) and "," in IN_BRACKETS.sub("", name):
+                apart = tuple(part.strip() for part in name.split(",") if part.strip())
+                raise ValueError(
+                    f"targets={shown(name)} is one name: give a tuple of names, {shown(apart)}, "
+                    f"or in a shell lora.targets=[{','.join(apart)}]"
+                )
         for name in self.modules_to_save:
             if name not in ENDS:
                 raise ValueError(
@@ -144,12 +155,11 @@ Plan = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 def plan(model: LanguageModel, config: LoraConfig) -> Plan:
     """What each layer gets; ValueError for a target or a pattern that matches nothing."""
     every = places(model)
-    chosen = [p for p in every if p.linear]
-    if config.targets != ALL_LINEAR:
-        for target in config.targets:
-            if not any(matches(target, place.name) for place in every):
-                raise ValueError(f"targets={shown(target)} {_why_not(model, target, every)}")
-        chosen = [p for p in every if any(matches(t, p.name) for t in config.targets)]
+    targets = (config.targets,) if isinstance(config.targets, str) else config.targets
+    for target in targets:
+        if not any(_means(target, place) for place in every):
+            raise ValueError(f"targets={shown(target)} {_why_not(model, target, every)}")
+    chosen = [place for place in every if any(_means(target, place) for target in targets)]
     _check_ends(model, config, chosen)
     for setting in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, setting):
@@ -216,6 +226,10 @@ def check_apart(model: LanguageModel, config: LoraConfig, how: str) -> None:
 def matches(pattern: str, name: str) -> bool:
     """Whether a name is, or ends with, the pattern's, or is one of the shell pattern's."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
+
+
+def _means(target: str, place: Place) -> bool:
+    return place.linear if target == ALL_LINEAR else matches(target, place.name)
 
 
 def first_match(patterns: Mapping[str, float], name: str, default: float) -> int | float:

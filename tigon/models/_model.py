@@ -55,6 +55,7 @@ class LanguageModel(nn.Module):
         self.graphs: Callable[..., Any] | None = None  # called in place of `model`, to replay it
         self.attention: Backend = "auto"
         self.context: Ranks | None = None  # the ranks that share the tokens of each row
+        self.weights: Ranks | None = None  # those that gather weights for the same calls
         # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
         # no number, False never, None where it is faster: in 16 bits on a GPU, with
         # variable-length attention
@@ -97,6 +98,11 @@ class LanguageModel(nn.Module):
     def tensor_ranks(self) -> Ranks | None:
         """The ranks that share each layer, all of which make the same calls; None: there is one."""
         return self.model.tensor
+
+    @property
+    def together(self) -> tuple[Ranks, ...]:
+        """The groups of this rank whose ranks all make the same calls of the model."""
+        return tuple(ranks for ranks in (self.tensor_ranks, self.weights) if ranks is not None)
 
     @property
     def cache_restart(self) -> int | None:

@@ -13,14 +13,15 @@ from tigon.json_file import escaped, read_json, shown
 from tigon.models._layout import PREFIXES, stem_of_experts
 from tigon.models._lora import LoraConfig, Place, places, saved_ends
 from tigon.models._model import LanguageModel
-from tigon.models._peft_config import meant_by, short
+from tigon.models._peft_config import BASE, CONFIG, base_of, meant_by, short
 from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
 from tigon.models._peft_patterns import Patterns, checked, ends_of, quick
 from tigon.weights import Checkpoint, Decoded, Repository, TensorInfo, read_header
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of PEFT's names
 LOW_RANK = re.compile(r"(.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
+OF_DECODER = ("layers.", "embed_tokens.")  # beginnings of names in the decoder
 OF_BASE = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it beside an embedding's or a head's
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
@@ -43,7 +44,7 @@ KNOWN = frozenset(
             "exclude_modules",
         ),
         *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
-        *("task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping"),
+        *("task_type", "inference_mode", BASE, "revision", "auto_mapping"),
         *("peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("qalora_group_size", "megatron_core", "runtime_config"),
     )
@@ -156,6 +157,8 @@ def _names(tensors: Collection[str], where: str) -> dict[str, str]:
             if inner.startswith(prefix):
                 inner = "model." + inner.removeprefix(prefix)
                 break
+        if inner.startswith(OF_DECODER):  # saved over AutoModel, which is the decoder alone
+            inner = f"model.{inner}"
         if inner in found:
             raise ValueError(f"{escaped(where)}: {shown(name)} and {shown(found[inner])} are one")
         found[inner] = name
@@ -222,7 +225,6 @@ def _config(
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
     if "score" in both:
         last.pop("classifier", None)
-    base = values.get("base_model_name_or_path")
     return LoraConfig(
         rank=rank,
         alpha=alpha,
@@ -233,7 +235,8 @@ def _config(
         rank_pattern=ranks,
         alpha_pattern=alphas,
         modules_to_save=tuple(last),
-        base=base if isinstance(base, str) else "",
+        base=base_of(values).name,
+        revision=base_of(values).revision or "",
     )
 
 

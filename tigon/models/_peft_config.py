@@ -1,11 +1,38 @@
 """What PEFT's adapter_config.json says of an adapter, and PEFT's names of its tensors."""
 
 from collections.abc import Collection, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
+from tigon.json_file import read_json
 from tigon.models._lora import LoraConfig, Place, matches, places
 from tigon.models._model import LanguageModel
 from tigon.models._peft_patterns import ends_of
+from tigon.weights import Repository
+
+CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
+
+
+class AdapterBase(NamedTuple):
+    """The model that an adapter says it is of."""
+
+    name: str  # a directory or a hub repository; "" if there is none
+    revision: str | None  # of a hub repository
+    scores: bool  # whether it scores sequences
+
+
+def base_of(values: Mapping[str, Any]) -> AdapterBase:
+    """Of the values of an adapter_config.json; what is no text counts as absent."""
+    name, revision = (
+        value if isinstance(value := values.get(key), str) and value else None
+        for key in (BASE, "revision")
+    )
+    return AdapterBase(name or "", revision, values.get("task_type") == "SEQ_CLS")
+
+
+def read_base(repository: Repository) -> AdapterBase | None:
+    """Likewise of a repository; None if it has no adapter_config.json."""
+    path = repository.optional_file(CONFIG)
+    return None if path is None else base_of(read_json(path))
 
 
 def meant_by(place: Place, names: Set[str]) -> bool:
@@ -35,10 +62,13 @@ def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]
                 found[name] = value
         return found
 
+    source = model.config.source
+    of = config if config.base else LoraConfig(base=source.name, revision=source.revision)
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if model.config.labels else "CAUSAL_LM",
-        "base_model_name_or_path": config.base or model.config.source.name or None,
+        BASE: of.base or None,
+        "revision": of.revision or None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,

@@ -17,6 +17,7 @@ from tigon.models._config import DTYPES, Config
 from tigon.models._few_bits import dequantised_entries
 from tigon.models._layout import base_parameters, layout
 from tigon.models._model import LanguageModel
+from tigon.paths import expanded
 from tigon.weights import (
     Entry,
     Writers,
@@ -60,7 +61,7 @@ def save_pretrained(
     ranks = Writers()
     with ranks.together():
         if ranks.first:
-            check_target(Path(directory).expanduser(), replace)
+            check_target(expanded(directory), replace)
     dtype = _named_dtype(model, dtype)
     if model.adapters:
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from tigon.hub import Repository
+from tigon.hub import Repository, adapter_hint
 from tigon.json_file import escaped, read_bytes, read_json, shown
 from tigon.tokenizer.failures import Failures
 
@@ -41,9 +41,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def find_files(repository: Repository) -> dict[str, Path]:
     """All of the tokenizer's files by name, also those that only an export copies."""
     if repository.optional_file("tokenizer.json") is None:
-        kin = [
-            n for n in repository.listing() if re.search(r"token|tekken|vocab|merges|\.model", n)
-        ]
+        names = repository.listing()
+        if "adapter_config.json" in names and "config.json" not in names:
+            hint = adapter_hint(repository.name)
+            raise FileNotFoundError(f"{repository.name} has no tokenizer.json; {hint}")
+        kin = [n for n in names if re.search(r"token|tekken|vocab|merges|\.model", n)]
         only = f", only {', '.join(kin)}" if kin else ""
         raise FileNotFoundError(
             f"{repository.name} has no tokenizer.json{only}: "

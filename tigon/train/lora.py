@@ -18,7 +18,7 @@ def add_lora(model: CausalLM, config: Config) -> None:
     assert config.lora is not None
     if config.lora.quantize and not quantised_bytes(model):
         quantise(model, config.lora.quantize)
-    own = config.lora.adapter(config.model)
+    own = config.lora.adapter(config.model, config.revision or "")
     if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
         own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
     if config.lora.merge:

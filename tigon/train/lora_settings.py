@@ -32,8 +32,8 @@ class Lora:
     )
     merge: bool = setting(False, "write run_dir/hf too at the end, the model with what was added")
 
-    def adapter(self, base: str = "") -> LoraConfig:
+    def adapter(self, base: str = "", revision: str = "") -> LoraConfig:
         """ValueError for numbers and names that no adapter has."""
         own = {n: value for n, value in vars(self).items() if n not in ("merge", "quantize")}
         patterns = {name: own[name] or {} for name in ("rank_pattern", "alpha_pattern")}
-        return LoraConfig(**own | patterns, base=base)
+        return LoraConfig(**own | patterns, base=base, revision=revision)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tigon.paths import expanded
 from tigon.weights.disk import named_if_full, require_space
 from tigon.weights.lock import locked
 
@@ -50,7 +51,7 @@ def new_directory(
 
 def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
     """The absolute path; FileExistsError if `new_directory` would not take it."""
-    target = Path(path).expanduser().resolve()
+    target = expanded(path).resolve()
     if target.is_dir() and (replace or not any(target.iterdir())):
         if target.is_mount():
             raise FileExistsError(f"{target} is a mount point: name a directory inside it")

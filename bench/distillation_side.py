@@ -187,11 +187,11 @@ def steps(step: Callable[[], tuple[float, float]], request: Request) -> Record:
 
 
 def write_row(directory: Path, request: Request) -> None:
-    """A conversation of one row, a tokenizer of a token a word, and config.json."""
-    student, _ = request.shapes()
-    vocab = min(WORDS, student["vocab_size"])
-    write_tokenizer(directory, vocab, TEMPLATE)
-    (directory / "config.json").write_text(json.dumps(student))
+    """A conversation of one row; config.json of both, and a tokenizer of a token a word."""
+    for name, shape in zip(("student", "teacher"), request.shapes(), strict=True):
+        (directory / name).mkdir()
+        write_tokenizer(directory / name, min(WORDS, shape["vocab_size"]), TEMPLATE)
+        (directory / name / "config.json").write_text(json.dumps(shape))
     content = " ".join(f"w{i}" for i in request.ids()[:-1])
     row = {"messages": [{"role": "assistant", "content": content}]}
     (directory / "chat.jsonl").write_text(json.dumps(row) + "\n")
@@ -207,8 +207,9 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
     with tempfile.TemporaryDirectory() as name, start(request.device) as world:
         directory = Path(name)
         write_row(directory, request)
-        values = {"task": "distill", "model": directory, "data": directory / "chat.jsonl"}
-        values |= {"teacher": "drawn", "run_dir": directory / "run", "train_on": "all"}
+        values = {"task": "distill", "model": directory / "student"}
+        values |= {"teacher": directory / "teacher", "data": directory / "chat.jsonl"}
+        values |= {"run_dir": directory / "run", "train_on": "all"}
         values |= {"seq_len": request.tokens, "batch_size": 1, "max_grad_norm": CLIP}
         values |= {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
         values |= {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0, "steps": 999}

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import NormalDist, median
 from typing import Any
@@ -43,6 +43,7 @@ from tigon.train.optim import build_optimizer
 from tigon.train.step import backward
 
 OURS, TWICE, PEER = "tigon", "tigon, prompts twice", "TRL + PEFT + Liger"
+HALF = "tigon, micro-batches of 2"  # pairs, in two rows
 EXACT = "tigon, float32"  # whose first step the others are compared with
 PAIRS, LONGEST, RANK, BETA, CLIP = 4, 1024, 16, 0.1, 1.0
 PROMPT, ANSWER = (192, 0.8), (320, 0.6)  # mean and spread of the lognormal lengths, in tokens
@@ -155,16 +156,18 @@ class Clock:
         return row
 
 
-def settings(
-    directory: Path, steps: int, tiny: bool, *, twice: bool = False, exact: bool = False
-) -> Config:
-    """Of tigon.train: bf16 weights and states, as the peer has, unless `exact`; each step has all
-    pairs, in one row without padding. Where a prompt is computed once, its last token is there
-    twice."""
-    room = sum((2 * p if twice else p + 1) + a + b for p, a, b in lengths(tiny))
+def settings(directory: Path, steps: int, tiny: bool, side: str = OURS) -> Config:
+    """Of tigon.train: bf16 weights and states, as the peer has, unless EXACT; each step has all
+    pairs, in one row without padding or in two of nearly the same length. Where a prompt is
+    computed once, its last token is there twice."""
+    exact, rows = side == EXACT, 2 if side == HALF else 1
+    twice = exact or side == TWICE
+    each = [(2 * p if twice else p + 1) + a + b for p, a, b in lengths(tiny)]
+    room = min(max(sum(some), sum(each) - sum(some)) for some in combinations(each, PAIRS // rows))
     values = {"task": "dpo", "model": directory, "data": directory / "pairs.jsonl"}
     values |= {"run_dir": directory / "run", "seq_len": room, "max_length": LONGEST}
-    values |= {"batch_size": 1, "steps": steps, "beta": BETA, "max_grad_norm": CLIP}
+    values |= {"batch_size": rows, "micro_batch_size": 1, "steps": steps}
+    values |= {"beta": BETA, "max_grad_norm": CLIP}
     values |= {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
     values |= {"schedule": "constant", "warmup_steps": 0, "weight_decay": 0}
     dtype = "float32" if exact else "bfloat16"
@@ -178,11 +181,10 @@ def ours(request: Request, directory: Path, device: str) -> Record:
     """The trainer's own steps, over a model whose weights are drawn instead of read."""
     shape = write_inputs(directory, request.tiny)
     exact = request.side == EXACT
-    twice = exact or request.side == TWICE
     steps = 1 if exact else FIRST + request.steps
-    config = settings(directory, steps, request.tiny, twice=twice, exact=exact)
+    config = settings(directory, steps, request.tiny, request.side)
     with start(device) as world:
-        with patch.object(Pairs, "one_prompt", not twice):
+        with patch.object(Pairs, "one_prompt", request.side in (OURS, HALF)):
             inputs = read_inputs(config, world)
         dtype = torch.float32 if exact else torch.bfloat16
         made = tigon.Llama.from_config(shape, dtype=dtype, device=device)
@@ -295,7 +297,7 @@ def try_all(request: Request, device: str) -> None:
         for way in ways(request.tiny, best):
             progress(f"{PEER}: {way.name}")
             row = guarded(lambda w=way: alone(request, device, w))
-            say("tried", name=way.name, **row)
+            say("tried", name=way.name, pairs=way.pairs, **row)
             if "ms" in row:
                 found[way.attention] = row["ms"]
 

@@ -98,6 +98,9 @@ CASES = {
     "Llama-3.1-8B 1 x 8192, fp8": Case(
         *("Llama-3.1-8B", 1, LONG, 1.35, 1.0), settings=(f"{FP8}=true",), own=True
     ),
+    "Llama-3.1-8B 2 x 4096 LoRA, fp8": Case(
+        *("Llama-3.1-8B", 2, 4096, 1.35, 1.0), settings=(f"{FP8}=true",), own=True, rank=16
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from bench import (
     generate_multi,
     harness,
     kernels,
+    long_sums,
     measure,
     moe,
     padding,
@@ -39,7 +40,7 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
-BENCHES += (parallel, adapters, generate_multi)
+BENCHES += (parallel, adapters, generate_multi, long_sums)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

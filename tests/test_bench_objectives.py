@@ -14,7 +14,7 @@ import torch
 from bench import distillation, distillation_side, harness, preference, preference_side
 from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED
 from bench.harness import Record
-from bench.preference_side import EXACT, OURS, PEER, TWICE, Way, lengths
+from bench.preference_side import EXACT, HALF, OURS, PEER, TWICE, Way, lengths
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's run")
 STAMP = {"machine": "G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
@@ -64,6 +64,9 @@ def test_dpo_computes_the_same_as_trl(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert margins[0] == pytest.approx(margins[1], abs=1e-3) and abs(margins[0]) > 3e-3
     assert mine["first"]["grad_norm"] == pytest.approx(theirs["first"]["grad_norm"], rel=1e-2)
     assert mine["ms"] > 0 < theirs["ms"] and mine["steps"] == theirs["steps"] == 2
+    half = record["sides"][HALF]["first"]  # gradients of two rows are added up
+    for name in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
+        assert half[name] == pytest.approx(mine["first"][name], rel=1e-2, abs=1e-3), name
     exact = record["sides"][EXACT]
     assert exact["first"]["logps/chosen"] == pytest.approx(mine["first"]["logps/chosen"], rel=1e-4)
     assert exact["first"]["rewards/margins"] == pytest.approx(margins[0], abs=1e-3)
@@ -96,6 +99,8 @@ def test_trl_is_measured_with_its_fastest_settings(monkeypatch: pytest.MonkeyPat
     ]
     assert record["sides"][OURS] == {"ms": 50.0}
     assert record["sides"][PEER] == record["tried"]["flash_attention_4, micro-batches of 2"]
+    record["sides"][HALF] = {"ms": 56.0}
+    assert preference.ratio(record, "ms") == 70 / 56  # as many pairs in a micro-batch
 
 
 def test_preferences_are_judged_by_tokens_and_memory() -> None:
@@ -105,8 +110,8 @@ def test_preferences_are_judged_by_tokens_and_memory() -> None:
     assert preference.verdicts(record).__next__().startswith("not measured")
     sides[PEER] = {"ms": 200.0, "allocated_gib": 25.0, "first": first}
     assert list(preference.verdicts(record)) == [
-        f"met: tokens/s over {PEER}: 2.000 for 1.60",
-        f"MISSED: peak memory over {PEER}: 0.800 for 0.70",
+        f"met: tokens/s of tigon over {PEER}: 2.000 for 1.60",
+        f"MISSED: peak memory of tigon over {PEER}: 0.800 for 0.70",
         "not measured: tigon, float32, with which first steps are compared",
     ]
     assert "| tigon | 40,000 | 100.0 | 20.0 | 1.0000 |" in preference.show(record)

@@ -32,6 +32,7 @@ def test_the_target_table_is_that_of_the_cases() -> None:
         LORA: (3.5, None, None),
         "Llama-3.1-8B 2 x 4096 QLoRA": (1.5, None, None),
         "Llama-3.1-8B 1 x 8192, fp8": (1.35, 1.0, None),
+        "Llama-3.1-8B 2 x 4096 LoRA, fp8": (1.35, 1.0, None),
     }
     assert set(CASES) - set(offered()) <= {"Llama-3.1-8B 1 x 8192, fp8"}
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,24 @@ def test_a_prompt_that_is_a_text_of_whole_conversations(tokenizer: Tokenizer, en
     assert sequences(both[0]) == sequences(both[1])
 
 
+def test_a_prompt_of_messages_with_which_both_begin_again(
+    tokenizer: Tokenizer, encode: Any
+) -> None:
+    for asked in ([ASK], [SYSTEM, ASK], [ASK, HEY, SO]):
+        apart = {"prompt": asked, "chosen": [HO], "rejected": [HA, SO, HEY]}
+        again = apart | {"chosen": [*asked, HO], "rejected": [*asked, HA, SO, HEY]}
+        for encoder in (PairEncoder(tokenizer), LabelledEncoder(tokenizer)):
+            found, expected = (encode(encoder, [row]) for row in (again, apart))
+            assert sequences(found) == sequences(expected)
+    # What an assistant says twice stays so
+    twice = {"prompt": [HEY], "chosen": [HEY, HO], "rejected": [HEY, HA]}
+    assert sequences(encode(PairEncoder(tokenizer), [twice]))[0][
+        0
+    ] == tokenizer.apply_chat_template([HEY], add_generation_prompt=True)
+    with pytest.raises(ValueError, match="'rejected' has no answer: no message follows"):
+        encode(PairEncoder(tokenizer), [{"prompt": [ASK], "chosen": [ASK, HO], "rejected": [ASK]}])
+
+
 @pytest.mark.parametrize("rows", [r for k, r in PAIRS.items() if "implicit" in k])
 def test_implicit_prompts_are_those_of_trl(rows: Any) -> None:
     extract_prompt = pytest.importorskip("trl.data_utils").extract_prompt
@@ -148,8 +167,112 @@ def test_labelled_answers_are_the_tokens_of_trl_with_their_mismatched_ones(
     for i, row in enumerate(expected):
         assert found[2 * i] == (row["prompt_ids"], row["completion_ids"])
         assert found[2 * i + 1] == (row["prompt_ids"], row["KL_completion_ids"])
+    numbered = encode(LabelledEncoder(tokenizer), [r | {"label": int(r["label"])} for r in rows])
+    assert numbered.fingerprint() == examples.fingerprint()
     alone = encode(LabelledEncoder(tokenizer), rows[:1])
     assert alone.per_example["matched"].tolist() == [True]
+
+
+@pytest.mark.parametrize("rows", PAIRS.values(), ids=PAIRS)
+def test_pairs_are_a_desired_and_an_undesired_answer_each(
+    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
+) -> None:
+    """The tokens of TRL, which has all chosen answers of a thousand rows before all rejected; here
+    each row's follow each other."""
+    examples = encode(LabelledEncoder(tokenizer), [row | {"margin": 1.0} for row in rows])
+    assert examples.report.ignored_keys == ("margin",)
+    expected = prepared("KTO", directory, rows, per_device_train_batch_size=2)
+    assert examples.groups is not None and examples.groups.tolist() == [0, 2, 4, 6, 8]
+    assert examples.origin[:, 1].tolist() == [1] * 4 + [2] * 4
+    assert examples.per_example["desired"].tolist() == [True, True, False, False] * 2
+    assert examples.per_example["matched"].tolist() == [True, False] * 4
+    found = sequences(examples)
+    for i, place in enumerate((0, 4, 2, 6)):  # chosen, chosen, rejected, rejected
+        row = expected[i]
+        assert found[place] == (row["prompt_ids"], row["completion_ids"])
+        assert found[place + 1] == (row["prompt_ids"], row["KL_completion_ids"])
+        assert row["label"] == (i < 2)
+    alone = encode(LabelledEncoder(tokenizer), rows[:1])
+    assert alone.per_example["desired"].tolist() == [True, False]
+    assert alone.per_example["matched"].all() and alone.groups is None  # of one each
+
+
+def test_an_answer_with_a_label_is_none_of_a_pair_beside_it(
+    tokenizer: Tokenizer, encode: Any
+) -> None:
+    """Rows with the keys of both formats stay what they were."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": [ASK], "completion": [HO], "label": True},
+        {"prompt": [SO], "completion": [HA], "label": False},
+    ]
+    both = [row | {"chosen": [HEY], "rejected": [HA]} for row in rows]
+    encoder = LabelledEncoder(tokenizer)
+    found, expected = (encode(encoder, rows) for rows in (both, rows))
+    assert found.fingerprint() == expected.fingerprint()
+    assert found.report.ignored_keys == ("chosen", "rejected")
+
+
+WHOLE: dict[str, list[dict[str, Any]]] = {
+    "texts": [
+        {"chosen": "good text", "rejected": "bad text"},
+        {"chosen": "the model", "rejected": "the model says"},
+        {"chosen": "the model reads", "rejected": "the model says"},
+    ],
+    "messages": [
+        {"chosen": [ASK, HO], "rejected": [SO, HO]},
+        {"chosen": [ASK, HO, SO, HA], "rejected": [ASK, HO, ASK, HA]},
+        {"chosen": [ASK, HO], "rejected": [ASK, HO, SO, HA]},
+        {"chosen": [ASK, HO], "rejected": [ASK, HA]},
+    ],
+}
+
+
+@pytest.mark.parametrize("rows", WHOLE.values(), ids=WHOLE)
+def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
+    rows: Any, directory: Path, tokenizer: Tokenizer, encode: Any
+) -> None:
+    examples = encode(PairEncoder(tokenizer, of_one_prompt=False), rows)
+    expected = prepared("Reward", directory, rows)
+    found = [prompt + learned for prompt, learned in sequences(examples)]
+    assert found == [ids for row in expected for ids in (row["chosen_ids"], row["rejected_ids"])]
+    assert not any(prompt for prompt, _ in sequences(examples)[:-2])
+    assert all(prompt for prompt, _ in sequences(examples)[-2:])  # of the last row, in common
+    if isinstance(rows[0]["chosen"], list):
+        system = [row | {"system": "be"} for row in rows[:3]]
+        behind = [{k: [SYSTEM, *said] for k, said in row.items()} for row in rows[:3]]
+        # These have it in common, and so as a prompt
+        ids = encode(PairEncoder(tokenizer, of_one_prompt=False), behind).tokens.tolist()
+        assert encode(PairEncoder(tokenizer, of_one_prompt=False), system).tokens.tolist() == ids
+        with pytest.raises(ValueError, match="both a key 'system' and a message"):
+            twice = rows[0] | {"system": "be", "chosen": [SYSTEM, ASK, HO]}
+            encode(PairEncoder(tokenizer, of_one_prompt=False), [twice])
+    for row in rows[:-1]:
+        for encoder in (PairEncoder(tokenizer), LabelledEncoder(tokenizer)):
+            with pytest.raises(ValueError, match=r"answer different prompts|has no answer"):
+                encode(encoder, [row])
+    one = PairEncoder(tokenizer).digest()
+    assert PairEncoder(tokenizer, of_one_prompt=False).digest() == one  # caches stay
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "a", "rejected": ""}, "'rejected' has no answer"),
+        ({"chosen": [ASK, HO], "rejected": []}, "'rejected' has no answer"),
+        ({"chosen": "a", "rejected": "a"}, "are equal"),
+        (
+            {"chosen": [ASK, HO], "rejected": [SO, HO | {"content": ""}]},
+            "'rejected' has an answer without content",
+        ),
+        ({"prompt": [ASK], "chosen": [ASK, HO], "rejected": [SO, HO]}, "begins with a message of"),
+        ({"prompt": "hi", "chosen": [ASK, HO], "rejected": [SO, HO]}, "make it a list of messages"),
+    ],
+)
+def test_bad_sequences_are_refused(
+    row: Any, message: str, tokenizer: Tokenizer, encode: Any
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        encode(PairEncoder(tokenizer, of_one_prompt=False), [row])
 
 
 GOOD = {"prompt": [ASK], "chosen": [HO], "rejected": [HA]}
@@ -177,6 +300,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "different prompts: where they part, chosen goes on with a message of 'user'",
     ),
     "other texts": ({"chosen": "a b", "rejected": "c d"}, "have no beginning in common"),
+    "no column of prompts": (
+        {"question": "hi", "chosen": "yes", "rejected": "no"},
+        "the row has no prompt; columns={prompt: NAME} says which key it is",
+    ),
+    "text before messages": (
+        GOOD | {"prompt": "hi"},
+        "the prompt 'hi' is a text, and no message that .* make it a list of messages too",
+    ),
+    "system before text": (
+        {"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"},
+        "'system' needs a prompt of messages, not a text",
+    ),
+    "two systems": (
+        GOOD | {"prompt": [{"role": "system", "content": "s"}, ASK], "system": "t"},
+        "has both a key 'system' and a message of the system",
+    ),
     "prompt of neither": (
         {"prompt": "bye", "chosen": [ASK, HO], "rejected": [ASK, HA]},
         "the prompt 'bye' is none of the messages",
@@ -207,14 +346,48 @@ def test_bad_pairs_are_refused_with_their_line(
 
 def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -> None:
     row = {"prompt": [ASK], "completion": [HO], "label": 1}
-    with pytest.raises(ValueError, match=r"a.jsonl:1: 'label' must be true or false, not 1"):
-        encode(LabelledEncoder(tokenizer), [row])
+    for label in (2, -1, 1.0, "1", []):
+        message = (
+            rf"a.jsonl:1: 'label' must be true or false, or 1 or 0, not {re.escape(repr(label))}"
+        )
+        with pytest.raises(ValueError, match=message):
+            encode(LabelledEncoder(tokenizer), [row | {"label": label}])
     with pytest.raises(ValueError, match=r"a.jsonl:1: 'completion' has an answer without"):
         encode(LabelledEncoder(tokenizer), [row | {"completion": [EMPTY], "label": True}])
-    with pytest.raises(ValueError, match=r"its keys .* are those of task=dpo"):
-        encode(LabelledEncoder(tokenizer), [GOOD])
+    with pytest.raises(ValueError, match=r"its keys .* of task=sft; needs unpaired: .prompt"):
+        encode(LabelledEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
     with pytest.raises(ValueError, match=r"its keys .* are those of task=sft"):
         encode(PairEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])
+
+
+def test_a_key_that_is_null_is_named(tokenizer: Tokenizer, encode: Any) -> None:
+    row = {"prompt": [ASK], "completion": [HO], "label": None}
+    with pytest.raises(ValueError, match=r"a.jsonl:1: 'label' is null: needs unpaired: "):
+        encode(LabelledEncoder(tokenizer), [row])
+
+
+def test_system_of_a_row_is_a_message_before_its_prompt(tokenizer: Tokenizer, encode: Any) -> None:
+    """As in the rows of fine-tuning; null and empty ones are none."""
+    pair, labelled = GOOD, {"prompt": [ASK], "completion": [HO], "label": True}
+    given = {"prompt": [ASK], "completions": [[HO], [HA]], "rewards": [1.0, 0.0]}
+    cases = (
+        (PairEncoder(tokenizer), pair),
+        (PairEncoder(tokenizer), {"chosen": [ASK, HO], "rejected": [ASK, HA]}),
+        (LabelledEncoder(tokenizer), labelled),
+        (RewardedEncoder(tokenizer), given),
+    )
+    for encoder, row in cases:
+        asked = "prompt" if "prompt" in row else "chosen"
+        names = ("prompt",) if asked == "prompt" else ("chosen", "rejected")
+        system = {"role": "system", "content": "says it"}
+        whole = row | {name: [system, *row[name]] for name in names}
+        found = encode(encoder, [row | {"system": "says it"}])
+        assert found.fingerprint() == encode(encoder, [whole]).fingerprint()
+        without = encode(encoder, [row])
+        assert found.fingerprint() != without.fingerprint()
+        for none in (None, ""):
+            assert encode(encoder, [row | {"system": none}]).fingerprint() == without.fingerprint()
+        assert not found.report.ignored_keys
 
 
 REWARDED = {"prompt": [5, 6], "completions": [[7, 8], [9]], "rewards": [1.0, 0.0]}

@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,17 @@ def test_keys_that_nothing_reads_are_named(tokenizer: Tokenizer, encode: Any) ->
     row = {"chat": turns}
     examples = encode(ChatEncoder(tokenizer), row, columns={"messages": "chat"})
     assert examples.report.ignored_keys == ("chat.role",)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    row = {
+        "messages": [HI, HO],
+        "tools": [tool],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    examples = encode(ChatEncoder(tokenizer), row)
+    assert examples.report.ignored_keys == ("chat_template_kwargs.enable_thinking", "tools")
+    assert not encode(
+        ChatEncoder(tokenizer), row | {"tools": [], "chat_template_kwargs": None}
+    ).report.ignored_keys
 
 
 BAD = (
@@ -306,6 +318,15 @@ def test_named_columns_and_groups(encode: Any) -> None:
     both = join([examples, examples])
     assert both.groups is not None and both.groups.tolist() == [0, 2, 4, 6, 8]
     assert both.offsets.tolist() == list(range(0, 18, 2)) and both.files == examples.files
+
+
+def test_examples_without_a_column_get_its_value(encode: Any) -> None:
+    examples = encode(Pairs(), {"x": 0})
+    without = replace(examples, per_example={})
+    rewards = join([without, examples]).per_example["reward"]
+    np.testing.assert_array_equal(rewards, [np.nan, np.nan, *examples.per_example["reward"]])
+    weighted = replace(examples, per_token=examples.per_token | {"loss_weights": np.full(4, 0.5)})
+    assert join([weighted, examples]).per_token["loss_weights"].tolist() == [0.5] * 4 + [1.0] * 4
 
 
 class Given(Encoder):

@@ -89,6 +89,13 @@ def test_other_names_for_keys() -> None:
 
 def test_prompts_and_texts() -> None:
     assert chat({"prompt": "a", "completion": "b", "weight": 2}) == Text("b", "a", 2.0)
+    said = chat({"prompt": HI[:1], "completion": HI[1:], "system": "be"})
+    assert isinstance(said, Chat) and (said.messages, said.prompt) == ([SYSTEM, *HI], 2)
+    with pytest.raises(ValueError, match="'system' needs a prompt of messages, not a text"):
+        chat({"prompt": "a", "completion": "b", "system": "be"})
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    forms = [str(Format().told(row, ("preference",))) for row in (pair, pair | {"system": None})]
+    assert forms[0] == "preference [] None" and forms[0] != forms[1]  # caches have their names
     row = {"text": "a", "messages": HI}
     assert as_text(row, Format().told(row, TEXTS)) == Text("a")
 

@@ -207,6 +207,30 @@ def test_a_pair_that_shares_its_prompt_has_to_fit_with_one_of_it():
     assert whole(window(examples), 640).lost == Lost(longest=320, needed=640)
 
 
+def test_groups_that_are_equal_once_cut_are_left_out():
+    prompt = [1, 2]
+    late = [(prompt, [3, 4, 5, 6, 7]), (prompt, [3, 4, 5, 6, 8])]  # they part at token 7
+    shorter = [(prompt, [3, 4]), (prompt, [3, 4, 5, 6, 7])]
+    early = [(prompt, [3, 4, 5, 6, 7]), (prompt, [9, 4, 5, 6, 7])]
+    examples = of_prompts([late, shorter, early])
+
+    def kept(seq_len: int, **options) -> tuple[list[int], Lost]:
+        rows = whole(window(examples), seq_len, share=True, **options)
+        starts = rows.spans[:, 0] - rows.shared
+        return sorted({int(i) // 2 for i in examples.index(starts)}), rows.lost
+
+    assert kept(13, distinct=True) == ([0, 1, 2], Lost(longest=7, needed=13))
+    few = Lost(cut_to_most=2, left_by_most=1, alike=1, longest=7, needed=11)
+    assert kept(13, most=6, distinct=True) == ([1, 2], few)
+    few = Lost(cut_to_most=1, left_by_most=2, alike=2, longest=7, needed=7)
+    assert kept(13, most=4, distinct=True) == ([2], few)
+    few = Lost(cut_to_row=1, left_by_row=1, alike=1, longest=7, needed=13)
+    assert kept(12, distinct=True) == ([1, 2], few)
+    assert kept(12) == ([0, 1, 2], Lost(cut_to_row=2, longest=7, needed=13))
+    few = Lost(left_by_most=3, longest=7)
+    assert kept(13, most=4, distinct=True, truncate=False) == ([], few)
+
+
 def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
     draw = np.random.default_rng(5).integers
     groups = []

@@ -4,12 +4,14 @@
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tigon
@@ -155,15 +157,63 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, teacher):
 
 
 def test_teachers_of_another_vocabulary_are_refused(workspace, tmp_path):
-    larger = write_model(tmp_path / "larger", vocab_size=400)  # the workspace's has 321
-    with pytest.raises(SystemExit, match="has a vocabulary of 400 tokens, and the model one of"):
-        main(workspace.settings("larger", **ALL, teacher=larger))
-    path = larger / "tokenizer.json"
+    """Before the data are read."""
+    smaller = write_model(tmp_path / "smaller", vocab_size=320)  # the workspace's has 321
+    nowhere = ALL | {"data": tmp_path / "nowhere.jsonl"}
+    said = "has a vocabulary of 320 tokens, and the model one of 321: .* cut the model to 320 rows"
+    with pytest.raises(SystemExit, match=said):
+        main(workspace.settings("sizes", **nowhere, teacher=smaller))
+    path = smaller / "tokenizer.json"
     values = json.loads(path.read_text())
     values["added_tokens"].append(values["added_tokens"][0] | {"id": 300, "content": "<|x|>"})
     path.write_text(json.dumps(values))
     with pytest.raises(SystemExit, match=r"another vocabulary: token '<\|x\|>' is 300 there"):
-        main(workspace.settings("other", **ALL, teacher=larger))
+        main(workspace.settings("other", **nowhere, teacher=smaller))
+
+
+@pytest.mark.parametrize("given", ["task=distill", "task=dpo"])
+def test_other_models_that_cannot_read_the_rows_are_refused(workspace, tmp_path, given):
+    """Before the data are read, as the run's own model is: it would say something of places that
+    it has never seen."""
+    task = given.removeprefix("task=")
+    name = {"distill": "teacher", "dpo": "reference"}[task]
+    shorter = write_model(tmp_path / "shorter", max_position_embeddings=64)
+    nowhere = {"task": task, "seq_len": 65, "data": tmp_path / "nowhere.jsonl"}
+    said = "seq_len=65 is more than .*shorter's context of 64 tokens .*: set seq_len=64 or less"
+    with pytest.raises(SystemExit, match=said):
+        main(workspace.settings("reads", **nowhere, **{name: shorter}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_teacher_with_nan_is_named(workspace, tmp_path, value):
+    """Not the rows of the first step."""
+    broken = write_model(tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
+    save_file(weights, broken / "model.safetensors")
+    said = r"broken has values that are NaN or infinite in model\.layers\.1\.mlp\.down_proj"
+    with pytest.raises(SystemExit, match=said):
+        main(workspace.settings("broken", **ALL, teacher=broken))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_a_teacher_that_belong_to_no_token_are_left_out(workspace, tmp_path, tied):
+    """As if transformers had cut them off, on one rank and on two that divide the vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    larger = write_model(tmp_path / "larger", vocab_size=400, tie_word_embeddings=tied)
+    cut = transformers.AutoModelForCausalLM.from_pretrained(larger)
+    cut.resize_token_embeddings(321)
+    cut.save_pretrained(tmp_path / "cut")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(larger / name, tmp_path / "cut")
+    same, names = ALL | {"steps": 2, "beta": 0.4}, [f"{i}-{tied}" for i in range(3)]
+    main(workspace.settings(names[0], **same, teacher=tmp_path / "cut"))
+    main(workspace.settings(names[1], **same, teacher=larger))
+    train_on(2, workspace.settings(names[2], **same, teacher=larger, **{"parallel.tensor": 2}))
+    for key in ("loss", "kl", "grad_norm"):
+        expected, alone, divided = (workspace.metrics(name, key) for name in names)
+        assert len(expected) == 2 and alone == expected
+        assert divided == pytest.approx(expected, rel=1e-4)
 
 
 ROW = {"input_ids": [5, 6], "teacher_tokens": [[], [1]], "teacher_logprobs": [[], [-0.1]]}

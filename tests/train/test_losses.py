@@ -7,6 +7,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -279,3 +280,24 @@ def test_policy_gradients(loss_type: str, level: str, beta: float, delta: float 
     else:
         ours = (each * mask).sum() / mask.sum()
     answers.compare(ours, theirs)
+
+
+@pytest.mark.parametrize("surrogate", [losses.policy_gradient, losses.cispo])
+@pytest.mark.parametrize(("advantage", "delta"), [(0.0, None), (1.0, None), (-1.0, 1.3)])
+def test_a_ratio_that_overflows_is_clipped_as_others(
+    surrogate: Any, advantage: float, delta: float | None
+) -> None:
+    """As of a sampler that writes -9999 for what it holds to be impossible."""
+    found = []
+    for apart in (50.0, 9999.0):
+        logprobs = torch.tensor([-0.5], requires_grad=True)
+        old, own = -0.5 - apart, torch.tensor([advantage])
+        each, clipped = surrogate(logprobs, logprobs - old, own, Clip(delta=delta))
+        (gradient,) = torch.autograd.grad(each.sum(), [logprobs])
+        found.append((each.item(), gradient.item(), clipped.item()))
+    assert found[1] == found[0] and np.isfinite(found[0]).all()
+
+
+def test_a_ratio_that_nothing_bounds_is_not_hidden() -> None:
+    each, _ = losses.policy_gradient(*torch.tensor([[-0.5], [9999.0], [-1.0]]))
+    assert each.item() == torch.inf

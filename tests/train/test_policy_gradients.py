@@ -13,7 +13,9 @@ import tigon
 from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
-from tigon.data.answers import advantages_of
+from tigon.data import answers
+from tigon.data.answers import RewardedEncoder, advantages_of
+from tigon.data.examples import Example
 from tigon.train import load, main
 from tigon.train.objectives import find_objective
 
@@ -90,6 +92,9 @@ def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
     main(workspace.settings(name, data=data, **own))
     expected = definition(workspace, other, kind, beta, CASES[kind])
     assert workspace.metrics(name, "loss")[0] == pytest.approx(expected, rel=2e-5, abs=1e-6)
+    rewards = np.concatenate([row["rewards"] for row in preferences.rewarded(14)])
+    assert workspace.metrics(name, "reward")[0] == pytest.approx(rewards.mean(), rel=1e-12)
+    assert workspace.metrics(name, "reward_std")[0] == pytest.approx(rewards.std(ddof=1), rel=1e-12)
 
 
 @pytest.mark.timeout(300)
@@ -104,6 +109,10 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, data, kind):
     main(workspace.settings(f"{kind}-packed", **same, batch_size=64))
     padded = {"packing": "false", "micro_batch_size": 4}
     main(workspace.settings(f"{kind}-padded", **same, batch_size=64, **padded))
+    for key in ("reward", "reward_std"):
+        expected = pytest.approx(workspace.metrics(kind, key), rel=1e-12)
+        assert workspace.metrics(f"{kind}-two", key) == expected
+        assert workspace.metrics(f"{kind}-resumed", key) == expected.expected[2:]
     for key in ("loss", "grad_norm", "kl", "clip_ratio/region_mean"):
         curve = workspace.metrics(kind, key)
         assert len(curve) == 4
@@ -125,12 +134,56 @@ def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):
     assert workspace.metrics("plain", "grad_norm")[0] > 1e-3
 
 
+@pytest.mark.parametrize("given", ["rewards", "some", "equal", "none"])
+def test_what_is_logged_of_rewards(workspace, tmp_path, given):
+    """Of the rows that have any; equal ones have no deviation, whatever rounding does."""
+    rows = preferences.rewarded(6)
+    for i, row in enumerate(rows):
+        if given == "equal":
+            row["rewards"] = [0.1] * 3
+        if given == "none" or (given == "some" and i < 4):
+            row["advantages"] = row.pop("rewards")
+    name = f"logged-{given}"
+    data = preferences.write(tmp_path / f"{given}.jsonl", rows)
+    main(workspace.settings(name, task="grpo", data=data, steps=1, batch_size=64, eval_data=data))
+    rewards = np.concatenate([row["rewards"] for row in rows if "rewards" in row] or [[np.nan]])
+    mean, deviation = rewards.mean(), rewards.std(ddof=1) if len(rewards) > 1 else np.nan
+    if given == "equal":
+        deviation = 0.0
+    for prefix in ("", "eval_"):
+        (found,) = workspace.metrics(name, f"{prefix}reward")
+        if given == "none":
+            assert found is None
+            assert workspace.metrics(name, f"{prefix}reward_std")[0] is None
+            continue
+        assert found == pytest.approx(mean, rel=1e-12)
+        (found,) = workspace.metrics(name, f"{prefix}reward_std")
+        assert found == (pytest.approx(deviation, rel=1e-12) if deviation else 0)
+
+
+def test_data_without_a_column_of_rewards_still_train(workspace, monkeypatch, tmp_path, capsys):
+    """As an earlier version has cached them."""
+    data = preferences.write(tmp_path / "old.jsonl", preferences.rewarded(6))
+    run = {"task": "grpo", "data": data, "steps": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(RewardedEncoder, "per_example", {"advantage": np.float32})
+        patch.setattr(
+            answers, "Example", lambda i, t, e: Example(i, t, {"advantage": e["advantage"]})
+        )
+        main(workspace.settings("earlier", **run))
+    capsys.readouterr()
+    main(workspace.settings("later", **run))
+    assert "data: reward is not logged: an earlier version" in capsys.readouterr().out
+    assert workspace.metrics("later", "loss") == workspace.metrics("earlier", "loss")
+    assert not workspace.metrics("later", "reward")
+
+
 def test_advantages_are_those_of_trl():
     utils = pytest.importorskip("trl.trainer.utils")
     rewards = torch.tensor([0.1, 0.7, 0.2, 1.5])
     expected = (rewards - rewards.mean()) / (utils.nanstd(rewards) + 1e-4)
     assert advantages_of(rewards.numpy()) == pytest.approx(expected.numpy(), rel=1e-5)
-    assert advantages_of(np.ones(1)).tolist() == [0.0]
+    assert advantages_of(np.full(3, 0.1)).tolist() == [0.0] * 3  # whose mean is not quite 0.1
 
 
 TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1, 0]}
@@ -141,6 +194,11 @@ TEXT = {"prompt": "the model", "completions": [" reads", " says"], "rewards": [1
     [
         ({"rewards": [1]}, "'rewards' must be a list of numbers, 2 of them"),
         ({"rewards": [1, "x"]}, "'rewards' has 'x' in it, which is no finite number"),
+        (
+            {"completions": [" reads"], "rewards": [1]},
+            "'rewards' of one answer teach nothing, as its advantage is 0: give 'advantages', or "
+            "at least two 'completions'",
+        ),
         ({"advantages": [1, 0]}, "needs either 'rewards' or 'advantages', and has both"),
         ({"rewards": None}, "needs either 'rewards' or 'advantages', and has neither"),
         ({"completions": []}, "'completions' must be a list of answers"),
@@ -155,6 +213,21 @@ def test_bad_rows_are_refused(workspace, tmp_path, changes, message):
     path = preferences.write(tmp_path / "bad.jsonl", [TEXT, TEXT | changes])
     with pytest.raises(SystemExit, match=f"bad.jsonl:2: .*{message}"):
         main(workspace.settings("bad", task="grpo", data=path, steps=1))
+
+
+def test_rows_that_teach_nothing_are_counted(workspace, tmp_path, capsys):
+    equal, zero = TEXT | {"rewards": [0.1, 0.1]}, TEXT | {"rewards": None, "advantages": [0, 0]}
+    one = TEXT | {"completions": [" reads"], "rewards": None, "advantages": [2]}
+
+    def said(name: str, *rows: dict[str, Any]) -> list[str]:
+        path = preferences.write(tmp_path / f"{name}.jsonl", list(rows))
+        main(workspace.settings(name, task="grpo", data=path, steps=1))
+        return [x for x in capsys.readouterr().out.splitlines() if "teach" in x]
+
+    told = "rows have equal rewards or advantages of 0, which teach nothing"
+    assert said("equal", TEXT, equal, one, zero) == [f"data: 2 of 4 {told}"]
+    assert said("all", equal, equal) == [f"data: 2 of 2 {told}"]
+    assert said("none", TEXT, one) == []
 
 
 @pytest.mark.parametrize(

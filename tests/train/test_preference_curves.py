@@ -1,11 +1,14 @@
 """Curves of the trainer against TRL's trainers: the same model, rows and optimizer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import tigon
 from tests.train import preferences
+from tigon.models import begin_adapter
 from tigon.train import main
 from tigon.train.objectives import losses
 
@@ -14,7 +17,8 @@ transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 
 ROWS, LR = 8, 1e-3
-STEPS, FEWER = 30, 8  # fewer of losses that differ from another one's by a formula alone
+STEPS = 30
+SEED = 7
 SAME = {"batch_size": ROWS, "micro_batch_size": ROWS, "lr": LR, "schedule": "constant"}
 
 
@@ -36,9 +40,10 @@ def theirs(
     classifier: Any = None,
     steps: int = STEPS,
     given: dict[str, Any] | None = None,
+    prepare: Callable[[Any], Any] = lambda model: model,
     **settings: Any,
 ) -> list[dict[str, float]]:
-    """What TRL logs of each step. `given`: to the trainer, besides."""
+    """What TRL logs of each step. `given`: to the trainer, besides; `prepare` wraps the model."""
     cls, path = transformers.AutoModelForCausalLM, workspace.model
     if classifier is not None:
         cls, path = transformers.AutoModelForSequenceClassification, classifier
@@ -70,7 +75,7 @@ def theirs(
         **settings,
     )
     made = trainer(
-        model=model,
+        model=prepare(model),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -81,7 +86,7 @@ def theirs(
 
 
 def assert_same(workspace: Any, run: str, rows: list[dict[str, float]], *names: str) -> None:
-    assert len(rows) in (STEPS, FEWER)
+    assert len(rows) == STEPS
     for name in ("loss", *names):
         curve = torch.tensor(workspace.metrics(run, name), dtype=torch.float64)
         expected = torch.tensor([row[name] for row in rows], dtype=torch.float64)
@@ -105,14 +110,38 @@ def test_dpo(workspace: Any, loss_type: str) -> None:
     rows = preferences.pairs(ROWS)
     smoothing = 0.1 if loss_type == "robust" else 0.0
     settings = {"beta": 0.3, "label_smoothing": smoothing, "loss_type": loss_type}
-    settings["steps"] = STEPS if loss_type == "sigmoid" else FEWER
     run = ours(workspace, f"dpo-{loss_type}", rows, task="dpo", **settings)
     found = theirs(workspace, trl.DPOTrainer, trl.DPOConfig, rows, **settings)
     assert_same(workspace, run, found, *REWARDS, "rewards/accuracies")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "ipo"])
+@pytest.mark.parametrize("more", [{}, {"rslora": True, "dora": True}], ids=["lora", "dora"])
+def test_dpo_with_an_adapter(workspace: Any, more: dict[str, Any]) -> None:
+    """Beside TRL with PEFT, which begins with our adapter; packed, each prompt computed once."""
+    peft = pytest.importorskip("peft")
+    rows, name = preferences.pairs(ROWS), f"dpo-adapter-{len(more)}"
+    settings = {"lora.rank": 8, "lora.alpha": 16} | {f"lora.{k}": v for k, v in more.items()}
+    settings |= {"task": "dpo", "packing": "true", "seq_len": 512, "batch_size": 64, "seed": SEED}
+    run = ours(workspace, name, rows, **settings)
+    model = tigon.from_pretrained(workspace.model)
+    model.add_adapter(tigon.LoraConfig(rank=8, alpha=16, **more))
+    begin_adapter(model, generator=torch.Generator().manual_seed(SEED))
+    model.save_adapter(workspace.root / f"{name}-first")
+    found = theirs(
+        workspace,
+        trl.DPOTrainer,
+        trl.DPOConfig,
+        rows,
+        prepare=lambda base: peft.PeftModel.from_pretrained(
+            base, workspace.root / f"{name}-first", is_trainable=True
+        ),
+    )
+    assert_same(workspace, run, found, *REWARDS)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "ipo", "hinge"])
 def test_cpo_and_simpo(workspace: Any, loss_type: str) -> None:
     module = pytest.importorskip("trl.experimental.cpo")
     rows = preferences.text_pairs(ROWS, 1)  # TRL's adds eos to chats too, behind their last turn
@@ -121,9 +150,8 @@ def test_cpo_and_simpo(workspace: Any, loss_type: str) -> None:
     if loss_type == "simpo":
         shared["simpo_gamma"] = 0.4
         own = {"task": "simpo", **shared}
-    steps = FEWER if loss_type == "ipo" else STEPS
-    run = ours(workspace, f"cpo-{loss_type}", rows, steps, **own)
-    shared |= {"loss_type": loss_type, "steps": steps}
+    run = ours(workspace, f"cpo-{loss_type}", rows, **own)
+    shared |= {"loss_type": loss_type}
     found = theirs(workspace, module.CPOTrainer, module.CPOConfig, rows, **shared)
     assert_same(workspace, run, found, *REWARDS, "nll_loss")
 

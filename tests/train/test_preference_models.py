@@ -35,13 +35,13 @@ def data(tmp_path) -> dict[str, Any]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("task", ["dpo", "kto", "reward", "grpo"])
 def test_experts_are_balanced_and_ranks_agree(workspace, data, tmp_path, task):
-    experts = {"output_router_logits": True, "router_aux_loss_coef": 2.0}
-    model = write_model(tmp_path / "experts", **{**EXPERTS, **experts})
+    experts = {**EXPERTS, "output_router_logits": True}
+    model = write_model(tmp_path / "experts", **experts, router_aux_loss_coef=2.0)
     same = {"task": task, "data": data[task], "steps": 2, "model": model, "max_grad_norm": 0}
     main(workspace.settings(f"experts-{task}", **same))
     train_on(2, workspace.settings(f"experts-{task}-two", **same))
-    off = {**same, "router_aux_loss_coef": 0, "steps": 1}
-    main(workspace.settings(f"experts-{task}-off", **off))
+    off = write_model(tmp_path / "off", **experts, router_aux_loss_coef=0.0)
+    main(workspace.settings(f"experts-{task}-off", **{**same, "model": off, "steps": 1}))
     curve, two, without = (
         workspace.metrics(f"experts-{task}{name}", "grad_norm") for name in ("", "-two", "-off")
     )

@@ -19,6 +19,7 @@ from tigon.train.data import may_not_fit
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import outline
 from tigon.train.objectives import find_objective
+from tigon.train.objectives.pairs import Pairs
 from tigon.train.parallel import World
 
 PAIRED = ("dpo", "cpo", "orpo")  # ipo, apo and simpo are these with other losses
@@ -85,7 +86,24 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, settings, task):
         assert_same(workspace, f"{task}-{name}", f"{task}-packed", rel=2e-4)
 
 
-def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path):
+def test_kto_of_pairs(workspace, settings, tmp_path):
+    """As of the same answers with labels, where the mismatched ones do not matter."""
+    rows = preferences.pairs(6, 5)
+    apart = [
+        {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
+        for row in rows
+        for name in ("chosen", "rejected")
+    ]
+    more = {"steps": 2, "packing": "false", "batch_size": 12}
+    for name, data in (("of-pairs", rows), ("of-labels", apart)):
+        file = preferences.write(tmp_path / f"{name}.jsonl", data)
+        main(settings(name, "kto", data=file, eval_data=file, **more))
+    for key in ("logps/chosen", "logps/rejected", "eval_logps/chosen", "eval_logps/rejected"):
+        found, expected = (workspace.metrics(name, key)[0] for name in ("of-pairs", "of-labels"))
+        assert found == pytest.approx(expected, rel=1e-5), key
+
+
+def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path, capsys):
     """A mean of no answers is not 0."""
     rows = [row | {"label": False} for row in preferences.labelled(6)]
     main(
@@ -95,6 +113,10 @@ def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path)
         assert workspace.metrics("bad-alone", key) == [None, None], key
         assert None not in workspace.metrics("bad-alone", f"eval_{key}")
     assert workspace.metrics("bad-alone", "logps/rejected")[0] < 0
+    said = [text for text in capsys.readouterr().out.splitlines() if "lr " in text]
+    assert len(said) == 2
+    for text in said:
+        assert re.search(r"rewards/chosen +-  .*rewards/margins +-  ", text) and "nan" not in text
 
 
 def test_the_first_loss_is_that_of_no_change(workspace, settings):
@@ -187,8 +209,9 @@ def test_a_reference_of_other_tokens_is_refused(workspace, settings, tmp_path):
     values = json.loads(path.read_text())
     values["added_tokens"].append(values["added_tokens"][0] | {"id": 300, "content": "<|x|>"})
     path.write_text(json.dumps(values))
+    nowhere = tmp_path / "nowhere.jsonl"  # it is said before the data are read
     with pytest.raises(SystemExit, match=r"another vocabulary: token '<\|x\|>' is 300 there"):
-        main(settings("foreign", "dpo", reference=other))
+        main(settings("foreign", "dpo", reference=other, data=nowhere))
 
 
 def test_a_stream_asks_the_reference_at_each_step(workspace, settings):
@@ -287,6 +310,36 @@ def test_long_answers_are_cut_or_left_out_and_counted(workspace, settings, tmp_p
     main(settings("enough", "dpo", data=data, seq_len=found[1], steps=1))
     said = capsys.readouterr().out
     assert "data: 5 pairs, " in said and "longer than" not in said
+
+
+def test_answers_that_are_equal_once_cut_are_left_out(
+    workspace, settings, tmp_path, capsys, monkeypatch
+):
+    """They would teach nothing, and count as pairs in which the rejected answer is as likely."""
+    same = preferences.message("assistant", "words " * 100)
+    late = preferences.pairs(1)[0] | {"chosen": same}
+    late |= {"rejected": [same[0] | {"content": same[0]["content"] + "and more"}]}
+    data = preferences.write(tmp_path / "late.jsonl", [*preferences.pairs(3), late])
+    cut = {"data": data, "max_length": 100, "seq_len": 256, "steps": 2, "save_every": 1}
+    for task, changes in (("dpo", {}), ("orpo", {"packing": "false"})):
+        main(settings(f"late-{task}", task, **cut, **changes))
+        said = capsys.readouterr().out
+        assert "data: 3 of 4 pairs, " in said and "; 0 cut, 1 left out" in said
+        assert "answer): 0 cut, 1 left out; the longest has " in said
+        assert "data: 1 pair of those left out has equal answers once they are cut\n" in said
+    main(settings("late-whole", "dpo", **cut | {"max_length": 400, "seq_len": 800}))
+    said = capsys.readouterr().out
+    assert "data: 4 pairs, " in said and "equal answers" not in said
+    source = workspace.root / "late-dpo/checkpoints/step-00000001"
+    main(settings("late-resumed", "dpo", **cut, resume=source))
+    assert "data: 3 of 4 pairs, " in capsys.readouterr().out
+    with monkeypatch.context() as earlier:  # a run of an earlier version goes on as it began
+        earlier.setattr(Pairs, "distinct", False)
+        main(settings("late-before", "dpo", **cut))
+    source = workspace.root / "late-before/checkpoints/step-00000001"
+    capsys.readouterr()
+    main(settings("late-after", "dpo", **cut, resume=source))
+    assert "data: 4 pairs, " in capsys.readouterr().out
 
 
 def test_a_stream_says_before_that_pairs_may_not_fit(world):

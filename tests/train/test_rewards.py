@@ -9,7 +9,7 @@ import tigon
 from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
-from tests.train.test_preference_curves import FEWER, ROWS, STEPS, assert_same, ours, theirs
+from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
 from tigon.cli import main as cli
 from tigon.models import MODELS, build, load_weights, materialize
 from tigon.train import main
@@ -40,10 +40,9 @@ def classifier(workspace) -> Any:
 def test_trl(workspace, classifier, center):
     trl = pytest.importorskip("trl")
     rows = [row | {"margin": i % 3 / 2} for i, row in enumerate(preferences.pairs(ROWS, 4))]
-    steps = STEPS if center else FEWER
-    own = {"task": "reward", "center_rewards_coefficient": center, "steps": steps}
+    own = {"task": "reward", "center_rewards_coefficient": center}
     run = ours(workspace, f"reward-{center}", rows, **own)
-    options = {"center_rewards_coefficient": center or None, "steps": steps}
+    options = {"center_rewards_coefficient": center or None}
     found = theirs(workspace, trl.RewardTrainer, trl.RewardConfig, rows, classifier, **options)
     assert_same(workspace, run, found, "accuracy", "margin", "mean_reward")
 
@@ -106,6 +105,25 @@ def test_ranks_packing_and_resuming_change_nothing(workspace, data, classifier):
             assert found == pytest.approx(packed, rel=2e-4, abs=1e-6), key
 
 
+@pytest.mark.timeout(300)
+def test_sequences_without_a_prompt_in_common(workspace, tmp_path):
+    """Alone in a row and packed; pairs of other tasks must have one."""
+    rows = [
+        {"chosen": f"{chosen} {prompt}", "rejected": rejected}
+        for prompt, chosen, rejected in preferences.answers(12, 6)
+        if chosen.split()[0] != rejected.split()[0]
+    ]
+    data = preferences.write(tmp_path / "whole.jsonl", rows)
+    same = {"task": "reward", "data": data, "steps": 2, "batch_size": 64}
+    main(workspace.settings("whole-packed", **same))
+    main(workspace.settings("whole-padded", **same, packing="false"))
+    for key in KEYS:
+        packed, padded = (workspace.metrics(f"whole-{name}", key) for name in ("packed", "padded"))
+        assert packed == pytest.approx(padded, rel=2e-4, abs=1e-6), key
+    with pytest.raises(SystemExit, match="chosen and rejected answer different prompts"):
+        main(workspace.settings("whole-dpo", **same | {"task": "dpo"}))
+
+
 def test_a_dry_run(workspace, data, capsys):
     main([*workspace.settings("dry", task="reward", data=data), "--dry-run"])
     assert "a step, measured: " in capsys.readouterr().out
@@ -120,7 +138,7 @@ def test_classes_are_those_of_transformers():
         assert name is not None or not hasattr(transformers, plain), kind
 
 
-def test_what_cannot_be_is_refused(workspace, data, classifier, tmp_path):
+def test_what_cannot_be_is_refused(workspace, data, classifier, tmp_path, capsys):
     granite = write_model(tmp_path / "granite", model_type="granite")
     settings = {"task": "reward", "data": data}
     with pytest.raises(SystemExit, match="transformers has no class for scores of 'granite'"):
@@ -129,6 +147,13 @@ def test_what_cannot_be_is_refused(workspace, data, classifier, tmp_path):
         main(workspace.settings("sft", model=classifier))
     with pytest.raises(SystemExit, match=r"has no use for it; leave it out, or give beta=null"):
         main(workspace.settings("beta", **settings, beta=0.1))
+    with pytest.raises(SystemExit, match=r"router_aux_loss_coef=.* task=reward has no use for"):
+        main(workspace.settings("balance", **settings, router_aux_loss_coef=0.01))
+    assert cli(["eval", "perplexity", str(classifier), str(data), "--device", "cpu"]) == 1
+    said = (
+        f"{classifier} is a reward model: it scores sequences and predicts no token, so it has no"
+    )
+    assert said in capsys.readouterr().err
     model = tigon.from_pretrained(classifier)
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="scores sequences and predicts no token"):

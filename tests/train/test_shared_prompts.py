@@ -138,6 +138,11 @@ def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys):
     assert workspace.metrics("resumed", "loss") == losses[2:]
     with pytest.raises(SystemExit, match="computed each prompt once, which now cannot be"):
         main(settings("refused", **same, resume=source, packing="false"))
+    adapter = {"lora.rank": 2, **same}
+    main(settings("adapter", **adapter))
+    other = {"resume": workspace.root / "adapter/checkpoints/step-00000002", "lora.dropout": 0.1}
+    with pytest.raises(SystemExit, match=r"adapter or model: lora.dropout 0.0 -> 0.1; give the"):
+        main(settings("other-adapter", **adapter, **other))
     twice(True)
     main(settings("before", **same))  # as an earlier version did
     twice(False)

@@ -1,12 +1,13 @@
 """Prompts with answers to examples: sequences of which the answers alone are learned."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.encoders import FormatEncoder, words_of_template
+from tigon.data.encoders import FormatEncoder, unread_by_template, words_of_template
 from tigon.data.examples import SUPERVISED, Example
 from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
 from tigon.data.preferences import Prompted, as_labelled, as_pair, as_rewarded, number
@@ -40,11 +41,11 @@ class AnswerEncoder(FormatEncoder):
                 assert isinstance(ids, list)
                 return ids
 
-            prompt = encode(said.prompt, add_generation_prompt=True)
+            prompt = [] if said.whole else encode(said.prompt, add_generation_prompt=True)
             whole = [encode([*said.prompt, *answer]) for answer in said.answers]
         else:
             assert isinstance(said.prompt, str)
-            prompt = tokenizer.encode(said.prompt)
+            prompt = [] if said.whole else tokenizer.encode(said.prompt)
             texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
             whole = [self.ended(tokenizer.encode(text)) for text in texts]
         shared = min(common(prompt, ids) for ids in whole)
@@ -59,7 +60,7 @@ class AnswerEncoder(FormatEncoder):
 
     def ignored(self, row: Row, form: Format) -> set[str]:
         """Those of messages too, as "chosen.KEY"."""
-        found = super().ignored(row, form)
+        found = super().ignored(row, form) | unread_by_template(row, form, self.read_in_messages)
         known = self.read_in_messages
         for name in KEYS:
             messages = form.get(row, name)
@@ -72,18 +73,26 @@ class AnswerEncoder(FormatEncoder):
 class PairEncoder(AnswerEncoder):
     """Pairs: a group of the chosen answer and the rejected one, each after the prompt.
 
-    `margin`: a column of what the row says of by how much the one is better.
+    `margin`: a column of what the row says of by how much the one is better. `of_one_prompt`: a
+    pair without a prompt in common is an error; otherwise its sequences are learned whole.
     """
 
     formats = PAIRS
 
     def __init__(
-        self, tokenizer: Tokenizer, *, margin: bool = False, skip_bad_rows: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        margin: bool = False,
+        of_one_prompt: bool = True,
+        skip_bad_rows: bool = False,
     ) -> None:
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.of_one_prompt = of_one_prompt
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
+        # Not of_one_prompt: rows that are no error without it are the same with it
         return {"eos": self.eos, "margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, form: Format) -> set[str]:
@@ -91,7 +100,7 @@ class PairEncoder(AnswerEncoder):
         return super().ignored(row, form) | unread
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
-        prompt, both = self.tokens(as_pair(row, form))
+        prompt, both = self.tokens(as_pair(row, form, of_one_prompt=self.of_one_prompt))
         if both[0] == both[1]:
             raise ValueError("chosen and rejected are the same tokens")
         values: Mapping[str, float] = {}
@@ -101,19 +110,30 @@ class PairEncoder(AnswerEncoder):
 
 
 class LabelledEncoder(AnswerEncoder):
-    """Answers that are desired or not, as for KTO.
+    """Answers that are desired or not, as for KTO. A row of a pair has one of each.
 
     Each is in a group with a second sequence: the row's prompt with the answer of the row before
-    it, from which the divergence from the reference is estimated. The first row of a block (about
-    a megabyte of a file) has the last one's answer. A row that is alone in its block has none. So
-    pairs depend on the file alone, and on no batch and no rank.
+    it, of a pair the one of its own kind, from which the divergence from the reference is
+    estimated. The first row of a block (about a megabyte of a file) has the last one's answer. A
+    row that is alone in its block has none. So what goes together depends on the file alone, and on
+    no batch and no rank.
     """
 
-    formats = LABELLED
+    formats = (*LABELLED, *PAIRS)
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def options(self) -> dict[str, Any]:
         return {"eos": self.eos}
+
+    def told(self, row: Row, form: Format) -> Format:
+        """A row with the keys of both formats is an answer with its label."""
+        try:
+            return form.told(row, LABELLED)
+        except ValueError:
+            return form.told(row, self.formats)
+
+    def ignored(self, row: Row, form: Format) -> set[str]:
+        return super().ignored(row, form) | ({form.key("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], form: Format) -> Iterator[Sequence[Example] | ValueError]:
         encoded = [self._attempt(row, form) for row in rows]
@@ -123,36 +143,51 @@ class LabelledEncoder(AnswerEncoder):
             if isinstance(found, ValueError):
                 yield found
                 continue
-            prompt, ids, label = found
-            group = [self.example(ids, prompt, desired=label, matched=True)]
-            other_prompt, other, _ = before[id(found)]
-            if len(good) > 1:
-                mixed = [*ids[:prompt], *other[other_prompt:]]
-                group.append(self.example(mixed, prompt, desired=label, matched=False))
-            yield group
+            examples = []
+            for own, (other_prompt, other, _) in zip(found, before[id(found)], strict=True):
+                prompt, ids, label = own
+                examples.append(self.example(ids, prompt, desired=label, matched=True))
+                if len(good) > 1:
+                    mixed = [*ids[:prompt], *other[other_prompt:]]
+                    examples.append(self.example(mixed, prompt, desired=label, matched=False))
+            yield examples
 
-    def _attempt(self, row: Row, form: Format) -> tuple[int, list[int], bool] | ValueError:
+    def together(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
+        """Each answer with its mismatched one: a pair's two need not share a micro-batch."""
+        starts = [i for i, example in enumerate(examples) if example.per_example["matched"]]
+        ends = [*starts[1:], len(examples)]
+        return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
+
+    def _attempt(self, row: Row, form: Format) -> list[tuple[int, list[int], bool]] | ValueError:
+        """Of each answer of the row how many tokens its prompt has, both, and its label."""
+        found = []
         try:
-            said, label = as_labelled(row, form)
-            prompt, (ids,) = self.tokens(said)
+            if form.kind in PAIRS:
+                said, labels = as_pair(row, form), [True, False]
+            else:
+                said, label = as_labelled(row, form)
+                labels = [label]
+            for answer, label in zip(said.answers, labels, strict=True):
+                prompt, (ids,) = self.tokens(replace(said, answers=(answer,)))
+                found.append((prompt, ids, label))
         except ValueError as error:
             return error
         except RecursionError:
             return ValueError("is nested too deeply")
-        return prompt, ids, label
+        return found
 
 
 class RewardedEncoder(AnswerEncoder):
     """Answers of a policy to a prompt, with the advantage that each has over the row's others.
 
     A row's rewards become advantages as in GRPO (arXiv 2402.03300): less their mean and, with
-    `scale`, over their standard deviation. Log-probabilities by the policy that gave the answers
-    are a column, NaN where the row has none.
+    `scale`, over their standard deviation. They are a column, too, and so are log-probabilities by
+    the policy that gave the answers; NaN where the row has none.
     """
 
     formats = REWARDED
     per_token = SUPERVISED | {"old_logprobs": np.float32}
-    per_example = {"advantage": np.float32}
+    per_example = {"advantage": np.float32, "reward": np.float64}
     grouped = False
 
     def __init__(self, tokenizer: Tokenizer, *, scale: bool = True, skip_bad_rows: bool = False):
@@ -169,30 +204,33 @@ class RewardedEncoder(AnswerEncoder):
         else:
             prompt, whole = self.tokens(given.said)
         values = np.array(given.values)
-        advantages = values if given.are_advantages else advantages_of(values, scale=self.scale)
+        advantages, rewards = values, np.full(len(values), np.nan)
+        if not given.are_advantages:
+            advantages, rewards = advantages_of(values, scale=self.scale), values
         examples = []
         for i, ids in enumerate(whole):
             old = np.full(len(ids), np.nan)
             if given.old_logprobs is not None:
-                own = given.old_logprobs[i]
-                if len(own) != len(ids) - prompt:
+                theirs = given.old_logprobs[i]
+                if len(theirs) != len(ids) - prompt:
                     raise ValueError(
-                        f"{form.key('old_logprobs')!r} has {len(own)} numbers for the "
+                        f"{form.key('old_logprobs')!r} has {len(theirs)} numbers for the "
                         f"{len(ids) - prompt} tokens of answer {i}: give completions as the tokens "
                         "that they are of"
                     )
-                old[prompt:] = own
+                old[prompt:] = theirs
             columns = {"supervised": np.arange(len(ids)) >= prompt, "old_logprobs": old}
-            examples.append(Example(ids, columns, {"advantage": advantages[i]}))
+            own = {"advantage": advantages[i], "reward": rewards[i]}
+            examples.append(Example(ids, columns, own))
         return examples
 
 
 def advantages_of(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """Of the answers to one prompt."""
+    """Of the answers to one prompt; exactly 0 where all rewards are equal."""
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
-    if not scale or len(rewards) < 2:
-        return centred
-    return centred / (rewards.std(ddof=1) + 1e-4)
+    return centred / (rewards.std(ddof=1) + 1e-4) if scale else centred
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ from tigon.data.examples import Encoder, Examples
 from tigon.data.store import Store, Stored
 from tigon.data.usage import Cleaned, clean, lock, looking, note
 from tigon.data.workers import Pool
+from tigon.paths import expanded
 
 PARTIAL = ".partial"
 EVERY = 10.0  # seconds between two lines of progress
@@ -29,7 +30,7 @@ EVERY = 10.0  # seconds between two lines of progress
 
 def cache_root() -> Path:
     chosen = os.environ.get("TIGON_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache/tigon"
+    return expanded(chosen) if chosen else Path.home() / ".cache/tigon"
 
 
 def tokenised(

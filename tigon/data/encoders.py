@@ -41,7 +41,7 @@ class FormatEncoder(Encoder):
             try:
                 if isinstance(row, ValueError):
                     raise row
-                form = source.format.told(row, self.formats)
+                form = self.told(row, source.format)
                 return source.as_format(self.begin(row, form))
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)
@@ -50,6 +50,10 @@ class FormatEncoder(Encoder):
                 if not self.skip_bad_rows or tried == TRIED:
                     raise first from error
         raise first or ValueError(f"{source.name} has no rows")
+
+    def told(self, row: Row, form: Format) -> Format:
+        """The format of a row, one of `formats`; ValueError if none or several fit."""
+        return form.told(row, self.formats)
 
     def begin(self, row: Row, form: Format) -> Format:
         """The format of a source with this first row."""
@@ -152,7 +156,7 @@ class ChatEncoder(FormatEncoder):
 
     def ignored(self, row: Row, form: Format) -> set[str]:
         """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
-        found = super().ignored(row, form)
+        found = super().ignored(row, form) | unread_by_template(row, form, self.read_in_messages)
         known = self.read_in_messages
         if form.kind == "sharegpt":
             known = known - {"role", "content"} | {"from", "value"}
@@ -198,6 +202,15 @@ def words_of_template(tokenizer: Tokenizer) -> set[str]:
     texts = template.values() if isinstance(template, dict) else [template]
     words = set(re.findall(r"\w+", " ".join(texts)))
     return words | set(REASONING) if words & set(REASONING) else words
+
+
+def unread_by_template(row: Row, form: Format, words: set[str]) -> set[str]:
+    """What a row gives to the chat template, of these words, that it does not have."""
+    tools, variables = form.key("tools"), form.key("chat_template_kwargs")
+    given = row.get(variables)
+    found = {f"{variables}.{key}" for key in (given if isinstance(given, dict) else {})}
+    found = {name for name in found if name.rpartition(".")[2] not in words}
+    return found | ({tools} if row.get(tools) and "tools" not in words else set())
 
 
 def weighted(ids: list[int], weights: np.ndarray) -> Sequence[Example]:

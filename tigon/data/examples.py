@@ -21,7 +21,7 @@ from tigon.json_file import escaped
 SUPERVISED = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
 # say nothing else have no such column.
-FILLS = {"loss_weights": 1.0}
+FILLS = {"loss_weights": 1.0, "reward": np.nan}
 WEIGHTED = {**SUPERVISED, "loss_weights": np.float32}
 NONE: Mapping[str, Any] = MappingProxyType({})
 NAMED = 5  # bad rows that a report shows
@@ -176,6 +176,10 @@ class Encoder:
             except RecursionError:
                 yield ValueError("is nested too deeply")
 
+    def together(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
+        """Those of a row, parted into groups."""
+        return [examples] if self.grouped else [[example] for example in examples]
+
     def ignored(self, row: Row, form: Format) -> set[str]:
         """The keys of a row that are not read."""
         return set()
@@ -200,7 +204,7 @@ class Encoder:
                     raise ValueError(message) from examples
                 report += Report(skipped=1, errors=(message,))
             elif examples:
-                groups += [(line, examples)] if self.grouped else [(line, [e]) for e in examples]
+                groups += [(line, own) for own in self.together(examples)]
             else:
                 report += Report(unlearned=1)
         report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored))
@@ -239,7 +243,8 @@ def join(pieces: Sequence[Examples]) -> Examples:
     def column(piece: Examples, kind: str, name: str) -> np.ndarray:
         if name in getattr(piece, kind) or name not in FILLS:
             return getattr(piece, kind)[name]
-        return np.full(len(piece.tokens), FILLS[name], dtype=np.float32)
+        count = len(piece.tokens) if kind == "per_token" else len(piece)
+        return np.full(count, FILLS[name], dtype=np.float32)
 
     grouped = any(piece.groups is not None for piece in pieces)
     return Examples(

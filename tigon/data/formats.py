@@ -7,10 +7,11 @@ import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
+Asked = TypeVar("Asked", str, Messages, str | Messages)
 
 CHATS = ("messages", "sharegpt", "prompt_completion", "instruction")
 TEXTS = ("text",)
@@ -28,16 +29,19 @@ REQUIRED = {
     "completions": ("prompt", "completions"),
     "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
 }
+# Earlier versions left system out of these: rows that have it are others than in their caches
+LATE_SYSTEM = ("prompt_completion", *PAIRS, *LABELLED, *REWARDED)
+GIVEN = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
     "sharegpt": ("tools", "system", "weight", "chat_template_kwargs"),
-    "prompt_completion": ("tools", "weight", "chat_template_kwargs"),
+    "prompt_completion": ("tools", "system", "weight", "chat_template_kwargs"),
     "instruction": ("input", "system", "weight", "chat_template_kwargs"),
     "text": ("weight",),
-    "preference": ("prompt", "margin", "tools", "chat_template_kwargs"),
-    "unpaired": ("tools", "chat_template_kwargs"),
+    "preference": ("prompt", "margin", *GIVEN),
+    "unpaired": GIVEN,
     "distributions": ("completion_mask",),
-    "completions": ("rewards", "advantages", "old_logprobs", "tools", "chat_template_kwargs"),
+    "completions": ("rewards", "advantages", "old_logprobs", *GIVEN),
 }
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
 OTHER_NAMES = {"messages": "conversations"}  # under which a key is found without `columns`
@@ -68,9 +72,8 @@ ROLES = {
 
 RESERVED = {  # no variables of a chat template, but arguments of the functions that take them
     *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("padding", "truncation"),
-    *("messages", "tools", "documents", "train_on", "weights", "chat_template"),
-    *("add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
+    *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
 }
 
 
@@ -119,17 +122,21 @@ class Format:
             mapped = [kind for kind in fits if self.columns.keys() & set(REQUIRED[kind])]
             fits = mapped or fits
         if len(fits) == 1 and fits[0] in accepted:
-            return replace(form, kind=fits[0])
+            late = {"system": "system"} if "system" in row and fits[0] in LATE_SYSTEM else {}
+            return replace(form, columns=late | columns, kind=fits[0])
         expected = "; ".join(f"{kind}: {EXPLAINED[kind]}" for kind in accepted)
         if fits:
             raise ValueError(
                 f"its keys {_names(row)} fit several formats: say which with "
                 f"format={' or format='.join(fits)}"
             )
+        needed = [form.key(ours) for kind in accepted for ours in REQUIRED[kind]]
+        if nulls := [key for key in needed if key in row and row[key] is None]:
+            raise ValueError(f"{nulls[0]!r} is null: needs {expected}")
         elsewhere = [kind for kind in REQUIRED if kind not in accepted and form._fits(row, kind)]
         if self.kind is None and elsewhere:
             task = TASKS.get(elsewhere[0], "sft")
-            raise ValueError(f"its keys {_names(row)} are those of task={task}")
+            raise ValueError(f"its keys {_names(row)} are those of task={task}; needs {expected}")
         raise ValueError(
             f"needs the keys of one of the formats {expected}; its keys are {_names(row)}; "
             + self._about_columns()
@@ -191,18 +198,20 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
     if form.kind == "prompt_completion":
         prompt, completion = form.get(row, "prompt"), form.get(row, "completion")
         if not isinstance(prompt, list) and not isinstance(completion, list):
-            return Text(_text(row, form, "completion"), _text(row, form, "prompt"), weight)
-        asked, said = _list(row, form, "prompt"), _list(row, form, "completion")
+            prompt = with_system(_text(row, form, "prompt"), row, form)
+            return Text(_text(row, form, "completion"), prompt, weight)
+        asked = with_system(_list(row, form, "prompt"), row, form)
+        said = _list(row, form, "completion")
         if not said:
             raise ValueError(f"{form.key('completion')!r} has no message")
         messages = [*asked, *said]
     elif form.kind == "instruction":
-        messages = _instruction(row, form)
+        messages = with_system(_instruction(row, form), row, form)
     else:
         messages = _list(row, form, "messages")
         if form.kind == "sharegpt":
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
-    messages = _with_system(messages, row, form)
+        messages = with_system(messages, row, form)
     weights = [_message_weight(i, message) for i, message in enumerate(messages)]
     messages = [
         {k: v for k, v in message.items() if k not in ("weight", "train")}
@@ -235,10 +244,13 @@ def _instruction(row: Row, form: Format) -> Messages:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
 
 
-def _with_system(messages: Messages, row: Row, form: Format) -> Messages:
-    if "system" not in OPTIONAL[form.kind or ""] or not form.get(row, "system"):
+def with_system(messages: Asked, row: Row, form: Format) -> Asked:
+    """Behind the row's system message, if any; ValueError if there are two, or for a text."""
+    if not form.get(row, "system"):
         return messages
     system = _text(row, form, "system")
+    if isinstance(messages, str):
+        raise ValueError(f"{form.key('system')!r} needs a prompt of messages, not a text")
     if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
         raise ValueError(f"has both a key {form.key('system')!r} and a message of the system")
     return [{"role": "system", "content": system}, *messages]

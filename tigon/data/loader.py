@@ -254,8 +254,9 @@ class Loader:
                 self._epochs.append(len(self._places))
 
     def _of(self, epoch: int) -> list[Place]:
-        ends = [*self._epochs[1:], len(self._places)]
-        return self._places[self._epochs[epoch] : ends[epoch]]
+        last = epoch == len(self._epochs) - 1
+        end = len(self._places) if last else self._epochs[epoch + 1]
+        return self._places[self._epochs[epoch] : end]
 
     def _steps(self, epoch: int) -> int:
         return -(-self._of(epoch)[-1].end // self.batch_size)

@@ -25,6 +25,7 @@ class Lost:
     cut_to_row: int = 0  # groups that do not fit into a row
     left_by_row: int = 0
     unlearned: int = 0  # groups left out in which nothing is to be learned, however long the rows
+    alike: int = 0  # of those left out by a limit, groups whose examples it would make equal
     longest: int = 0  # tokens of the longest example
     needed: int = 0  # tokens of a row into which every group fits
 
@@ -107,6 +108,7 @@ def whole(
     most: int | None = None,
     share: bool = False,
     least: float = LEAST_SHARED,
+    distinct: bool = False,
 ) -> Rows:
     """Rows of unsplit groups of examples: best-fit decreasing when packing, otherwise one a row.
 
@@ -114,7 +116,7 @@ def whole(
     each example by itself. The examples of one that does not are cut to the same length, the most
     with which it does. Without `truncate` groups that would be cut are left out. A group is also
     left out if one of its examples has no supervised token after its first, and so nothing to
-    learn.
+    learn; with `distinct` also if its examples are equal once they are cut.
 
     With `share`, packed examples of a group leave out the prompt that they begin with, up to its
     last token, but for the first one: its prompt is that of all. Not where that is less than the
@@ -137,18 +139,23 @@ def whole(
 
     known = np.minimum.reduceat(window.targets, first) > 0
     reached = learns(lengths > bounded) & (truncate | ~long)
+    alike = _alike(window.corpus, spans, sizes, reached & long & distinct)
+    reached &= ~alike
     ends = bounded.copy()
     if over.any():
         some = np.repeat(over, sizes)
         ends[some] = _shortened(bounded[some], shared[some], sizes[over], seq_len, together)
         spans[:, 1] = starts + ends
-    keep = learns(ends < bounded) & (truncate | ~(long | over))
+    keep = reached & learns(ends < bounded) & (truncate | ~(long | over))
+    by_row = _alike(window.corpus, spans, sizes, keep & over & distinct)
+    keep &= ~by_row
     lost = Lost(
         cut_to_most=int((keep & long & ~over).sum()),
         left_by_most=int((known & ~reached).sum()),
         cut_to_row=int((keep & over).sum()),
         left_by_row=int((reached & ~keep).sum()),
         unlearned=int((~known).sum()),
+        alike=int((alike | by_row).sum()),
         longest=int(lengths.max(initial=0)),
         needed=int(needed[reached].max(initial=0)),
     )
@@ -174,6 +181,17 @@ def _shortened(
         fits = together.reduceat(held, first) <= seq_len
         low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     return np.minimum(lengths, np.repeat(low, sizes))
+
+
+def _alike(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """bool [G], which of the groups that are `asked` about, bool [G], have equal examples."""
+    alike, first = np.zeros_like(asked), np.cumsum(sizes) - sizes
+    for group in np.flatnonzero(asked).tolist():
+        own = spans[first[group] : first[group] + sizes[group]]
+        if len(own) > 1 and np.ptp(np.diff(own)) == 0:
+            ids = [examples.tokens[start:stop] for examples, start, stop in corpus.slices(own)]
+            alike[group] = all(np.array_equal(ids[0], other) for other in ids[1:])
+    return alike
 
 
 def _packed(

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from tigon.data.formats import Format, Messages, Row, kind_of, template_variables, tools_of
+from tigon.data.formats import (
+    Format,
+    Messages,
+    Row,
+    kind_of,
+    template_variables,
+    tools_of,
+    with_system,
+)
 
 Said = str | Messages  # a text, or messages
 LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
@@ -25,17 +33,20 @@ class Prompted:
     answers: tuple[Said, ...]
     tools: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template
+    whole: bool = False  # all of the answers is learned: there is no prompt
 
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list)
 
 
-def as_pair(row: Row, form: Format) -> Prompted:
+def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
     """A row of the format preference: its chosen and its rejected answer; ValueError if bad.
 
-    Without a prompt, it is what both begin with. A prompt that is a text, of answers that are whole
-    conversations (as in UltraFeedback), has to be what these ask.
+    Without a prompt, it is what both begin with; if they answer none together it is an error, or
+    without `of_one_prompt` an empty prompt. A prompt that is a text, of answers that are whole
+    conversations (as in UltraFeedback), has to be what these ask; one of messages may stand at the
+    beginning of both answers again.
     """
     chosen, rejected = (_said(row, form, name) for name in ("chosen", "rejected"))
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -54,9 +65,18 @@ def as_pair(row: Row, form: Format) -> Prompted:
     if chosen == rejected:
         raise ValueError(f"{form.key('chosen')!r} and {form.key('rejected')!r} are equal")
     if whole:
-        shared, chosen, rejected = split_prompt(chosen, rejected)
-        _check_shared(prompt, shared, (chosen, rejected))
-        prompt = shared
+        shared, *rest = split_prompt(chosen, rejected)
+        if prompt is None and not of_one_prompt and not _answer(shared, rest):
+            for name, said in (("chosen", chosen), ("rejected", rejected)):
+                _check_content(form.key(name), said)
+            both = (with_system(chosen, row, form), with_system(rejected, row, form))
+            tools, variables = tools_of(row, form), template_variables(row, form)
+            return Prompted(type(shared)(), both, tools, variables, whole=True)
+        _check_shared(prompt, shared, rest)
+        prompt, (chosen, rejected) = shared, rest
+    elif _repeat(prompt, (chosen, rejected)):
+        assert prompt is not None
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     assert prompt is not None
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         _check_answer(form.key(name), answer)
@@ -77,12 +97,14 @@ def split_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
 def as_labelled(row: Row, form: Format) -> tuple[Prompted, bool]:
     """A row of the format unpaired: one answer, and whether it is desired."""
     label = form.get(row, "label")
-    if not isinstance(label, bool):
-        raise ValueError(f"{form.key('label')!r} must be true or false, not {label!r:.100}")
+    if type(label) not in (bool, int) or label not in (0, 1):
+        raise ValueError(
+            f"{form.key('label')!r} must be true or false, or 1 or 0, not {label!r:.100}"
+        )
     prompt, answer = _said(row, form, "prompt"), _said(row, form, "completion")
     _check_alike(form, "completion", prompt, answer)
     _check_answer(form.key("completion"), answer)
-    return _prompted(row, form, prompt, (answer,)), label
+    return _prompted(row, form, prompt, (answer,)), bool(label)
 
 
 @dataclass(frozen=True)
@@ -110,6 +132,11 @@ def as_rewarded(row: Row, form: Format) -> Rewarded:
         )
     count = len(answers)
     values = _numbers(form.get(row, given[0]), form.key(given[0]), count)
+    if given == ["rewards"] and count == 1:
+        raise ValueError(
+            f"{form.key('rewards')!r} of one answer teach nothing, as its advantage is 0: give "
+            f"{form.key('advantages')!r}, or at least two {form.key('completions')!r}"
+        )
     old = form.get(row, "old_logprobs")
     name = form.key("old_logprobs")
     if old is not None:
@@ -181,7 +208,8 @@ def number(row: Row, form: Format, name: str, missing: float) -> float:
 
 
 def _prompted(row: Row, form: Format, prompt: Said, answers: tuple[Said, ...]) -> Prompted:
-    return Prompted(prompt, answers, tools_of(row, form), template_variables(row, form))
+    asked = with_system(prompt, row, form)
+    return Prompted(asked, answers, tools_of(row, form), template_variables(row, form))
 
 
 def _said(row: Row, form: Format, name: str) -> Said:
@@ -203,9 +231,15 @@ def _check_alike(form: Format, name: str, prompt: Said, answer: Said) -> None:
 
 def _check_shared(given: Said | None, shared: Said, answers: Sequence[Said]) -> None:
     """That two whole texts or conversations answer one prompt, and the row's own if it has one."""
+    if not shared and given is not None:
+        raise ValueError(
+            f"the prompt {given!r:.100} is a text, and no message that chosen and rejected "
+            "begin with: make it a list of messages too"
+        )
     if not shared:
         raise ValueError(
-            "chosen and rejected answer different prompts: they have no beginning in common"
+            "chosen and rejected answer different prompts: they have no beginning in common, and "
+            "the row has no prompt; columns={prompt: NAME} says which key it is"
         )
     if isinstance(shared, str):
         return
@@ -222,18 +256,36 @@ def _check_shared(given: Said | None, shared: Said, answers: Sequence[Said]) -> 
         )
 
 
+def _answer(prompt: Said, rest: Sequence[Said]) -> bool:
+    """Whether what is left of two texts or conversations answers what both begin with."""
+    if not prompt or not all(rest):
+        return False
+    return all(isinstance(said, str) or _role(said[0]) == "assistant" for said in rest)
+
+
+def _repeat(prompt: Said | None, answers: Sequence[Said]) -> bool:
+    """Whether the answers are whole conversations, which begin with a prompt of messages."""
+    if not isinstance(prompt, list) or not prompt or _role(prompt[0]) not in ("user", "system"):
+        return False
+    return all(answer[: len(prompt)] == prompt for answer in answers)
+
+
 def _check_answer(name: str, answer: Said) -> None:
+    _check_content(name, answer)
+    if isinstance(answer, list) and _role(answer[0]) in ("user", "system"):
+        raise ValueError(
+            f"{name!r} begins with a message of {_role(answer[0])!r}: an answer is the "
+            "assistant's (leave the prompt out where both have it)"
+        )
+
+
+def _check_content(name: str, answer: Said) -> None:
     if isinstance(answer, str):
         if not answer:
             raise ValueError(f"{name!r} has no answer: it is empty behind the prompt")
         return
     if not answer:
         raise ValueError(f"{name!r} has no answer: no message follows the prompt")
-    if _role(answer[0]) in ("user", "system"):
-        raise ValueError(
-            f"{name!r} begins with a message of {_role(answer[0])!r}: an answer is the "
-            "assistant's (leave the prompt out where both have it)"
-        )
     for message in answer:
         if isinstance(message, dict) and _role(message) == "assistant" and not _says(message):
             raise ValueError(f"{name!r} has an answer without content")

@@ -10,6 +10,7 @@ from tigon.data.blocks import Block, Rows, Source
 from tigon.data.formats import Format
 from tigon.data.lines import COMPRESSED, JsonFile, TextFile
 from tigon.data.tables import ArrowFile, HubDataset, ParquetFile, SavedDataset, is_saved
+from tigon.paths import expanded
 
 __all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
 
@@ -54,7 +55,7 @@ def find_sources(
 
 
 def _find(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
+    path = expanded(pattern)
     found = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
     if not found:
         hint = ""

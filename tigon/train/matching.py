@@ -18,11 +18,15 @@ def check_context(config: Config, source: Path | None = None) -> None:
     """ValueError for sequences that are longer than what the model can read. Before they are made:
     that may take long, and a cache for such a run would be of no use.
     """
-    context = context_of(config, source)
+    check_longest(config, context_of(config, source), "the model")
+
+
+def check_longest(config: Config, context: int, whose: str) -> None:
+    """ValueError for sequences of more than `context` tokens, which a model reads at most."""
     name = "seq_len" if config.max_length is None else "max_length"
     if (longest := min(config.seq_len, config.max_length or config.seq_len)) > context:
         raise ValueError(
-            f"{name}={longest} is more than the model's context of {context} tokens "
+            f"{name}={longest} is more than {whose}'s context of {context} tokens "
             f"(max_position_embeddings): set {name}={context} or less"
         )
 

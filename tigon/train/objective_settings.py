@@ -81,7 +81,11 @@ class ObjectiveSettings:
     max_completion_length: int | None = option(
         None, "tokens of an answer that dr_grpo divides by", least=1
     )
-    teacher: str = option("", "the model that distill learns from: a directory or a repository")
+    teacher: str = option(
+        "",
+        "the model that distill learns from: a directory or a repository; empty: the rows have "
+        "its distributions",
+    )
     temperature: float = option(  # its square is a factor of the loss
         1.0, "by which distill divides the logits of both", least=0, most=LARGEST**0.5
     )

@@ -27,7 +27,9 @@ def decide(objective: Objective, source: Path | None) -> str | None:
         return None
     reason = _obstacle(objective.config, source)
     if source is not None and not checkpoint.is_legacy(source):
-        if not checkpoint.facts(source).get("share_prompts", False):
+        began = checkpoint.facts(source)
+        objective.distinct = began.get("distinct", False)  # earlier versions kept equal answers
+        if not began.get("share_prompts", False):
             reason = reason or f"{source} is of a run that did not"
         elif reason is not None:
             raise ValueError(

@@ -6,6 +6,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,8 @@ from tigon.models import CausalLM, CausalLMOutput, aux_loss_coef
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
-from tigon.train.frozen import load_frozen
-from tigon.train.model import build_model
+from tigon.train.frozen import check_frozen, load_frozen, outline_of
+from tigon.train.model import build_model, outline
 from tigon.train.objectives.base import Inputs, Objective
 from tigon.train.parallel import World, reshard
 
@@ -53,8 +54,11 @@ class Answers(Objective):
                 f"loss_type={config.loss_type} of task={config.task} is not one of "
                 f"{', '.join(self.losses)}"
             )
-        self.tokenizer: Tokenizer | None = None
         self.live: Callable[[Inputs], Tensor] | None = None
+
+    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+        if path := self.config.reference:
+            check_frozen(self.config, path, tokenizer)
 
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
@@ -99,6 +103,17 @@ class Answers(Objective):
         else:
             self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
+    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        config = self.config
+        if not (self.refers and config.streaming) or self._keeps_to_base(model):
+            return None
+        if config.reference:
+            other = outline_of(config.reference, dtype)
+        else:
+            other = outline(config, getattr(torch, config.param_dtype))
+        self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
+        return other
+
     def _keeps_to_base(self, model: CausalLM) -> bool:
         return model.active_adapter is not None and not self.config.reference
 
@@ -107,7 +122,7 @@ class Answers(Objective):
         config, world = self.config, self.world
         with world.together():
             if config.reference:
-                other = load_frozen(config, world, config.reference, self.tokenizer)
+                other = load_frozen(config, world, config.reference)
             else:
                 other = build_model(config, world).requires_grad_(False).eval()
         return other

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
+from tigon.data.mixture import Corpus
 from tigon.data.packing import LEAST_SHARED
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
@@ -65,6 +67,7 @@ class Objective:
     # Whether the examples of a group begin with one prompt and are computed in one pass
     one_prompt: ClassVar[bool] = False
     share_prompts = False  # to compute it once; `sharing.decide` says
+    distinct = False  # whether a group is left out whose examples are equal once they are cut
     per_token: ClassVar[Mapping[str, torch.dtype]] = {}
     per_example: ClassVar[Mapping[str, torch.dtype]] = {}
 
@@ -90,6 +93,10 @@ class Objective:
             without = f"; leave it out, or give {name}={json.dumps(default)}"
             raise ValueError(f"{name}={value!r}: task={task} has no use for it{hint}{without}")
 
+    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+        """Called before the data are read, where the run goes on from `source`. ValueError for
+        another model that must run beside the run's, and does not go with it."""
+
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """What makes examples of the data's rows, with all columns that the loss reads."""
         raise NotImplementedError
@@ -105,7 +112,12 @@ class Objective:
             most=config.max_length,
             share=self.share_prompts,
             least=least_shared,
+            distinct=self.distinct,
         )
+
+    def notes(self, corpus: Corpus) -> list[str]:
+        """What else a person should know of the data before training, a line each."""
+        return []
 
     def begin(self, model: CausalLM) -> None:
         """Called once, before the first step, when all of the model's settings are made."""
@@ -116,6 +128,12 @@ class Objective:
 
     def rehearse(self, model: CausalLM) -> None:
         """Called in place of `open` by whoever times a few steps whose losses do not matter."""
+
+    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        """Called in place of `open` by estimates of memory, on the meta device: the frozen model
+        that runs beside `model` in every step, which the passes that follow call. None: no model
+        does. `dtype`: of the computation. ValueError for one that does not go with `model`."""
+        return None
 
     def setting(self, name: str, *, training: bool) -> Any:
         """One of TWINS, as it is in training or in evaluation."""

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from torch import Tensor
 
 from tigon.data import ChatEncoder, Encoder, Loader, TopEncoder
 from tigon.kernels.criteria import KL, Criterion, CrossEntropy
-from tigon.models import Batch, CausalLM
+from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.frozen import load_frozen
+from tigon.train.frozen import check_frozen, load_frozen, outline_of
+from tigon.train.model import outline
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.parallel import World
+from tigon.weights import Repository
 
 
 class Distill(CrossEntropyObjective):
@@ -57,10 +60,14 @@ class Distill(CrossEntropyObjective):
                 )
         self.scale = (1 - self.weight) * config.temperature**2
         self.teacher: CausalLM | None = None
-        self.tokenizer: Tokenizer | None = None
+
+    def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
+        if path := self.config.teacher:
+            check_frozen(self.config, path, tokenizer)
+            model = outline(self.config, torch.float32, source)
+            self._check_size(model, max(tokenizer.backend.get_vocab().values()))
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        self.tokenizer = tokenizer
         skip = self.config.bad_rows == "skip"
         if not self.config.teacher:
             return TopEncoder(tokenizer, skip_bad_rows=skip)
@@ -76,13 +83,31 @@ class Distill(CrossEntropyObjective):
         if not path:
             return
         with world.together():
-            self.teacher = load_frozen(self.config, world, path, self.tokenizer)
-            own, other = model.config.vocab_size, self.teacher.config.vocab_size
-            if own != other:
-                raise ValueError(
-                    f"teacher={path} has a vocabulary of {other} tokens, and the model one of "
-                    f"{own}: distributions over both cannot be compared"
-                )
+            size = model.config.vocab_size
+            self.teacher = load_frozen(self.config, world, path, vocab_size=size)
+
+    def outline_beside(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        if path := self.config.teacher:
+            self.teacher = outline_of(path, dtype, vocab_size=model.config.vocab_size)
+        return self.teacher
+
+    def _check_size(self, model: CausalLM, last: int) -> None:
+        """A teacher may have rows of its head beyond the model's, if they belong to no token: they
+        are left out. `last`: the last token of both."""
+        own = model.config.vocab_size
+        other = read_config(Repository(self.config.teacher), MODELS)[1].vocab_size
+        if other == own or last < own < other:
+            return
+        hint = ""
+        if last < other:
+            hint = (
+                f"; rows from {other} on belong to no token: cut the model to {other} rows, with "
+                f"resize_token_embeddings({other}) and save_pretrained of transformers"
+            )
+        raise ValueError(
+            f"teacher={self.config.teacher} has a vocabulary of {other} tokens, and the model "
+            f"one of {own}: distributions over both cannot be compared{hint}"
+        )
 
     def criteria(self, inputs: Inputs) -> tuple[Criterion, ...]:
         # The cross-entropy is there even without a weight: metrics are made with it
@@ -103,7 +128,7 @@ class Distill(CrossEntropyObjective):
                 for name in ("teacher_tokens", "teacher_logprobs")
             )
             kl = KL(teacher_tokens=tokens.long(), teacher_logprobs=logprobs, **options)
-        else:  # an estimate: what a teacher takes is not known
+        else:  # an estimate of a run whose rows have the distributions
             return CrossEntropy(coefficient=self.scale)
         return replace(kl, coefficient=self.scale)
 

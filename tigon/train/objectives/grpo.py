@@ -6,11 +6,14 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.data import Encoder, RewardedEncoder
+from tigon.data import Encoder, MicroBatch, RewardedEncoder
+from tigon.data.examples import counted
+from tigon.data.mixture import Corpus
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -21,6 +24,7 @@ from tigon.train.objectives.losses import Clip, cispo, divergence, policy_gradie
 from tigon.train.parallel import World
 
 CLIP = ("epsilon", "epsilon_high", "delta")
+ROUNDING = 1e-13  # of sums in float64, relative
 
 
 class GRPO(Answers):
@@ -29,7 +33,8 @@ class GRPO(Answers):
     The rows have log-probabilities of the policy that has sampled; without them it is the model as
     it is at each step. With `beta`, the divergence from a reference is added. What a token weighs
     is TRL's: dapo and cispo weigh all of a step the same, grpo each answer, dr_grpo each token by
-    `max_completion_length`. Logged: "kl", and the share of tokens whose ratio was clipped.
+    `max_completion_length`. Logged: "kl", the share of tokens whose ratio was clipped, and mean and
+    standard deviation of the step's rewards.
     """
 
     learns = "answers with rewards"
@@ -43,7 +48,10 @@ class GRPO(Answers):
         "old_logprobs": torch.float32,
         reference.COLUMN: torch.float32,
     }
-    per_example: ClassVar[Mapping[str, torch.dtype]] = {"advantage": torch.float32}
+    per_example: ClassVar[Mapping[str, torch.dtype]] = {
+        "advantage": torch.float32,
+        "reward": torch.float64,
+    }
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
@@ -59,10 +67,34 @@ class GRPO(Answers):
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        self.tokenizer = tokenizer
         config = self.config
         scale, skip = config.scale_rewards == "group", config.bad_rows == "skip"
         return RewardedEncoder(tokenizer, scale=scale, skip_bad_rows=skip)
+
+    def notes(self, corpus: Corpus) -> list[str]:
+        rows = idle = without = 0
+        for part in range(len(corpus.parts)):
+            examples, _ = corpus.open(part)
+            if not len(examples):
+                continue
+            lines = np.asarray(examples.origin)
+            first = np.append(0, 1 + np.flatnonzero((lines[1:] != lines[:-1]).any(1)))
+            teaches = np.logical_or.reduceat(examples.per_example["advantage"] != 0, first)
+            rows, idle = rows + len(first), idle + int((~teaches).sum())
+            without += "reward" not in examples.per_example
+        found = []
+        if idle:
+            have = "has" if idle == 1 else "have"
+            found.append(
+                f"{idle:,} of {counted(rows, 'row')} {have} equal rewards or advantages of 0, "
+                "which teach nothing"
+            )
+        if without:
+            found.append(
+                "reward is not logged: an earlier version has cached the data, without rewards; "
+                "`tigon data clean` removes what is cached"
+            )
+        return found
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
@@ -90,12 +122,24 @@ class GRPO(Answers):
         each, clipped = surrogate(logprobs, ratios, advantages, self.clip)
         count = sums["items"].clamp(min=1)
         metrics = {"clip_ratio/region_mean": (clipped & tokens).sum().double() / count}
+        metrics |= moments(micro_batch)
         if known is not None:
             kl = torch.where(tokens, divergence(logprobs, torch.where(tokens, known, 0)), 0)
             each = each + self.beta * kl
             metrics["kl"] = kl.detach().sum(dtype=torch.float64) / count
         loss = (torch.where(tokens, each, 0) * self._weights(spread(lengths), sums)).sum()
         return Part(loss + self.balance(model, output, inputs, sums), metrics)
+
+    def logged(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`reward` and `reward_std`, of all rewards of a step, as TRL has them; NaN without any."""
+        metrics = dict(metrics)
+        if "rewards" in metrics:
+            count, total, squares = metrics.pop("rewards")
+            mean = total / count
+            spread = squares - total * mean
+            spread = torch.where(spread <= ROUNDING * squares, 0, spread)  # of equal ones, nothing
+            metrics |= {"reward": mean, "reward_std": (spread / (count - 1)).sqrt()}
+        return metrics
 
     def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
         """Of tokens in answers of these lengths, [B, T] or a scalar."""
@@ -106,3 +150,14 @@ class GRPO(Answers):
             assert self.config.max_completion_length is not None
             return 1 / (answers * self.config.max_completion_length)
         return 1 / sums["items"].clamp(min=1)
+
+
+def moments(micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """float64 [3] of the rewards, which are NaN where a row has advantages: how many there are,
+    their sum and that of their squares. Nothing of data that an earlier version has cached."""
+    if "reward" not in micro_batch.per_example:
+        return {}
+    rewards = micro_batch.per_example["reward"]
+    known = ~rewards.isnan()
+    own = torch.where(known, rewards, 0)
+    return {"rewards": torch.stack([known.sum(dtype=own.dtype), own.sum(), own.square().sum()])}

@@ -58,7 +58,6 @@ class KTO(Answers):
             )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        self.tokenizer = tokenizer
         return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:

@@ -135,6 +135,9 @@ def bradley_terry(
     return losses + center * (chosen + rejected) ** 2 if center else losses
 
 
+LARGEST = 60.0  # log-ratio of a policy gradient: its exponential is finite in fp32
+
+
 @dataclass(frozen=True)
 class Clip:
     """How far a policy may go from the one that has sampled: GRPO's settings, as TRL names them."""
@@ -156,7 +159,9 @@ def policy_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Each token's loss, and whether its ratio was clipped: PPO's objective, without a critic
     (GRPO, arXiv 2402.03300), with the two bounds of DAPO, arXiv 2503.14476."""
-    ratio = log_ratios.exp()
+    # Infinity times an advantage of 0, or the gradient 0 of what is clipped, would be NaN
+    ends = (advantages >= 0) | (clip.delta is not None)
+    ratio = torch.where(ends, log_ratios.clamp(max=LARGEST), log_ratios).exp()
     low, high = 1 - clip.epsilon, 1 + clip.high
     bounded = ratio.clamp(low, high)
     free = ratio if clip.delta is None else ratio.clamp(max=clip.delta)

@@ -32,6 +32,7 @@ class Pairs(Answers):
     group = 2
     unit = "pair"
     one_prompt = True
+    distinct = True
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
@@ -48,7 +49,6 @@ class Pairs(Answers):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        self.tokenizer = tokenizer
         return PairEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:

@@ -40,7 +40,8 @@ class Reward(Objective):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        for name in ("sample_prompts", "train_on", "loss_reduction", "streaming"):
+        of_others = "sample_prompts", "train_on", "loss_reduction", "streaming"
+        for name in (*of_others, "router_aux_loss_coef"):
             value = getattr(config, name)
             if value != getattr(Config, name):
                 raise ValueError(f"{name}={value!r}: task=reward has no use for it")
@@ -48,7 +49,8 @@ class Reward(Objective):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         self.tokenizer = tokenizer
-        return PairEncoder(tokenizer, margin=True, skip_bad_rows=self.config.bad_rows == "skip")
+        skip = self.config.bad_rows == "skip"
+        return PairEncoder(tokenizer, margin=True, of_one_prompt=False, skip_bad_rows=skip)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         corpora = [x.windows.corpus for x in loaders if isinstance(x.windows, Mixture)]

@@ -1,4 +1,5 @@
-"""README's table of families is made from their files; `python -m tests.test_readme` writes it."""
+"""README's table of families is made from their files; `python -m tests.test_readme` writes it.
+No page has a merge's conflict in it."""
 
 import re
 import sys
@@ -28,6 +29,16 @@ def table() -> str:
 
 def test_the_table_of_families() -> None:
     assert TABLE.findall(README.read_text()) == [table()]
+
+
+def test_no_merge_left_both_sides() -> None:
+    """What tests and linters do not read."""
+    root = README.parent
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), root / "tests/mutations.txt"]
+    pages += root.glob("configs/**/*.yaml")
+    assert len(pages) > 20
+    left = re.compile(r"^(?:<{7}|>{7})(?: |$)", re.M)
+    assert not [str(page) for page in pages if left.search(page.read_text())]
 
 
 if __name__ == "__main__":

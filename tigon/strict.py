@@ -85,7 +85,15 @@ def read(
             known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
             raise ConfigError(f"unknown setting {name!r}; {known}")
         else:
-            found[name] = check(name, value, kinds[key], parse)
+            try:
+                found[name] = check(name, value, kinds[key], parse)
+            except ConfigTypeError as error:
+                if inner is None:
+                    raise
+                example = f"{name}.{fields(inner)[0].name}={shown(fields(inner)[0].default)}"
+                raise ConfigTypeError(
+                    f"{error}; its settings have its name, as {example}"
+                ) from None
             _check_setting(name, found[name], settings[key].metadata)
     return found
 
@@ -114,6 +122,9 @@ def make(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def check(name: str, value: Any, kind: Any, parse: Parse | None = None) -> Any:
     """The value as a field of this type needs it; raises ConfigTypeError if it is of another."""
+    if kind is str and parse and (value is None or (value == "null" and parse(value) is None)):
+        # Elsewhere on a command line null is none: here it would name a file or a repository
+        raise ConfigTypeError(f"{name}=null is not text; {name}='' is empty")
     try:
         return _fit(value, kind, parse, name)
     except ConfigError:

@@ -29,7 +29,11 @@ OUT, ERR = "stdout", "stderr"
 
 
 class Ranks:
-    """`function(*arguments)` on `count` ranks; without ranks around it where `count` is 1."""
+    """`function(*arguments)` on `count` ranks; without ranks around it where `count` is 1.
+
+    `on_gpus`: each has a GPU. Where there is one GPU alone they share it, as hosts of one GPU each:
+    by names of their own, NCCL takes them for such, and sends through sockets.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,9 @@ class Ranks:
         function: Callable[..., None],
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
+        on_gpus: bool = False,
     ):
+        hosts = on_gpus and torch.cuda.device_count() < count
         self.directory = tempfile.TemporaryDirectory(prefix="tigon-ranks-")
         for name in (OUT, ERR):
             Path(self.directory.name, name).touch()
@@ -53,6 +59,9 @@ class Ranks:
         self.processes = []
         for rank in range(count):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
+            if hosts:
+                own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": str(rank)}
+                own |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
             given = (
                 os.environ | own | (environment or {}),
                 torch.get_num_threads(),
@@ -85,9 +94,11 @@ class Ranks:
     def finish(self, seconds: float = 240) -> str:
         """Wait for all to end well; what they have printed."""
         until = time.monotonic() + seconds
-        while None in self.codes and not any(self.codes) and time.monotonic() < until:
+        while not any(self.codes):
             running = [p.sentinel for p in self.processes if p.exitcode is None]
-            wait(running, max(0.0, until - time.monotonic()))
+            left = max(0.0, until - time.monotonic())
+            if not running or not wait(running, left):  # for none it would wait to its end
+                break
         if any(self.codes):
             for process in self.processes:  # the others say why, if they know
                 process.join(15)
@@ -108,6 +119,11 @@ class Ranks:
 def train_on(count: int, settings: list[str], **environment: str) -> str:
     """A run on `count` ranks; what it prints."""
     return Ranks(count, main, settings, environment=environment).finish()
+
+
+def train_on_gpus(settings: list[str]) -> str:
+    """A run on two ranks, on two GPUs if there are as many; what it prints."""
+    return Ranks(2, main, settings, on_gpus=True).finish()
 
 
 def torchrun(count: int, settings: list[str]) -> str:
@@ -186,8 +202,8 @@ def _rank(
     os.environ.update(environment)
     for number, name in ((1, OUT), (2, ERR)):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout.reconfigure(line_buffering=True)
-    sys.stderr.reconfigure(line_buffering=True)
+    for stream in (sys.stdout, sys.stderr):  # lines are whole, also under PYTHONUNBUFFERED
+        stream.reconfigure(line_buffering=True, write_through=False)
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     function(*arguments)

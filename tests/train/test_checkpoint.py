@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tigon.train.checkpoint import files, integrity, retention, saver, storage
 from tigon.train.checkpoint.retention import Keep, Saved
 from tigon.train.checkpoint.tensors import LocalRows
 from tigon.train.optim import Ema
+from tigon.train.resume import LONG
 
 
 def test_files_hold_the_tensors_by_their_names_in_checkpoints(state, workspace, tmp_path):
@@ -135,6 +137,46 @@ def test_an_average_that_is_no_number_is_not_saved(state, tmp_path, world):
         arguments = 1, state.model, state.optimizer, state.tokenizer, {"config": {}}, ema
         with pytest.raises(FloatingPointError, match=r"not finite: average of model\.embed_tokens"):
             to.save(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("weights-00000", "model.layers.1.mlp.up_proj.weight", math.nan),
+        ("optimizer-00000", "optimizer.exp_avg.model.layers.1.mlp.up_proj.weight", -math.inf),
+        ("optimizer-00000", "optimizer.exp_avg_sq.model.norm.weight", math.inf),
+        ("optimizer-00000", "optimizer.exp_avg_sq.model.layers.0.mlp.up_proj.weight", -0.25),
+        ("optimizer-00000", "optimizer.step.model.norm.weight", -2.0),
+    ],
+)
+def test_values_that_no_run_has_are_named(state, tmp_path, world, file, name, value):
+    """Under checksums that are right."""
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    checkpoint.load(target, state.model, state.optimizer)  # where a first moment is negative
+    path = target / f"{file}.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = value
+    offsets = {n: {"saved_offsets": [0] * t.dim()} for n, t in tensors.items()}
+    save_file(tensors, path, {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)})
+    said = re.escape(f"{target} has {value} in {name} ({path.name}), which no run has: resume from")
+    with pytest.raises(ValueError, match=said):
+        checkpoint.load(target, state.model, state.optimizer)
+
+
+def test_rows_passed_over_that_no_run_passes_over(workspace, finished, tmp_path):
+    """They would be looked for, epoch by epoch."""
+    source = shutil.copytree(finished / "checkpoints/step-00000003", tmp_path / "step-00000003")
+    known = json.loads((source / "run.json").read_text())
+    for state, most in (({"offset": 1}, 0), ({"offset": 2**39, "rollbacks": 2}, 2 * LONG)):
+        known["state"] |= state
+        (source / "run.json").write_text(json.dumps(known))
+        (source / "SHA256SUMS").unlink()
+        integrity.write_sums(source, {})
+        message = f"run.json has offset={state['offset']} in its state, .* {most} steps at most"
+        with pytest.raises(SystemExit, match=message):
+            main(workspace.settings("over", steps=4, resume=source))
+    assert not (workspace.root / "over/checkpoints").exists()
 
 
 def test_states_of_other_parameters_name_the_groups(state, tmp_path, world):

@@ -31,6 +31,18 @@ def test_file_and_both_forms_of_override(tmp_path):
     )
 
 
+def test_home_directories(tmp_path, monkeypatch):
+    """Shells replace them in a word of their own alone, and nothing does in a file."""
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "run.yaml"
+    path.write_text("run_dir: ~/runs/a\nmodel: m\ndata: a.jsonl\nresume: ~/runs/b\n")
+    config = load(path, [])
+    assert (config.run_dir, config.resume) == ("/home/me/runs/a", "/home/me/runs/b")
+    assert load(path, ["resume=auto", "run_dir=./~"]).run_dir == "./~"
+    with pytest.raises(ValueError, match="~nobody-here/a: no home directory is known for ~nobody"):
+        load(path, ["run_dir=~nobody-here/a"])
+
+
 def test_what_is_printed_can_be_read_back(tmp_path):
     config = load(None, [*NEEDED, "resume=auto", "lr=1e-7", "steps=3", "separator=\n\n"])
     path = tmp_path / "c.yaml"
@@ -64,7 +76,8 @@ def test_help_names_every_task_format_and_dimension():
         ("tensor_parallel_size=2", "here: parallel.tensor$"),
         ("parallelism.context_parallel_degree=2", "here: parallel.context$"),
         ("expert_parallel_degree=2", "here: parallel.expert$"),
-        ("pipeline_parallel_degree=2", "here: no: parallel has fsdp, tensor, context and expert"),
+        ("data_parallel_size=2", "here: nothing to set: ranks that parallel leaves have other"),
+        ("pipeline_parallel_degree=2", "here: no: parallel has replicate, fsdp, tensor"),
         ("load_in_4bit=true", "here: lora.quantize=nf4"),
         ("use_dora=true", "here: lora.dora$"),
         ("gradient_accumulation_steps=4", "batch_size: rows of a step over all ranks"),
@@ -77,6 +90,9 @@ def test_help_names_every_task_format_and_dimension():
         ("lora_r=8", "here: lora.rank"),
         ("lora.rank=0", "lora.rank=0 must be at least 1"),
         ("lora.r=8", "unknown setting 'lora.r'"),
+        ("lora=16", "lora=16 is not .*; its settings have its name, as lora.rank=16$"),
+        ("lora=true", "lora=True is not .*; its settings have its name, as lora.rank=16$"),
+        ("lora.targets=q_proj,v_proj", r"a tuple of names, \('q_proj', 'v_proj'\)"),
         ("lora.alpha=0", "alpha is a number above 0"),
         ("lora.modules_to_save=norm", "modules_to_save='norm'"),
         (["lora={}", "optimizer=muon"], "optimizer=muon is not there for lora"),
@@ -94,6 +110,8 @@ def test_help_names_every_task_format_and_dimension():
         ("batchsize=1", "unknown setting 'batchsize'; did you mean 'batch_size'"),
         ("lr=fast", "lr='fast' is not a number"),
         ("steps=1.5", "steps='1.5' is not a whole number or null"),
+        ("teacher=null", "teacher=null is not text; teacher='' is empty$"),
+        ("reference=null", "reference=null is not text; reference='' is empty$"),
         ("packing=yes please", "packing='yes please' is not true or false"),
         ("schedule=cosin", "schedule='cosin' is not one of cosine, linear, constant, wsd"),
         ("data=[1, 2]", r"data=.\[1, 2\]. is not text or a group of settings or a list of texts"),
@@ -195,10 +213,25 @@ def test_names_of_others_that_are_said_with_their_group():
         ("parallelism.fsdp_reshard_after_forward=never", "here: sharding: full .* or gradients"),
         ("parallel.tp=2", "here: parallel.tensor"),
         ("lora.r=8", "here: lora.rank"),
+        ("lora={r: 8}", "unknown setting 'lora.r'; here: lora.rank"),
+        ("parallel={tp: 2}", "unknown setting 'parallel.tp'; here: parallel.tensor"),
+        ("lora.bias=none", "here: no: adapters have no biases"),
+        ("r=8", "here: lora.rank"),
+        ("loraplus_lr_ratio=16", "here: parameter_groups: .*lora_B.*LoRA\\+"),
+        ("ld_alpha=0.5", "here: no: all tokens of an answer weigh the same"),
+        ("reference_free=true", "here: task=cpo or task=simpo"),
+        ("seq_kd=true", "here: no: answers are those of the rows"),
+        ("kd_ratio=0.5", "here: cross_entropy_weight, which is 1 less"),
         ("mixed_precision=fp8", "fp8=true for products"),
     ):
         with pytest.raises(ValueError, match=message):
             load(None, [*NEEDED, given])
+
+
+def test_names_inside_a_group_of_a_file(tmp_path):
+    (tmp_path / "c.yaml").write_text("lora:\n  r: 8\n  lora_alpha: 16\n")
+    with pytest.raises(ValueError, match=r"2 unknown settings:\n.*lora.rank\n.*lora.alpha"):
+        load(tmp_path / "c.yaml")
 
 
 def test_the_command_line_wins_over_the_file_with_either_of_two(tmp_path):
@@ -237,6 +270,15 @@ def test_data_in_place_of_a_config(tmp_path):
     path.write_text('{"messages": []}\n')
     with pytest.raises(ValueError, match=r"no YAML file of settings: give data as data=.*chats"):
         load(path)
+
+
+def test_null_of_a_text_in_a_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("teacher:\n")
+    with pytest.raises(ValueError, match="teacher=null is not text; teacher='' is empty"):
+        load(file, NEEDED)
+    file.write_text("teacher: 'null'\n")  # in quotes it is a text
+    assert load(file, NEEDED).teacher == "null"
 
 
 def test_bad_files_are_named(tmp_path):

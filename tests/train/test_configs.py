@@ -145,10 +145,13 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
     assert first is not None
     said = [(1 if first[1] == "one" else 8, "", first[2])]
     said += [(1, *found) for found in re.findall(r"# On one: (.*), (\d+) GiB\.\n", text)]
+    own = ["model=", f"init={tmp_path}/config.json", "tokenizer=x"]
+    if load(path).teacher:
+        (tmp_path / "teacher").mkdir()
+        (tmp_path / "teacher/config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
+        own.append(f"teacher={tmp_path}/teacher")
     for gpus, changes, gib in said:
-        chosen = load(
-            path, ["model=", f"init={tmp_path}/config.json", "tokenizer=x", *changes.split()]
-        )
+        chosen = load(path, [*own, *changes.split()])
         objective = find_objective(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
         model = outline(chosen, held_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
@@ -156,11 +159,11 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
 
 
 def test_memory_of_the_teacher(tmp_path: Path) -> None:
-    """Which the estimate does not have."""
+    """Which the first lines have in their sum."""
     (tmp_path / "config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
     (path,) = (path for path in READY if load(path).teacher)
     assert load(path).teacher == load(path.with_name("llama_3_1_8b_sft.yaml")).model
-    said = re.search(r"the teacher: (\d+) GiB of weights in bfloat16", path.read_text())
+    said = re.search(r"# Of them (\d+) GiB are the teacher's weights in bfloat16", path.read_text())
     assert said is not None
     found = 2 * count_parameters(outline_of(str(tmp_path))) / 2**30
     assert abs(found - int(said[1])) <= 0.6, found

@@ -11,7 +11,7 @@ import pytest
 
 from tigon.train import console as module
 from tigon.train import load, main
-from tigon.train.console import Console, by_set, duration, line, number, shorten
+from tigon.train.console import Console, by_set, duration, line, measures, number, shorten
 
 ROW = {
     "step": 1,
@@ -96,6 +96,13 @@ def test_numbers_and_durations():
     assert [number(value).strip() for value in values] == texts
     assert {len(number(value)) for value in values} == {7}
     assert [duration(s) for s in (0, 65, 3725, 90000)] == ["0:00", "1:05", "1:02:05", "1 d 01:00"]
+
+
+def test_a_mean_of_nothing_is_no_divergence():
+    nan = float("nan")
+    said = measures({"loss": nan, "rewards/chosen": nan, "rewards/rejected": -0.25})
+    assert said == "loss     nan  rewards/chosen       -  rewards/rejected -0.2500"
+    assert measures({"accuracy": nan}) == "acc       -"
 
 
 def test_columns_go_where_there_is_no_room():

@@ -114,7 +114,9 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(model.to(torch.bfloat16), objective, config, MeshSizes(), None)
+    ledger = memory._weigh(
+        model.to(torch.bfloat16), objective, config, MeshSizes(), None, torch.bfloat16
+    )
     gc.collect()
     gradients = sum(
         -(-p.grad.nbytes // 512) * 512 for p in model.parameters() if p.grad is not None

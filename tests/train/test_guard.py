@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.train.ranks import Ranks
@@ -219,6 +221,17 @@ def blamed(settings: list[str]) -> None:
 
         CrossEntropyObjective.loss = bad
     main(settings)
+
+
+def test_a_model_that_has_nan_is_to_blame_itself(workspace, tmp_path):
+    shutil.copytree(workspace.model, tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    values = load_file(path)
+    values["model.norm.weight"][0] = math.nan
+    save_file(values, path)
+    said = "step 1: loss nan, .* with weights up to nan when the run began.* look at the files of "
+    with pytest.raises(SystemExit, match=said + str(tmp_path / "model")):
+        main(workspace.settings("nan", model=tmp_path / "model"))
 
 
 def test_two_ranks_take_the_same_decision_and_say_which_is_to_blame(workspace):

@@ -16,7 +16,7 @@ import torch
 from tests.train.ranks import ERR, OUT, Child
 from tigon.train import main
 from tigon.train.launch import take_count
-from tigon.train.processes import check_count
+from tigon.train.processes import check_count, run_ranks
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
@@ -172,3 +172,23 @@ def test_the_number_of_processes_may_stand_anywhere(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="inside torchrun"):
         check_count(2, "cpu")
+
+
+def test_a_number_of_ranks_that_another_program_has_left(workspace, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    said = "WORLD_SIZE=1 is in the environment without RANK, MASTER_ADDR, MASTER_PORT: unset it"
+    with pytest.raises(SystemExit, match=said):
+        main(workspace.settings("left"))
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "port")):
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_PORT", "WORLD_SIZE"):
+        with pytest.raises(SystemExit, match=f"{name}=.* in the environment is no number: unset"):
+            main(workspace.settings("left"))
+        monkeypatch.setenv("WORLD_SIZE", "abc")
+
+
+def test_one_rank_that_a_signal_ends_is_named():
+    program = "import os; os.getenv('RANK') == '1' and os.kill(os.getpid(), 15)"
+    code, problem = run_ranks(2, ["-n1", "-r1", "-s", program, "pass"], module="timeit")
+    assert code == 143 and problem is not None
+    assert problem.startswith("rank 1 was killed by SIGTERM on ")

@@ -208,7 +208,7 @@ def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch
     ("changes", "said"),
     [
         ({"parallel.tensor": 8}, "8 ranks cannot share 4 heads with 2 kv heads"),
-        ({"parallel.expert": 8}, "parallel.expert=8, but LlamaForCausalLM has no experts"),
+        ({"parallel.expert": 8}, "LlamaForCausalLM has no experts for 8 ranks"),
     ],
 )
 def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes, said):
@@ -218,6 +218,21 @@ def test_what_ranks_cannot_share_is_told_before_data_are_read(workspace, changes
     config = load(None, given)
     with pytest.raises(ValueError, match=said):
         check_sizes(config, sizes_of(config, 8))
+
+
+def test_columns_without_draws_are_told_before_data_are_read(workspace):
+    """The first rank's would do: 60 units on 4 ranks begin at 0, 15, 30 and 45."""
+    thin = write_model(workspace.root / "thin", intermediate_size=60)
+    (weights,) = thin.glob("*.safetensors")
+    weights.unlink()
+    lora = {"lora.rank": 2, "lora.dropout": 0.1}
+    given = workspace.settings("none", model=thin, data="nowhere.jsonl", device="auto", **lora)
+    said = r"dropout=0.1 is not there where a rank's columns begin at 15 \(.*down_proj"
+    with pytest.raises(SystemExit, match=said):
+        main(["--dry-run", "--nproc", "4", *given, "parallel.tensor=4"])
+    # Those of other layers begin where draws do
+    config = load(None, [*given, "lora.targets=[q_proj, gate_proj]"])
+    check_sizes(config, MeshSizes(tensor=4))
 
 
 def test_gradients_are_not_sharded_within_groups(workspace):

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -43,6 +43,7 @@ class Board:
         self.poll = max(POLL, size / 1000)  # the server answers some thousand requests a second
         self.step = 0  # the last that this rank has begun
         self.who = "tigon.train"  # begins what is said
+        self.before_end: Callable[[], object] = lambda: None  # of a process that another rank ends
         self._signs = self._round = 0
         self._closed, self._wake, self._lock = (
             threading.Event(),
@@ -145,6 +146,7 @@ class Board:
                 text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
                 failure = Failure(f"{text}; the last step of rank {self.rank} was {self.step}")
             if failure and not self._closed.wait(GRACE):
+                self.before_end()
                 self.say(failure)
                 end_process(failure.code)
 

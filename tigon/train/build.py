@@ -134,17 +134,18 @@ def read_inputs(
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
-    held = world.closing.enter_context(ExitStack())
-    cursor = None
+    held, cursor = world.closing.enter_context(ExitStack()), None
     with world.together():
         source = resume.find(config, world)
         if source is not None:
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
             cursor = checkpoint.facts(source).get("cursor")
+            resume.check_adapter(source, config)
     with world.together():
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
         check_context(config, source)
+        objective.check_beside(tokenizer, source)
         reason = sharing.decide(objective, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
@@ -153,13 +154,14 @@ def read_inputs(
         if reason is not None:
             world.say(f"prompts are computed for each answer: {reason}")
     check_equal(config, data, world)
-    start, state = 0, State()
+    inputs = Inputs(objective, source, held, tokenizer, data, eval_data, 0, State())
     with world.together():
         if source is not None:
             for change in resume.check(source, config, data):
                 world.say(f"changed since {source}: {change}")
-            start, state = checkpoint.step_of(source), State.of(checkpoint.facts(source))
-    return Inputs(objective, source, held, tokenizer, data, eval_data, start, state)
+            inputs.start = checkpoint.step_of(source)
+            inputs.state = resume.state_of(source, inputs.steps(config))
+    return inputs
 
 
 def prepare(config: Config, world: World) -> Run:
@@ -199,11 +201,10 @@ def prepare(config: Config, world: World) -> Run:
     size = count_parameters(model)
     frozen = count_parameters(model, frozen=True)
     still = f", {frozen:,} of them frozen" if frozen else ""
-    where = f"{world.size} x {world.device.type}"
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     world.say(
-        f"model: {model.config.transformers_class}, {size:,} parameters{still}, on {where}\n"
-        f"steps: {inputs.start} to {steps}{each}"
+        f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
+        f"on {world.size} x {world.device.type}\nsteps: {inputs.start} to {steps}{each}"
     )
     if chosen is not None:
         world.say(str(chosen))

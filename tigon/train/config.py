@@ -8,6 +8,7 @@ from tigon import strict
 from tigon.hub import check_repository
 from tigon.json_file import shown
 from tigon.parallel import MeshSizes
+from tigon.paths import expanded
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (
@@ -45,6 +46,9 @@ class Config(
 
     def __post_init__(self) -> None:
         strict.check_bounds(self)
+        for name in ("run_dir", "init", "resume", "chat_template"):
+            if str(value := getattr(self, name)).startswith("~"):
+                object.__setattr__(self, name, str(expanded(value)))
         for name in ("run_dir", "data"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is required: {_help(name)}")
@@ -55,6 +59,11 @@ class Config(
             )
         if not (self.tokenizer or self.model):
             raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
+        if self.init and self.lora is not None and self.lora.quantize == "keep":
+            raise ValueError(
+                f"lora.quantize=keep keeps a checkpoint's fp8, and the weights of init={self.init} "
+                "are drawn: lora.quantize=nf4 makes 4 bits of them"
+            )
         for name in ("keep_best", "hf_best"):
             if getattr(self, name) and not self.eval_data:
                 raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")

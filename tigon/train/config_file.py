@@ -1,6 +1,6 @@
 """Settings from YAML and the command line, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
     known, groups = Config.__dataclass_fields__, strict.groups(Config)
     wrong = [
         f"{name!r}; {answer(name, known)}"
-        for name in map(str, values)
+        for name in map(str, _names(values, groups, parse))
         if name not in known and (name.partition(".")[0] not in groups or name in OTHERS)
     ]
     if len(wrong) > 1:
@@ -64,6 +64,15 @@ def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
                 f"{name}={value!r} is another trainer's; here: {others[value]}"
             )
     return strict.read(Config, values | _named(values, parse), parse=parse)
+
+
+def _names(values: dict[str, Any], groups: Container[str], parse: strict.Parse) -> Iterator[str]:
+    """The settings that are given, those inside a group with its name before them."""
+    for name, value in values.items():
+        yield name
+        inside = parse(value) if name in groups and isinstance(value, str) else value
+        if name in groups and isinstance(inside, Mapping):
+            yield from (f"{name}.{key}" for key in inside)
 
 
 def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a run says while it trains: a line for a step, as on a terminal as in a file."""
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -139,11 +140,19 @@ def by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
 
 
 def measures(values: Mapping[str, float]) -> str:
-    """Loss, accuracy and whatever else was measured, one after the other."""
-    texts = [
-        f"acc {value:6.1%}" if name == "accuracy" else f"{name} {number(value)}"
-        for name, value in values.items()
-    ]
+    """Loss, accuracy and whatever else was measured, one after the other.
+
+    A NaN of the loss is said; another one is a mean of nothing, as of kto's chosen answers where a
+    step has none, unless the loss beside it says otherwise.
+    """
+    texts = []
+    for name, value in values.items():
+        if name != "loss" and math.isnan(value):
+            texts.append(f"{name if name != 'accuracy' else 'acc'} {'-':>7}")
+        elif name == "accuracy":
+            texts.append(f"acc {value:6.1%}")
+        else:
+            texts.append(f"{name} {number(value)}")
     return "  ".join(texts)
 
 

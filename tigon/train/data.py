@@ -141,7 +141,7 @@ def describe(
     if order.weights is not None:
         lines += shares(order, entries, unit)
     rows = sum((part.report for part in windows.corpus.parts), Report())
-    return lines + rows.lines()
+    return lines + rows.lines() + objective.notes(windows.corpus)
 
 
 def limits(config: Config, lost: Lost, unit: str) -> list[str]:
@@ -158,6 +158,11 @@ def limits(config: Config, lost: Lost, unit: str) -> list[str]:
             f"{counted(both, unit)} longer than a row of seq_len {config.seq_len}: "
             f"{lost.cut_to_row:,} cut, {lost.left_by_row:,} left out; "
             f"seq_len={lost.needed} takes all"
+        )
+    if lost.alike:
+        have = "has" if lost.alike == 1 else "have"
+        lines.append(
+            f"{counted(lost.alike, unit)} of those left out {have} equal answers once they are cut"
         )
     if lost.unlearned:
         lines.append(f"{counted(lost.unlearned, unit)} left out, with nothing to learn")

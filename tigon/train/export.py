@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import is_own_file
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
+from tigon.parallel import cut_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.build import Run, load_tokenizer
@@ -31,13 +33,22 @@ def find_checkpoint(path: str) -> Path | None:
 
 
 def load_checkpoint(
-    source: Path, *, dtype: torch.dtype | None = None, device: str = "cpu"
+    source: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    mesh: DeviceMesh | None = None,
+    expert_parallel: bool = False,
 ) -> tuple[CausalLM, Tokenizer]:
-    """Model and tokenizer, in this process alone, however many ranks wrote it.
+    """Model and tokenizer, in this process alone, however many ranks wrote it; with `mesh`, of all
+    ranks and one dimension, shared by them: every rank calls this. `expert_parallel`: with whole
+    experts, as in `tigon.from_pretrained`.
 
     `dtype` None is that of config.json, which the run's export has too. Raises ValueError, naming
-    the file, if the checkpoint is damaged.
+    the file, if the checkpoint is damaged, and with `mesh` as `check_shareable` does.
     """
+    if mesh is not None:
+        check_shareable(source)
     if checkpoint.is_legacy(source):
         return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
@@ -49,9 +60,22 @@ def load_checkpoint(
             return model.eval(), Tokenizer.from_pretrained(source)
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
+        if mesh is not None:
+            cut_layers(model, mesh, expert_parallel=expert_parallel)
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
         return model.eval(), Tokenizer.from_pretrained(source)
+
+
+def check_shareable(source: Path) -> None:
+    """ValueError for a checkpoint that must be exported before ranks can share its model."""
+    adapter = settings_of(source) is not None
+    if adapter or checkpoint.is_legacy(source):
+        what, merge = ("of an adapter", " --merge") if adapter else ("of an earlier version", "")
+        raise ValueError(
+            f"{source} is a checkpoint {what}, which ranks cannot share: `tigon export{merge}` it "
+            "first"
+        )
 
 
 def convert_checkpoint(
@@ -182,7 +206,7 @@ def _own_template(config: Config, source: Path) -> str:
 
 
 def _load_legacy(
-    source: Path, dtype: torch.dtype | None, device: str
+    source: Path, dtype: torch.dtype | None, device: str | torch.device
 ) -> tuple[CausalLM, Tokenizer]:
     """An earlier version's checkpoint has no config.json: its settings say what it began with."""
     config = Config(**checkpoint.facts(source)["config"])

@@ -69,7 +69,8 @@ def _trouble(run: Run, step: int, loss: float, grad_norm: float, own_loss: float
         # Of weights that this step has changed, nobody knows how they were
         size = 0.0 if changed(run, loss) else largest_weight(run.model, run.world)
         if is_broken(size):
-            text = f"{measured}, with weights up to {size:.3g} from the steps before"
+            since = "from the steps before" if step else "when the run began"
+            text = f"{measured}, with weights up to {size:.3g} {since}"
         else:
             text = f"{measured}{ranks_of(run.world, own_loss)}; {rows(run, step)}"
         return Trouble("nonfinite", config.nonfinite, f"step {step + 1}: {text}", is_broken(size))
@@ -175,7 +176,9 @@ def stop(run: Run, step: int, trouble: Trouble, why: str, instead: str = "") -> 
     run.saver.wait()
     saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"), step)
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
-    if trouble.broken:
+    if trouble.broken and not step:
+        hint = f"; look at the files of {run.config.model or run.config.init}"
+    elif trouble.broken:
         hint = "; the learning rate may be too high"
     else:
         hint = f"; {trouble.kind}={instead} would go on" if instead else ""

@@ -18,6 +18,7 @@ from tigon.models import (
     CausalLM,
     build,
     describe,
+    init_parts,
     load_weights,
     materialize,
     read_config,
@@ -46,18 +47,17 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         add_lora(model, config)
         divide(model, config, world)
         materialize(model, world.device)
-        if weights is not None:
-            load_weights(model, weights)
+        _fill(model, config, weights, dtype)
         begin_lora(model, config)
     elif source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
         divide(model, config, world)
         materialize(model, world.device)
     elif config.init:
-        torch.manual_seed(config.seed)  # whole on every rank, so that all draw the same
-        model = _from_config(_init(config), dtype, "cpu", config.labels)
+        model = _from_config(_init(config), dtype, "meta", config.labels)
         divide(model, config, world)
-        model.to(world.device)
+        materialize(model, world.device)
+        _fill(model, config, None, dtype)
     else:
         repository = Repository(config.model, revision=config.revision)
         model, weights = build(
@@ -75,12 +75,20 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
     """What an adapter is added to; its weights are to be loaded, unless they are random."""
     if config.init:
-        torch.manual_seed(config.seed)
-        return _from_config(_init(config), dtype, "cpu", config.labels), None
+        return _from_config(_init(config), dtype, "meta", config.labels), None
     how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
     if config.lora is not None:
         how["quantize"] = config.lora.quantize
     return build(Repository(config.model, revision=config.revision), MODELS, **how)
+
+
+def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype) -> None:
+    """With a checkpoint's weights, or with those that `init` draws: the same on any ranks."""
+    if weights is not None:
+        load_weights(model, weights)
+        return
+    torch.manual_seed(config.seed)
+    init_parts(model, _from_config(_init(config), dtype, "meta", config.labels))
 
 
 def base_digest(config: Config) -> str:
@@ -92,7 +100,7 @@ def base_digest(config: Config) -> str:
     return opened().sampled_digest()
 
 
-def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:
+def adapted(config: Config, dtype: torch.dtype | None, device: str | torch.device) -> CausalLM:
     """The base of a run with lora and its adapter, whose values are to be loaded, in one process.
 
     The base is in `dtype`; None is that of its config.json. The adapter is in its own.
@@ -102,8 +110,7 @@ def adapted(config: Config, dtype: torch.dtype | None, device: str) -> CausalLM:
     model, weights = _base(config, dtype)
     add_lora(model, config)
     materialize(model, torch.device(device))
-    if weights is not None:
-        load_weights(model, weights)
+    _fill(model, config, weights, dtype)
     return model
 
 

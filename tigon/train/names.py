@@ -3,17 +3,17 @@
 import difflib
 from collections.abc import Iterable
 
+from tigon.train.names_aligned import ADAPTERS, ALIGNED, FOUR_BITS
+
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
-ADAPTERS = "lora: {rank: 16, alpha: 32, targets: [q_proj, v_proj]}, as lora.rank=16"
-FOUR_BITS = "lora.quantize=nf4, which keeps the frozen base in 4 bits: docs/adapters.md"
 SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
 WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
 SHARDING = (
     "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
     "sharding=gradients leaves each rank all weights"
 )
-PIPELINE = "no: parallel has fsdp, tensor, context and expert; docs/scale.md says why"
+PIPELINE = "no: parallel has replicate, fsdp, tensor, context and expert; docs/scale.md says why"
 STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 EIGHT_BITS = "fp8=true, whose scales are of rows"
@@ -31,10 +31,6 @@ STATES = "optimizer: adamw_bf16 has states of bfloat16, adamw_8bit of 8 bits"
 PURE = "param_dtype=bfloat16"
 OFFLOAD = "optimizer_offload=true keeps optimizer states in host memory; weights stay on the GPU"
 AVERAGE = "ema_decay, such as 0.999"
-REFERENCE = (
-    "reference: a model; without it the one that is trained, as it was at the beginning, whose "
-    "log-probabilities are computed once"
-)
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
 DEGREES = ("parallel_degree", "parallel_size", "parallel_dim", "model_parallel_size")
@@ -58,9 +54,9 @@ OTHERS = {
     "data_parallel_shard_degree": STAGE,
     **PARALLEL,
     "sequence_parallel": "parallel.tensor, which divides the tokens between matrices too",
-    "data_parallel_replicate_degree": "parallel.replicate",
     "data_parallel_replicate_dim": "parallel.replicate",
-    "dp_replicate_size": "parallel.replicate",
+    **dict.fromkeys(("data_parallel_replicate_degree", "dp_replicate_size"), "parallel.replicate"),
+    "data_parallel_size": "nothing to set: ranks that parallel leaves have other rows",
     "use_distributed_optimizer": STAGE,
     "zero_optimization": STAGE,
     "zero_stage": STAGE,
@@ -134,20 +130,6 @@ OTHERS = {
     "local_batch_size": ROWS,
     "logging_steps": "log_every",
     "log_every_n_steps": "log_every",
-    "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout",
-    "lora_r": "lora.rank",
-    "lora_rank": "lora.rank",
-    "lora_target_modules": "lora.targets",
-    "target_modules": "lora.targets",
-    "modules_to_save": "lora.modules_to_save",
-    "use_dora": "lora.dora",
-    "use_rslora": "lora.rslora",
-    "qlora": FOUR_BITS,
-    "use_qlora": FOUR_BITS,
-    "bnb_4bit_quant_type": FOUR_BITS,
-    "use_peft": ADAPTERS,
-    "peft": ADAPTERS,
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
     "max_epochs": "epochs",
@@ -301,35 +283,8 @@ OTHERS = {
     "cosine_min_lr_ratio": "min_lr_ratio",
     "num_warmup_steps": "warmup_steps",
     "weight_decay_rate": "weight_decay",
-    "precompute_ref_log_probs": REFERENCE,
-    "precompute_ref_batch_size": "micro_batch_size",
-    "ref_model": REFERENCE,
-    "ref_model_name_or_path": REFERENCE,
-    "model_ref": REFERENCE,
-    "sync_ref_model": "no: the reference stays what it was",
-    "loss_weights": "one loss_type at a time; cpo_alpha weighs the cross-entropy of task=cpo",
-    "rpo_alpha": "cpo_alpha, of task=cpo and task=simpo",
-    "orpo_alpha": "beta, of task=orpo",
-    "gamma": "simpo_gamma",
-    "dpo_beta": "beta",
-    "pref_beta": "beta",
-    "pref_loss": "task: dpo, ipo, apo, cpo, simpo, orpo or kto; loss_type",
-    "rl": "task: dpo, ipo, apo, cpo, simpo, orpo, kto or grpo",
-    "max_prompt_length": "max_length: the most tokens of a prompt with one answer",
-    "truncation_mode": "truncate: sequences are cut at their end, as keep_start does",
-    "teacher_model_name_or_path": "teacher",
-    "teacher_model": "teacher",
-    "kd_temperature": "temperature",
-    "kd_alpha": "cross_entropy_weight",
-    "kd_ce_alpha": "cross_entropy_weight",
-    "lmbda": "no: answers are those of the rows, which examples/grpo.py shows how to generate",
-    "num_generations": "no: completions are in the rows; examples/grpo.py generates them",
-    "epsilon_low": "epsilon",
-    "cliprange": "epsilon",
-    "kl_coef": "beta",
 }
-LORA = ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")
-OTHERS |= {f"lora.{name}": OTHERS[name] for name in LORA} | {"lora.r": "lora.rank"}
+OTHERS |= ALIGNED
 OTHERS |= {f"parallel.{name}": called for name, called in PARALLEL.items()}
 
 

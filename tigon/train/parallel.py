@@ -10,13 +10,12 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tigon.layers import Experts
 from tigon.models import CausalLM
-from tigon.parallel import Meshes, MeshSizes, Place, find_zero
+from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
 from tigon.train.board import LATE, Board, told
 from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
@@ -118,18 +117,39 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
+def launched() -> bool:
+    """Whether --nproc or torchrun has started this process. ValueError for half of what they set,
+    as where another program has left WORLD_SIZE behind."""
+    if "WORLD_SIZE" not in os.environ:
+        return False
+    missing = [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise ValueError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is in the environment without "
+            f"{', '.join(missing)}: unset it to run on one process, or start with torchrun"
+        )
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT"):
+        if not os.environ[name].isdecimal():
+            raise ValueError(
+                f"{name}={os.environ[name]} in the environment is no number: unset it to run on "
+                "one process, or start with torchrun"
+            )
+    return True
+
+
 @contextmanager
 def start(
     name: str = "auto", signals: Signals | None = None, parallel: Parallel | None = None
 ) -> Iterator[World]:
     """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
     may outlive it. ValueError for a number of ranks that `parallel` does not divide."""
-    sizes = (parallel or Parallel()).sizes(int(os.environ.get("WORLD_SIZE", 1)))
+    started = launched()
+    sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
     device = pick_device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if "WORLD_SIZE" in os.environ:
+    if started:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -146,24 +166,14 @@ def start(
 
 
 def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
-    """FSDP2 over the ranks that divide the weights: a group for each block, and one for embedding,
-    last norm and head. Experts that ranks share have one of their own in each block, over the ranks
-    that have the same.
-
-    Those three share a group because embedding and head may share a weight. Gradients are summed,
-    not averaged: the loss is already divided by the denominator of the whole step.
+    """FSDP2 over the ranks that divide the weights, and of experts that ranks share over those that
+    have the same. Gradients are summed, not averaged: the loss is already divided by the
+    denominator of the whole step.
     """
-    mesh, same = meshes_of(world).weights, meshes_of(world).experts
+    meshes = meshes_of(world)
     # Inputs are not cast: RoPE's tables and loss weights keep their precision
-    policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
-    for block in model.model.layers:
-        for module in block.modules():
-            if isinstance(module, Experts) and module.shard is not None:
-                fully_shard(module, mesh=same, mp_policy=policy)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
-    fully_shard(ends, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    experts = meshes.experts
+    shard_blocks(model, meshes.weights, compute=compute_dtype, experts=experts, keeps_ends=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -78,7 +78,9 @@ def run_ranks(
                 children[-1].send_signal(received[0])
         codes = _wait(children, store)
     failure = read_failure(store)
-    if failure is None or failure.code in STOPPED:
+    # Ranks say of themselves that they stop, but not one that a signal has ended at once
+    quiet = bool(received) or not (failure and failure.killed)
+    if failure is None or (failure.code in STOPPED and quiet):
         return max(codes), None
     return failure.code, failure.text
 
@@ -106,14 +108,14 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> lis
 
 def _tell(store: dist.Store, rank: int, code: int) -> None:
     """The other ranks, unless a rank has told them why it ends."""
-    text = f"rank {rank} ended with exit code {code}"
-    if code < 0:
+    text, killed = f"rank {rank} ended with exit code {code}", code < 0
+    if killed:
         name = signal.Signals(-code).name
         memory = ", perhaps because memory ran out" if name == "SIGKILL" else ""
         text = f"rank {rank} was killed by {name} on {socket.gethostname()}{memory}"
         code = 128 - code
     text += place_of(store, rank)[1]
-    store.compare_set("failure", "", dumps(asdict(Failure(text, code, rank))))
+    store.compare_set("failure", "", dumps(asdict(Failure(text, code, rank, killed))))
 
 
 def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:

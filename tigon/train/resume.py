@@ -9,8 +9,11 @@ from tigon.data import Loader
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
+from tigon.train.state import State
 
 AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
+
+LONG = 2**20  # steps of a run that may have been longer before its settings changed
 
 
 def find(config: Config, world: World) -> Path | None:
@@ -39,16 +42,46 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
 
-def _check_adapter(
-    source: Path, before: dict[str, Any], now: dict[str, Any], changed: dict[str, str]
-) -> None:
-    """Raises ValueError for another adapter, and for another model under the same one."""
+def check_adapter(source: Path, config: Config) -> None:
+    """Raises ValueError for another adapter, and for another model under the same one.
+
+    First of all checks: what others refuse may follow from such a change.
+    """
+    if checkpoint.is_legacy(source):
+        return
+    before, now, changed = _changes(source, config)
     was, own = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
     others = [changed[name] for name in names if name in changed]
     if was != own or others:
         others += [changed["lora"]] if was != own else []
         raise ValueError(f"{source} is of another adapter or model: {', '.join(others)}; {AFRESH}")
+
+
+def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The checkpoint's settings and the run's, as JSON has them, and what a person is told of each
+    that differs. A setting that the checkpoint does not know had today's default."""
+    known = checkpoint.facts(source)
+    if "config" not in known:
+        raise ValueError(f"{source / 'run.json'} lacks config: it is no run's checkpoint")
+    plain = {field.name: field.default for field in fields(Config)} | known["config"]
+    before, now = (json.loads(json.dumps(c)) for c in (plain, asdict(config)))
+    changed = {
+        name: _told(name, before[name], value)
+        for name, value in now.items()
+        if name not in ("resume", "run_dir") and before[name] != value
+    }
+    return before, now, changed
+
+
+def _told(name: str, was: Any, now: Any) -> str:
+    """Of an adapter, the settings that differ."""
+    if name == "lora" and isinstance(was, dict) and isinstance(now, dict):
+        each = {key: (was.get(key), now.get(key)) for key in {**now, **was}}
+        told = [_told(f"lora.{key}", a, b) for key, (a, b) in each.items() if a != b]
+        if told:  # otherwise one of them says what the other leaves out
+            return ", ".join(told)
+    return f"{name} {json.dumps(was)} -> {json.dumps(now)}"
 
 
 def check_base(source: Path, config: Config, found: str) -> None:
@@ -61,29 +94,37 @@ def check_base(source: Path, config: Config, found: str) -> None:
         )
 
 
+def state_of(source: Path, steps: int) -> State:
+    """What the checkpoint remembers. ValueError for rows passed over that no run of so many steps
+    passes over, as finding the next ones could take for ever."""
+    state = State.of(checkpoint.facts(source))
+    # A rollback passes over no more steps than a run has
+    most = state.rollbacks * max(steps, LONG)
+    if state.offset > most:
+        raise ValueError(
+            f"{source / 'run.json'} has offset={state.offset} in its state, and rollbacks="
+            f"{state.rollbacks} pass over {most} steps at most: resume from another checkpoint, or "
+            "begin another run_dir, with model= an export of this run"
+        )
+    return state
+
+
 def check(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 
-    A setting that the checkpoint does not know had today's default. Earlier versions read the data
-    in another order, so that the steps of their checkpoints cannot be compared.
+    `check_adapter` has seen to adapters. Earlier versions read the data in another order, so that
+    the steps of their checkpoints cannot be compared.
     """
     was, now = checkpoint.facts(source), facts(config, data)
     if was.get("step", step := checkpoint.step_of(source)) != step:
         raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
-    for name in ("config", "data"):
-        if name not in was:
-            raise ValueError(f"{source / 'run.json'} lacks {name}: it is no run's checkpoint")
-    settings = {field.name: field for field in fields(Config)}
-    before = {name: field.default for name, field in settings.items()} | was["config"]
-    changed = {
-        name: f"{name} {json.dumps(before[name])} -> {json.dumps(value)}"
-        for name, value in now["config"].items()
-        if name not in ("resume", "run_dir") and json.loads(json.dumps(before[name])) != value
-    }
+    _, _, changed = _changes(source, config)
+    if "data" not in was:
+        raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
     if checkpoint.is_legacy(source):
         return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
-    _check_adapter(source, before, now["config"], changed)
-    wrong = [text for name, text in changed.items() if settings[name].metadata["stream"]]
+    orders = [field.name for field in fields(Config) if field.metadata["stream"]]
+    wrong = [changed[name] for name in orders if name in changed]
     if wrong:
         raise ValueError(
             f"{source} was made with another order of the data: {', '.join(wrong)}; {AFRESH}"

@@ -66,6 +66,7 @@ VALUES: dict[str, dict[str, str]] = {
         ),
     },
     "loss_type": {
+        "gspo": "none; importance_sampling_level=sequence",
         "bnpo": "dapo, whose mean is of the whole step",
         "simpo": "none; task=simpo",
         "alphapo": "none; task=simpo is the nearest",

@@ -17,6 +17,7 @@ from tigon.hub import check_folder
 from tigon.models import CausalLM
 from tigon.train.checkpoint import files, legacy
 from tigon.train.checkpoint.errors import first_cause
+from tigon.train.checkpoint.possible import check_values
 from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything, run_layout
 from tigon.train.optim import Ema
 from tigon.weights import Checkpoint, Layout, Stored, read_header
@@ -34,7 +35,7 @@ def load(
     An average that the checkpoint does not have begins with its weights.
 
     Each rank reads its own rows only. In a process group every rank calls this. Raises ValueError
-    if the checkpoint does not fit the model or cannot be read.
+    if the checkpoint does not fit the model, cannot be read, or has values that no run has.
     """
     with files.in_use(checkpoint), warnings.catch_warnings():
         check_folder(checkpoint)
@@ -54,7 +55,8 @@ def load(
 def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> bool:
     """Whether it has an average."""
     reader = HuggingFaceStorageReader(str(checkpoint))
-    stored: dict[str, Any] = _metadata(checkpoint).state_dict_metadata
+    metadata = _metadata(checkpoint)
+    stored: dict[str, Any] = metadata.state_dict_metadata
     has_average = any(name.startswith(EMA) for name in stored)
     state = everything(model, optimizer, ema if has_average else None)
     if ema is None:
@@ -64,6 +66,7 @@ def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: E
     _check_optimizer(checkpoint, state, stored)
     _check_names(checkpoint, state, stored)
     dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
+    check_values(checkpoint, state, metadata)
     return has_average
 
 

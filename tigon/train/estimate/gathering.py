@@ -31,6 +31,18 @@ def padded(parameter: Tensor, world: int) -> int:
     return -(-parameter.shape[0] // world) * world * (parameter.numel() // parameter.shape[0])
 
 
+def held(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
+    """Bytes of a rank's shard; with one rank, of the parameter."""
+    if world == 1:
+        return rounded(parameter, dtype)
+    return padded(parameter, world) * dtype.itemsize // world
+
+
+def whole(model: CausalLM, world: int, dtype: torch.dtype) -> int:
+    """Bytes of all weights, of which `world` ranks update a shard each."""
+    return sum(padded(p, world) for p in model.parameters()) * dtype.itemsize
+
+
 def shared_experts(module: nn.Module) -> Iterator[Experts]:
     """Those inside it that ranks divide; `parallel.shard` makes a group of each."""
     for inner in module.modules():

@@ -19,8 +19,9 @@ from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import MeshSizes, take_part
 from tigon.train.config import Config, sizes_of
-from tigon.train.estimate.gathering import GRADIENTS, Gathering, padded, ranks_of
-from tigon.train.estimate.meter import Ledger, Meter, rounded, tensors_of, watch_head
+from tigon.train.estimate.beside import count_in
+from tigon.train.estimate.gathering import GRADIENTS, Gathering, held, padded, ranks_of, whole
+from tigon.train.estimate.meter import Ledger, Meter, tensors_of, watch_head
 from tigon.train.estimate.reducing import Reducing
 from tigon.train.model import is_sharded, set_fp8, sum_dtype
 from tigon.train.objectives import Objective
@@ -38,6 +39,8 @@ KINDS = (
     "activations",
     "logits and loss",
     "communication",
+    "teacher",
+    "reference",
     "other",
 )
 
@@ -80,16 +83,16 @@ def estimate(
             states += numbers * state_bytes(config, hidden=name in hidden)
             average += numbers * ema_bytes(config)
     lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
-    held = {p: _held(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
-    parameters = sum(held.values())
-    saved = sum(size for p, size in held.items() if p.requires_grad) if lora else parameters
+    own = {p: held(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
+    parameters = sum(own.values())
+    saved = sum(size for p, size in own.items() if p.requires_grad) if lora else parameters
     copied = saved + states + average  # by async_save
     kept = states + average if config.optimizer_offload else 0.0
     cast = model.to("meta") if lora and not sharded else model.to("meta", compute)
-    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None)
+    ledger = _weigh(cast, objective, config, sizes, param_dtype if sharded else None, compute)
     if sharded and config.sharding == "gradients":  # whole, besides shards of another dtype
-        whole = sum(padded(p, sizes.shards) for p in model.parameters()) * compute.itemsize
-        parameters = whole + (parameters if compute != param_dtype else 0)
+        shards = parameters if compute != param_dtype else 0
+        parameters = whole(model, sizes.shards, compute) + shards
     there = {"parameters": parameters + quantised_bytes(model)}  # each rank has all of the latter
     if not config.optimizer_offload:
         there |= {"optimizer": int(states), "average of weights": int(average)}
@@ -99,20 +102,13 @@ def estimate(
     return Estimate({kind: size for kind, size in kinds.items() if size}, host)
 
 
-def _held(parameter: nn.Parameter, world: int, dtype: torch.dtype) -> int:
-    return (
-        rounded(parameter, dtype)
-        if world == 1
-        else padded(parameter, world) * dtype.itemsize // world
-    )
-
-
 def _weigh(
     model: CausalLM,
     objective: Objective,
     config: Config,
     sizes: MeshSizes,
     sharded: torch.dtype | None,
+    compute: torch.dtype,
 ) -> Ledger:
     """Two micro-batches of a step, if it has several: with the first one's gradients there."""
     ledger, world = Ledger(), sizes.shards
@@ -136,6 +132,9 @@ def _weigh(
     count = max(1, -(-config.batch_size // (sizes.data * config.micro_batch_size)))
     # The gradients that graphs write stay, as if there had been another one
     last = 1 if config.cuda_graphs else min(count, 2) - 1
+    other = objective.outline_beside(model, compute)
+    if other is not None:
+        count_in(other, meter, config, sizes, compute)
     objective.begin(model)
     model.train()
     with use("triton"), meter:

@@ -68,8 +68,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.ledger, self.phase = ledger, "activations"
         self._entries: dict[int, tuple[str, int]] = {}  # kind and bytes, by storage
-        for tensor in existing:
-            self._entries[tensor.untyped_storage()._cdata] = ("", 0)
+        self.ignore(existing)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -85,6 +84,11 @@ class Meter(TorchDispatchMode):
         self.ledger.add(self.phase, size)
         self.ledger.remove(self.phase, size)
         return out
+
+    def ignore(self, existing: Iterable[Tensor]) -> None:
+        """Tensors that are counted elsewhere."""
+        for tensor in existing:
+            self._entries[tensor.untyped_storage()._cdata] = ("", 0)
 
     def relabel(self, tensor: Tensor, kind: str) -> None:
         key = tensor.untyped_storage()._cdata

@@ -216,11 +216,8 @@ def not_counted(config: Config) -> list[str]:
         found.append(
             "the activations of the first micro-batch of each further kind, which has no graph yet"
         )
-    if config.teacher:
-        found.append(f"teacher={config.teacher}, and what it computes")
-    if config.reference:
-        when = "all the time" if config.streaming else "before the first step alone"
-        found.append(f"reference={config.reference}, which is there {when}")
+    if config.reference and not config.streaming:
+        found.append(f"reference={config.reference}, which is there before the first step alone")
     if config.activation_offload:
         found.append("host memory for the activations of activation_offload")
     return found

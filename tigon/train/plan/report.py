@@ -44,7 +44,10 @@ def read_job(
         raise ValueError(f"--gpus {gpus} must be 1 to {MOST_GPUS:,}")
     found, constants = find_gpu(gpu)
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
-    if seq_len < 1 or tokens % seq_len or not tokens:
+    for name, count in (("--seq-len", seq_len), ("--batch-tokens", tokens)):
+        if count < 1:
+            raise ValueError(f"{name} {count} must be at least 1")
+    if tokens % seq_len:
         raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
     if tokens > MOST_TOKENS:
         raise ValueError(

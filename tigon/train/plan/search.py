@@ -19,7 +19,8 @@ Weigh = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
 LACKS = "memory"
 TIE = 0.01  # of the time: the model of time is not so exact
-DIVIDED = ("parameters", "gradients", "optimizer", "average of weights")  # over the ranks, at most
+# Over the ranks, at most
+DIVIDED = ("parameters", "gradients", "optimizer", "average of weights", "reference")
 
 
 @dataclass(frozen=True)

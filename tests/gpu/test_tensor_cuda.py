@@ -1,16 +1,21 @@
 """Two ranks that share layers, rows or experts (NCCL) against one: curves, and tokens from CUDA
 graphs. Where there is one GPU both are on it."""
 
+import io
 import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tigon
 from tests.parallel.test_shared_generation import answers, on_ranks
-from tests.small import EXPERTS, write_model
+from tests.small import EXPERTS, TEXT, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on_gpus
+from tigon import cli
 from tigon.train import main
 
 __all__ = ["workspace"]
@@ -97,3 +102,36 @@ def test_tokens(tmp_path, whole_experts):
         for rank in range(2):
             found = json.loads((tmp_path / f"{rank}.json").read_text())[name]
             assert {call: found[call] for call in expected} == expected
+
+
+def on_the_first_input(path: str, command: list[str]) -> None:
+    """A command of `tigon` on a rank; the first one reads the file."""
+    with open(path if os.environ["RANK"] == "0" else os.devnull) as sys.stdin:
+        sys.exit(cli.main([*command, "--tp", "2"]))
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "perplexity"])
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_commands(tmp_path, monkeypatch, capsys, name, whole_experts):
+    sizes = EIGHT if whole_experts else {}
+    model = write_model(tmp_path / "model", eos_token_id=None, **sizes)
+    text, typed = Path(tmp_path, "text.txt"), Path(tmp_path, "typed")
+    text.write_text(f"{TEXT} " * 20)
+    typed.write_text("hello\nand again\n")
+    new = ["--max-new-tokens", "12"]
+    command = {
+        "generate": ["generate", str(model), "hello", *new],
+        "chat": ["chat", str(model), *new],
+        "perplexity": ["eval", "perplexity", str(model), str(text)],
+    }[name]
+    command += ["--device", "cuda", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed.read_text()))
+    assert cli.main(command) == 0
+    alone = capsys.readouterr().out
+    more = ["--expert-parallel"] if whole_experts else []
+    found = Ranks(2, on_the_first_input, str(typed), [*command, *more], on_gpus=True).finish()
+    if name == "perplexity":
+        ours, expected = (said.split()[1::2] for said in (found, alone))
+        assert [*map(float, ours)] == pytest.approx([*map(float, expected)], rel=1e-4)
+    else:
+        assert found == alone and len(alone) > 10

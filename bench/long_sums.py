@@ -2,9 +2,11 @@
 
 Gradients of weights are sums over all tokens. Both sides multiply the same dy [L, K] and x [L, C],
 whose numbers are -1, 0 and 1, so that float32 sums are exact and a result is right or wrong; the
-truth is torch's product in float32. L is each 128 j + 1 of some range, and other lengths.
+truth is torch's product in float32. L is each 128 j + 1 of some range, other lengths, and for
+results of up to 2^20 numbers also lengths of long rows.
 
-    python bench/long_sums.py
+    python bench/long_sums.py                # half a minute on a GPU
+    python bench/long_sums.py --write-docs   # needs no GPU
 """
 
 import sys
@@ -21,8 +23,9 @@ from bench import harness
 from bench.harness import Bench, Job, Record, heading, markdown
 from tigon.kernels._long_sums import long_sum
 
+Side = Callable[[Tensor, Tensor], Tensor]
 TORCH, OURS = "torch", "tigon"
-SIDES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {TORCH: torch.mm, OURS: long_sum}
+SIDES: dict[str, Side] = {TORCH: torch.mm, OURS: long_sum}
 # K and C: routers, factors of adapters with what they are multiplied by, and weights of small and
 # of large models
 SHAPES = {
@@ -36,34 +39,50 @@ SHAPES = {
 }
 
 
-def lengths(least: int = 513, most: int = 16513) -> list[int]:
+MOST, LONGEST = 16513, 131072  # lengths; the longest are of small results alone
+FEW = 2**20  # numbers of a small result
+
+
+def lengths(least: int = 513, most: int = MOST) -> list[int]:
     """Every 128 j + 1, and lengths whose remainders of 64 are 1 or 2, or any."""
-    return [n for n in range(least, most + 1) if n % 128 == 1 or n % 64 in (1, 2) or n % 37 == 0]
+    return [n for n in range(least, most + 1) if n % 64 in (1, 2) or n % 37 == 0]
+
+
+def long_lengths() -> list[int]:
+    """Of any remainder of 128, most of them, and multiples of 32."""
+    return [n for n in range(MOST + 1, LONGEST) if n % 193 == 0 or n % (32 * 31) == 0]
 
 
 @torch.no_grad()
 def wrong(
-    side: Callable[[Tensor, Tensor], Tensor], k: int, c: int, given: list[int], device: str
-) -> list[int]:
-    """The lengths whose product is not the exact one, rounded to bfloat16."""
+    sides: dict[str, Side], k: int, c: int, given: list[int], device: str
+) -> dict[str, list[int]]:
+    """The lengths of which a side's product is not the exact one, rounded to bfloat16."""
     draw = torch.Generator(device).manual_seed(0)
     dy, x = (
         torch.randint(-1, 2, (max(given), width), generator=draw, device=device).bfloat16()
         for width in (k, c)
     )
-    differ = [
-        (side(dy[:n].t(), x[:n]) != (dy[:n].float().t() @ x[:n].float()).bfloat16()).any()
-        for n in given
-    ]
-    return [n for n, bad in zip(given, torch.stack(differ).tolist(), strict=True) if bad]
+    differ: dict[str, list[Tensor]] = {name: [] for name in sides}
+    for n in given:
+        exact = (dy[:n].float().t() @ x[:n].float()).bfloat16()
+        for name, side in sides.items():
+            differ[name].append((side(dy[:n].t(), x[:n]) != exact).any())
+    return {
+        name: [n for n, bad in zip(given, torch.stack(found).tolist(), strict=True) if bad]
+        for name, found in differ.items()
+    }
 
 
 def run(job: Job) -> str:
-    given = lengths(most=4096 if job.quick else 16513)
-    job.record |= {"lengths": len(given), "wrong": {}}
+    job.record |= {"lengths": {}, "wrong": {}}
     for name in job.only:
-        found = {side: wrong(f, *SHAPES[name], given, "cuda") for side, f in SIDES.items()}
-        job.record["wrong"][name] = found
+        k, c = SHAPES[name]
+        given = lengths(most=4096) if job.options.quick else lengths()
+        if k * c <= FEW and not job.options.quick:
+            given += long_lengths()
+        job.record["lengths"][name] = len(given)
+        job.record["wrong"][name] = wrong(SIDES, k, c, given, "cuda")
         job.add()
     return show(job.record)
 
@@ -71,22 +90,24 @@ def run(job: Job) -> str:
 def show(record: Record) -> str:
     rows = []
     for name, found in record["wrong"].items():
-        of_torch = found[TORCH]
-        least = f"{of_torch[0]:,}" if of_torch else ""
-        rest = f"{max(n % 64 for n in of_torch)}" if of_torch else ""
-        rows.append([name, str(len(of_torch)), least, rest, str(len(found[OURS]))])
+        lost = found[TORCH]
+        of = f"{len(lost)} of {record['lengths'][name]:,}"
+        first = f"{lost[0]:,}" if lost else ""
+        behind = str(max(n % 64 for n in lost)) if lost else ""
+        share = f"1 of {min(n / (n % 64 or 64) for n in lost):,.0f}" if lost else ""
+        rows.append([name, of, first, behind, share, str(len(found[OURS]))])
     head = [
         "K x C",
-        "wrong",
-        "the first at L =",
-        "most summands behind a multiple of 64",
+        "wrong lengths",
+        "the first",
+        "most rows behind a multiple of 64",
+        "at most",
         "wrong with `long_sum`",
     ]
-    title = f"{heading(record, {})}. {record['lengths']:,} lengths of each."
-    return "\n\n".join([title, markdown(head, rows)])
+    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows)])
 
 
-BENCH = Bench("long_sums", __doc__, run, show, list(SHAPES))
+BENCH = Bench("long_sums", __doc__, run, show, list(SHAPES), "docs/kernels.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -26,7 +26,9 @@ def test_what_was_wrong_on_a_gpu_is_in_danger() -> None:
     for summands in (6337, 6338):
         assert drops(summands, 64, 2048)
     assert drops(8961, 1152, 1024)
-    for summands in (64, 1025 - 32, 2560, 8192, 16384):  # nothing behind a multiple of 32, or few
+    for summands in (2**15 + 32, 2**16 + 64):
+        assert drops(summands, 16, 4096)
+    for summands in (64, 96, 1025 - 32, 2560, 8192, 16384, 2**15 - 32):  # nothing behind, or much
         assert not drops(summands, 16, 4096)
     assert not drops(2561, 4096, 4096)  # a large result is not divided by summands
 
@@ -201,9 +203,11 @@ def test_a_head_s_gradients_have_all_summands(gpu: None) -> None:
 
 def test_the_benchmark_finds_them(gpu: None) -> None:
     given = [2560, 2561, 2562, 2689]
-    sides = {name: long_sums.wrong(f, 16, 24, given, "cpu") for name, f in long_sums.SIDES.items()}
+    sides = long_sums.wrong(long_sums.SIDES, 16, 24, given, "cpu")
     assert sides == {long_sums.TORCH: [2561, 2689], long_sums.OURS: []}
     stamp = {"machine": "G", "torch": "2", "commit": "c", "date": "2026-11-23T"}
-    record = stamp | {"uncommitted_changes": False, "lengths": 4, "wrong": {"16 x 24": sides}}
-    assert "| 16 x 24 | 2 | 2,561 | 1 | 0 |" in long_sums.show(record)
+    record = stamp | {"uncommitted_changes": False, "lengths": {"16 x 24": 4}}
+    record |= {"wrong": {"16 x 24": sides}}
+    assert "| 16 x 24 | 2 of 4 | 2,561 | 1 | 1 of 2,561 | 0 |" in long_sums.show(record)
     assert all(n in long_sums.lengths() for n in (2561, 6337, 6338, 16513))
+    assert {n % 128 for n in long_sums.long_lengths()} == {*range(128)}

@@ -19,7 +19,8 @@ RARE = 1024  # one in so many summands and fewer may be lost; all that were lost
 
 def drops(summands: int, k: int, c: int) -> bool:
     """Whether cuBLAS may leave summands out of a [k, c] product in 16 bits."""
-    return k * c <= SMALL and 0 < summands % 32 <= summands // RARE
+    behind = summands % 32 or summands % 64 or summands % 128  # a multiple of the products' blocks
+    return k * c <= SMALL and 0 < behind <= summands // RARE
 
 
 def at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:

@@ -101,7 +101,7 @@ def show(record: Record) -> str:
         "wrong lengths",
         "the first",
         "most rows behind a multiple of 64",
-        "at most",
+        "at most, of all rows",
         "wrong with `long_sum`",
     ]
     return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows)])

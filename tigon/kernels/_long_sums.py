@@ -3,18 +3,18 @@
 # K and C rows and columns of the result, L summands
 
 cuBLAS 13.1 on an H200 leaves summands out of some products in 16 bits, without an error: with
-[L, K]^T [L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1 up to
-the 16,513 that were tried, the last two of 6,338 with K = 64 and C = 2,048. All products that were
-wrong had results of less than 2^21 numbers, and one or two summands behind a multiple of 64, less
-than one in 2,560; bench/long_sums.py looks for more. Weight gradients of routers, of low-rank
-factors and of small models are such products.
+[L, K]^T [L, C] of K = 16 and C = 4,096 the last of L = 2,561, 2,689 and most other 128 j + 1, the
+last two of 6,338 with K = 64 and C = 2,048, and more of long rows. All products that were wrong
+had results of at most 2^21 numbers, and few summands behind a multiple of 64, at most one in 1,500;
+bench/long_sums.py looks for more. Weight gradients of routers, of low-rank factors and of small
+models are such products.
 """
 
 import torch
 from torch import Tensor
 
-SMALL = 2**22  # numbers of a result; all that were wrong had less than half as many
-RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer by half
+SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
+RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
 
 
 def drops(summands: int, k: int, c: int) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import tigon
 from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
 from tests.small import EXPERTS, LLAMA, write_model
-from tests.train.ranks import Ranks
+from tests.train.ranks import TORCHRUN, Ranks
 from tests.train.test_expert import FAMILIES
 from tigon.cli import main
 from tigon.kernels import LogProbs
@@ -263,8 +263,8 @@ def test_what_the_command_refuses_is_said_once(tmp_path, capfd, changes, more, s
 
 def test_torchrun_without_tp_is_an_error(saved, monkeypatch, capfd):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in {**TORCHRUN, "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     for more, tp in (([], 1), (["--tp", "4"], 4)):
         assert main(["generate", str(saved / "qwen3_moe"), "the", "--device", "cpu", *more]) == 1
         said = capfd.readouterr().err

@@ -26,6 +26,8 @@ from tigon.train import main
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 OUT, ERR = "stdout", "stderr"
+# What torchrun sets in the first of two processes, which it has on one host
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 class Ranks:

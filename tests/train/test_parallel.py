@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.numbers import relative_error
 from tests.small import EXPERTS, write_model
-from tests.train.ranks import Ranks, train_on
+from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes
 from tigon.train import load, main, prepare, start, train
 from tigon.train.config import sizes_of
@@ -193,7 +193,8 @@ def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch
     given = workspace.settings("none", **{"parallel.tensor": 3})
     with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
         main(["--nproc", "2", *given])
-    monkeypatch.setenv("WORLD_SIZE", "2")  # of torchrun
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     for rank, said in (("0", "tensor 3 does not divide"), ("1", "^1$")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit, match=said):

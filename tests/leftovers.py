@@ -42,6 +42,7 @@ STATE: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (os.getcwd, os.chdir),
     (lambda: [signal.getsignal(number) for number in SIGNALS], _set_handlers),
     (lambda: [resource.getrlimit(what) for what in LIMITS], _set_limits),
+    (sys.getrecursionlimit, sys.setrecursionlimit),  # Inductor raises it
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_default_device, _set_device),
     (torch.get_num_threads, torch.set_num_threads),

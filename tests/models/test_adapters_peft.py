@@ -121,18 +121,22 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
     near(from_pretrained(tmp_path / "merged")(tokens()).logits, adapted)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
-def test_ours_there(model_type: str, case: str, tmp_path: Path) -> None:
+def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
     ours = from_pretrained(tmp_path / "base")
     plain = ours(tokens()).logits
     targets = (*some(model_type), "model.layers.1.*.o_proj")
     config = LoraConfig(
-        rank=5, alpha=7.5, targets=targets, rslora=True,
+        rank=5, alpha=7.5, targets=targets, rslora=True, dora=dora,
         rank_pattern={"o_proj": 3}, alpha_pattern={"model.layers.0.*": 2},
     )  # fmt: skip
     ours.add_adapter(config)
-    assert torch.equal(ours(tokens()).logits, plain)  # B is zero
+    if dora:  # lengths are computed in another way than rows are
+        near(ours(tokens()).logits, plain)
+    else:
+        assert torch.equal(ours(tokens()).logits, plain)  # B is zero
     randomise(trained(ours))
     ours.save_adapter(tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True).eval()

@@ -76,14 +76,17 @@ def given_answers(rows: list[dict[str, Any]]) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("loss_type", "level"),
-    [("dapo", "token"), ("grpo", "token"), ("grpo", "sequence"), ("dr_grpo", "token")],
+    [
+        *(("dapo", "token"), ("grpo", "token"), ("grpo", "sequence"), ("dr_grpo", "token")),
+        ("cispo", "token"),
+    ],
 )
 def test_policy_gradients(workspace: Any, loss_type: str, level: str) -> None:
     rows = preferences.rewarded(ROWS // G, each=G)
     settings: dict[str, Any] = {"loss_type": loss_type, "epsilon_high": 0.28}
     settings["importance_sampling_level"] = level
     if loss_type == "dr_grpo":
-        settings["max_completion_length"] = 16
+        settings |= {"max_completion_length": 16, "delta": 1.4}
     run = ours(workspace, f"{loss_type}-{level}", rows, task="grpo", **settings)
     same = [{"prompt": "x"}] * ROWS
     settings |= {"num_generations": G, "beta": 0.0, "generation_batch_size": ROWS}

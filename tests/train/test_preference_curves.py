@@ -115,12 +115,20 @@ def test_dpo(workspace: Any, loss_type: str) -> None:
     assert_same(workspace, run, found, *REWARDS, "rewards/accuracies")
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"rslora": True, "dora": True},
+    # The reference has the base's own embedding and head, of which one is trained whole
+    "ends": {"targets": ["all-linear", "embed_tokens"], "modules_to_save": ["lm_head"]},
+}
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [{}, {"rslora": True, "dora": True}], ids=["lora", "dora"])
-def test_dpo_with_an_adapter(workspace: Any, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_dpo_with_an_adapter(workspace: Any, case: str) -> None:
     """Beside TRL with PEFT, which begins with our adapter; packed, each prompt computed once."""
     peft = pytest.importorskip("peft")
-    rows, name = preferences.pairs(ROWS), f"dpo-adapter-{len(more)}"
+    rows, name, more = preferences.pairs(ROWS), f"dpo-adapter-{case}", ADAPTERS[case]
     settings = {"lora.rank": 8, "lora.alpha": 16} | {f"lora.{k}": v for k, v in more.items()}
     settings |= {"task": "dpo", "packing": "true", "seq_len": 512, "batch_size": 64, "seed": SEED}
     run = ours(workspace, name, rows, **settings)

@@ -26,27 +26,13 @@ OF_BASE = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it beside an emb
 # Keys that are read, say what tensors show better, or were for the beginning of training alone
 KNOWN = frozenset(
     (
-        *(
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "use_rslora",
-            "use_dora",
-            "rank_pattern",
-            "alpha_pattern",
-        ),
-        *(
-            "target_parameters",
-            "modules_to_save",
-            "peft_type",
-            "bias",
-            "target_modules",
-            "exclude_modules",
-        ),
-        *("layers_to_transform", "layers_pattern", "init_lora_weights", "ensure_weight_tying"),
-        *("task_type", "inference_mode", BASE, "revision", "auto_mapping"),
-        *("peft_version", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        *("qalora_group_size", "megatron_core", "runtime_config"),
+        *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern"),
+        *("alpha_pattern", "target_parameters", "modules_to_save", "peft_type", "bias"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("init_lora_weights", "ensure_weight_tying", "task_type", "inference_mode", BASE),
+        *("revision", "auto_mapping", "peft_version", "loftq_config", "eva_config"),
+        *("corda_config", "lora_ga_config", "qalora_group_size", "megatron_core"),
+        "runtime_config",
     )
 )
 # Ways to begin that leave the base as it is; others take from it what the adapter begins with

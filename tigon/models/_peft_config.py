@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Set
 from typing import Any, NamedTuple
 
 from tigon.json_file import read_json
-from tigon.models._lora import LoraConfig, Place, matches, places
+from tigon.models._lora import LoraConfig, Place, first_match, matches, places
 from tigon.models._model import LanguageModel
 from tigon.models._peft_patterns import ends_of
 from tigon.weights import Repository
@@ -55,12 +55,8 @@ def peft_config(model: LanguageModel, config: LoraConfig, own: Collection[Place]
     names = [place.name for place in own]
 
     def of_each(patterns: Mapping[str, float], default: float) -> dict[str, float]:
-        found = {}
-        for name in sorted(names):
-            value = next((v for key, v in patterns.items() if matches(key, name)), default)
-            if value != default:
-                found[name] = value
-        return found
+        every = {name: first_match(patterns, name, default) for name in sorted(names)}
+        return {name: value for name, value in every.items() if value != default}
 
     source = model.config.source
     of = config if config.base else LoraConfig(base=source.name, revision=source.revision)

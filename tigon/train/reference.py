@@ -48,17 +48,20 @@ def attach(
     *,
     weights: str,
     shared: bool,
+    distinct: bool,
     name: str = "data",
 ) -> None:
     """Give the loader's micro-batches the column, from the cache or computed by what `make` makes.
 
     `pack`: rows of some of the data, which cut no sequence shorter than the loader does anywhere.
     `weights`: what `shared_digest` said. `shared`: rows have each prompt once, which changes what
-    is cut to fit. Every rank calls this. OSError for a cache that cannot be written.
+    is cut to fit. `distinct`: they leave out answers that are equal once they are cut. Every rank
+    calls this. OSError for a cache that cannot be written.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    path = cache_root() / "reference" / f"{_key(corpus, config, world.device, weights, shared)}.npy"
+    key = _key(corpus, config, world.device, weights, (shared, distinct))
+    path = cache_root() / "reference" / f"{key}.npy"
     found = read(path, _tokens(corpus))
     if world.most(found is None):
         began = time.monotonic()
@@ -140,9 +143,11 @@ def _tokens(corpus: Corpus) -> int:
     return int(corpus.first_token[-1])
 
 
-def _key(corpus: Corpus, config: Config, device: torch.device, weights: str, shared: bool) -> str:
+def _key(
+    corpus: Corpus, config: Config, device: torch.device, weights: str, of_rows: tuple[bool, ...]
+) -> str:
     settings = (
-        *(config.seq_len, config.packing, config.truncate, config.max_length, shared),
+        *(config.seq_len, config.packing, config.truncate, config.max_length, *of_rows),
         compute_dtype(config, device),
     )
     data = [part.identity() for part in corpus.parts]

@@ -89,7 +89,8 @@ class Answers(Objective):
 
         weights = reference.shared_digest(config, world, trained=trained)
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
-            how: dict[str, Any] = {"weights": weights, "shared": self.share_prompts, "name": name}
+            how: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
+            how |= {"weights": weights, "name": name}
             # Whether shared prompts pay is said of a window, and the training's are others
             rows = partial(self.rows, least_shared=0.0)
             reference.attach(loader, config, world, make, rows, **how)

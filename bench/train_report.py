@@ -26,7 +26,7 @@ MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "kept": "kept by forward for backward",
     "gradients": "all gradients, after backward",
 }
-KIND = {PRODUCTS: "matrix products", PASSES: "passes between them (norms, RoPE, activation, head)"}
+KIND = {PRODUCTS: "GEMMs", PASSES: "memory-bound kernels (norms, RoPE, activation, head)"}
 
 
 def good(case: Record, side: str) -> list[Record]:
@@ -145,12 +145,12 @@ def summary(record: Record) -> str:
     table = markdown([*head, "of the limit"], map(row, record["cases"]))
     rounds = sorted({len(good(case, side)) for case in record["cases"] for side in sides_of(case)})
     counts = " or ".join(map(str, rounds))
-    note = f"\n\nRounds of each side: {counts}. In brackets: targets. Of the limit: its time over "
-    note += "Tigon's."
+    note = f"\n\nRounds: {counts}. In brackets: targets. Of the limit: the composed "
+    note += "limit's time over Tigon's."
     if missing := [name for name in CASES if name not in {c["name"] for c in record["cases"]}]:
         note += f" Not measured: {'; '.join(missing)}."
     if any(CASES[case["name"]].own for case in record["cases"]):
-        note += f" fp8: beside Tigon's own bf16 step, not beside {PEER}."
+        note += f" fp8 cases are compared with Tigon's own bf16 step, not with {PEER}."
     return f"{heading(record, record['libraries'])}.\n\n{table}{note}"
 
 
@@ -191,7 +191,7 @@ def time_table(case: Record) -> str:
     steps = [took(case, side) for side in (mine, other)]
     busy = [sum(v for k, v in column.items() if k != "waiting") for column in columns]
     gaps = [figure(max(0.0, s - b)) if s and b else "" for s, b in zip(steps, busy, strict=True)]
-    rows.append(["the GPU waits", "", *gaps])
+    rows.append(["GPU idle", "", *gaps])
     total = case["limit"]["total"]
     rows.append(["**step**", f"**{figure(total, 4)}**", *(f"**{figure(s, 4)}**" for s in steps)])
     return markdown(["ms", "limit", mine, other], rows)
@@ -225,8 +225,8 @@ def limit_lines(case: Record) -> str:
     passes = ", ".join(f"{kind} {figure(1e3 * n / speed / 1e12)}" for kind, n in moved.items())
     gigabytes = ADAMW * limit["parameters"] / 1e9
     return (
-        f"The limit: products at {achieved:.0f} TFLOP/s in the mean, attention by {backends} "
-        f"alone, a copy at {speed:.2f} TB/s; passes in ms: {passes}; AdamW moves "
+        f"The limit: GEMMs at {achieved:.0f} TFLOP/s on average, attention by {backends} "
+        f"alone, a copy at {speed:.2f} TB/s; memory-bound kernels in ms: {passes}; AdamW moves "
         f"{gigabytes:.3g} GB."
     )
 
@@ -243,7 +243,7 @@ def details(record: Record) -> str:
         used = "; ".join(f"{side}: {attention(case, side)}" for side in sides_of(case))
         stamp = f"Commit {case['commit']}, {case['date'][:10]}. Attention: {used}."
         tried = "; ".join(f"{name} {found(t)}" for name, t in case["tried"].items())
-        stamp += f" Settings of the peer that were tried: {tried}." if tried else ""
+        stamp += f" Settings tried for the peer: {tried}." if tried else ""
         parts += [f"### {case['name']}", stamp, *filter(None, sections)]
     return "\n\n".join(part for part in parts if part)
 
@@ -254,7 +254,7 @@ def show(record: Record) -> str:
 
 def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
-    link = "![tokens per second and peak memory beside the peer]"
+    link = "![tokens per second and peak memory compared with the peer]"
     return {
         "README.md": f"{link}({PICTURE})\n\n{summary(record)}",
         DOCUMENT: f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}",

@@ -234,12 +234,12 @@ def record() -> Record:
 
 def test_a_summary_says_how_often_it_measured_and_what_not(record: Record) -> None:
     text = train_report.summary(record)
-    assert "Rounds of each side: 3. In brackets: targets." in text
+    assert "Rounds: 3. In brackets: targets." in text
     measured = {case["name"] for case in record["cases"]}
     missing = [name for name in train_report.CASES if name not in measured]
     assert missing and f"Not measured: {'; '.join(missing)}." in text
     record["cases"][0]["rounds"][OURS].pop()
-    assert "Rounds of each side: 2 or 3." in train_report.summary(record)
+    assert "Rounds: 2 or 3." in train_report.summary(record)
 
 
 def test_verdicts_are_of_the_rounds_medians(record: Record) -> None:
@@ -266,8 +266,8 @@ def test_verdicts_are_of_the_rounds_medians(record: Record) -> None:
 
 def test_where_time_and_memory_go_is_shown(record: Record, tmp_path: Path) -> None:
     text = train_report.show(record)
-    assert "| matrix products | 500 | 520 | 530 |" in text
-    assert "| copies |  |  | 20.0 |" in text and "| the GPU waits |  | 75.0 | 110 |" in text
+    assert "| GEMMs | 500 | 520 | 530 |" in text
+    assert "| copies |  |  | 20.0 |" in text and "| GPU idle |  | 75.0 | 110 |" in text
     assert "| **step** | **656.0** | **700.0** | **800.0** |" in text
     assert "| optimizer states | 32.0 | 1.00 | 1.00 |" in text
     assert "| **peak, allocated** |  | 60.8 | 81.0 |" in text

@@ -23,7 +23,7 @@ def table() -> str:
         classes = (f"`tigon.{MODELS[kind].__name__}`" for kind in model_types)
         rows.append((", ".join(f"`{kind}`" for kind in model_types), ", ".join(classes), first))
     whole = ", ".join(f"`{kind}`" for kind in MULTIMODAL)
-    rows.append((f"{whole} (multimodal)", "of its `text_config`", "The text model inside"))
+    rows.append((f"{whole} (multimodal)", "the class of its `text_config`", "the text model alone"))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows) + "\n"
 
 

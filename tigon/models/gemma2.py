@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with every other layer sliding, four norms to a block, and softcaps.
+"""Gemma 2: Gemma with sliding windows in every other layer, four norms per block, and softcaps.
 
 Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 """

@@ -1,4 +1,4 @@
-"""Gemma 3, text: Gemma 2 with normed heads, five sliding layers to a full one, and two RoPEs.
+"""Gemma 3 (text): Gemma 2 with QK-norm, five sliding-window layers per full one, and two RoPEs.
 
 EmbeddingGemma is the same with attention to both sides. Paper: arXiv 2503.19786; checked against
 transformers' modeling_gemma3.

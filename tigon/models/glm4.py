@@ -1,4 +1,4 @@
-"""GLM-4-0414: four norms to a block as in Gemma 2, and neighbours rotated in half of each head.
+"""GLM-4-0414: four norms per block as in Gemma 2, and interleaved RoPE on half of each head.
 
 Paper: arXiv 2406.12793; checked against transformers' modeling_glm4.
 """

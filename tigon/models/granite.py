@@ -1,4 +1,4 @@
-"""Granite 3: Llama with multipliers on embeddings, scores, branches and logits.
+"""Granite 3: Llama with multipliers on embeddings, attention scores, branches and logits.
 
 Paper: arXiv 2407.13739 (Granite code), whose multipliers are those of muP, arXiv 2203.03466;
 checked against transformers' modeling_granite.

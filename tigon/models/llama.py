@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3, and what shares its architecture (SmolLM, Yi, TinyLlama ...).
+"""Llama 1 to 3.3, and models of the same architecture (SmolLM, Yi, TinyLlama ...).
 
 Pre-norm blocks, grouped queries, rotary positions, SwiGLU. Paper: arXiv 2407.21783; checked
 against transformers' modeling_llama.

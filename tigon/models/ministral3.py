@@ -1,4 +1,4 @@
-"""Ministral 3: Mistral with YaRN, and queries that grow with the logarithm of their position.
+"""Ministral 3: Mistral with YaRN, and queries scaled with the logarithm of their position.
 
 Checked against transformers' modeling_ministral3; also the text model of Mistral 3 checkpoints
 whose text_config names it.

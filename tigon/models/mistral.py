@@ -1,4 +1,4 @@
-"""Mistral 7B (v0.1 slides, later ones do not), Nemo, and Ministral, which slides in some layers.
+"""Mistral 7B (sliding window in v0.1 only), Nemo, and Ministral (sliding window in some layers).
 
 Llama's blocks with a window. Paper: arXiv 2310.06825; checked against transformers'
 modeling_mistral and modeling_ministral.

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with eight experts for every MLP, of which each token takes two.
+"""Mixtral: Mistral with eight experts in place of each MLP, two of them active per token.
 
 Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 """

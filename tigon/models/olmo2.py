@@ -1,4 +1,4 @@
-"""OLMo 2: no norms before the branches but after them, and queries and keys normed whole.
+"""OLMo 2: norms after the branches instead of before, and QK-norm across all heads.
 
 Paper: arXiv 2501.00656; checked against transformers' modeling_olmo2.
 """

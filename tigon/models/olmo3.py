@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with three sliding layers to a full one, and RoPE scaling in the full ones only.
+"""OLMo 3: OLMo 2 with three sliding-window layers per full one, and RoPE scaling in the full ones.
 
 Checked against transformers' modeling_olmo3. It reads a config's `rope_theta` for full layers
 alone: sliding ones rotate with 5e5 unless `rope_parameters` says otherwise.

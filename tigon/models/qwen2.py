@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's blocks with biases on queries, keys and values.
+"""Qwen2 and Qwen2.5: Llama's blocks with biases on the query, key and value projections.
 
 Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2.
 """

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with many small experts and one that all tokens share.
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with many small experts and one shared expert.
 
 Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
 """

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with normed heads of queries and keys, and without its biases.
+"""Qwen3: Qwen2 with QK-norm and without its biases.
 
 Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3.
 """

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with many small experts, and no shared one.
+"""Qwen3-MoE: Qwen3 with many small experts and no shared one.
 
 Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 """

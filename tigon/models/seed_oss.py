@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama's blocks with biases on queries, keys and values.
+"""Seed-OSS: Llama's blocks with biases on the query, key and value projections.
 
 Checked against transformers' modeling_seed_oss.
 """

@@ -2,13 +2,14 @@
 
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import harness, train_curves, train_multi, train_multi_side
+from bench import estimates, harness, train_curves, train_multi, train_multi_side
 from bench.harness import Record
 from bench.train_cases import PEER
 
@@ -36,6 +37,20 @@ def test_the_sides_of_several_ranks_compute_the_same(tmp_path: Path) -> None:
     assert mine["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
     assert len(mine["losses"]) == len(theirs["losses"]) == train_multi_side.FIRST
     assert mine["ms"] > 0 < theirs["ms"]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """The time of several GPUs is short: they would wait for it to the limit."""
+    side = tmp_path / "side.py"
+    lines = ("import os, time", "assert os.environ['RANK'] == '0', 'no memory'", "time.sleep(60)")
+    side.write_text("\n".join(lines))
+    began = time.monotonic()
+    found = estimates.run_ranks(side, 2, tmp_path, [], 50)
+    assert time.monotonic() - began < 20
+    assert found["error"] == "AssertionError: no memory"
+    side.write_text("import time; print('at work', flush=True); time.sleep(60)")
+    found = estimates.run_ranks(side, 2, tmp_path, [], 1.0)
+    assert found["error"] == "not at its end after 1 s: at work"
 
 
 def a_row(ms: float, loss: float = 11.8) -> Record:

@@ -7,6 +7,7 @@ most, beside the estimate that `tigon train --dry-run` makes without a GPU.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tests.small import EXPERTS, LLAMA, WORDS, write_tokenizer
 
 WITHIN = 0.10  # of what training takes
 STEPS = 4
+GRACE = 5.0  # seconds that ranks have to end after one has failed
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -150,7 +152,7 @@ def measured(root: Path, case: str, tiny: bool) -> Record:
 
 def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: float) -> Record:
     """What the first of `gpus` processes of this script writes to its first argument; or an error,
-    and the end of what one said that failed."""
+    and the end of what the first one said that failed."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -164,18 +166,31 @@ def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: 
         command = [sys.executable, str(side), str(out), *arguments]
         with (root / f"rank-{rank}.txt").open("w") as log:
             ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    codes, until = [], time.monotonic() + seconds
+    first = failed(ranks, seconds)
+    if first is None and out.exists():
+        return json.loads(out.read_text())
+    lines = (root / f"rank-{first or 0}.txt").read_text().splitlines()
+    said = (lines or ["nothing was said"])[-1]
+    if first is not None and ranks[first].returncode == -signal.SIGKILL:
+        said = f"not at its end after {seconds:.0f} s: {said}"
+    return {"error": said, "log": lines[-25:]}
+
+
+def failed(ranks: list[subprocess.Popen[bytes]], seconds: float) -> int | None:
+    """Wait for all to end, at most so many seconds; the first that failed. The others, which would
+    wait for it, are ended too."""
+    first, until = None, time.monotonic() + seconds
+    while None in (codes := [process.poll() for process in ranks]):
+        if first is None and any(codes):
+            first = next(rank for rank, code in enumerate(codes) if code)
+            until = min(until, time.monotonic() + GRACE)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
     for process in ranks:
-        try:
-            codes.append(process.wait(timeout=max(0.0, until - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            codes.append(process.wait())
-    if any(codes) or not out.exists():
-        logs = [(root / f"rank-{rank}.txt").read_text() for rank in range(gpus)]
-        lines = next((log for log, code in zip(logs, codes, strict=True) if code), "").splitlines()
-        return {"error": (lines or ["nothing was said"])[-1], "log": lines[-25:]}
-    return json.loads(out.read_text())
+        process.kill()
+    ended = [process.wait() for process in ranks]
+    return next((rank for rank, code in enumerate(ended) if code), None) if first is None else first
 
 
 def ratio(case: Record) -> float:

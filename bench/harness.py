@@ -27,6 +27,7 @@ import tigon
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench/results"  # whole runs; parts of one go to bench/out
 BEGIN = time.perf_counter()
+KEEP_LINES = argparse.RawDescriptionHelpFormatter
 Record = dict[str, Any]
 
 
@@ -251,8 +252,7 @@ def split(only: str | None, cases: Sequence[str]) -> list[str]:
 
 
 def parser_of(bench: Bench) -> argparse.ArgumentParser:
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=bench.about, formatter_class=keep_lines)
+    parser = argparse.ArgumentParser(description=bench.about, formatter_class=KEEP_LINES)
     add = parser.add_argument
     add("--only", help=f"cases or parts of their names, with commas: {', '.join(bench.cases)}")
     add("--quick", action="store_true", help="few repetitions")

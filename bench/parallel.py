@@ -80,9 +80,17 @@ def offered() -> dict[str, Side]:
     """Those whose dimension this Tigon has, or this transformers."""
     known = ("", *Parallel.__dataclass_fields__)
     found = {name: side for name, side in SIDES.items() if side.parallel in known}
-    if find_spec("transformers") is None or find_spec(MODULE) is None:
+    if not has_expert_parallelism():
         del found[EXPERT_TORCH]
     return found
+
+
+def has_expert_parallelism() -> bool:
+    """Whether transformers is there, and new enough."""
+    try:
+        return find_spec(MODULE) is not None
+    except ImportError:  # of the package, which is not there, or lacks another
+        return False
 
 
 def arguments(root: Path, side: Side, tiny: bool) -> list[str]:
@@ -99,6 +107,12 @@ def prepare(root: Path, side: Side, tiny: bool) -> None:
     (root / "config.json").write_text(json.dumps(shape))
 
 
+def attentions(side: Side, tiny: bool) -> list[str]:
+    """The peer's, the fastest first; Tigon chooses its own, and torch's ring is one of SDPA."""
+    alone = tiny or side.kind in (TIGON, CONTEXT_PEER)
+    return ["sdpa"] if alone else ["flash_attention_4", "sdpa"]
+
+
 def measure(job: Job) -> None:
     tiny = job.options.tiny
     with tempfile.TemporaryDirectory() as directory:
@@ -110,12 +124,12 @@ def measure(job: Job) -> None:
                 progress(f"round {number + 1} of {job.options.rounds}: {name}")
                 began = time.monotonic()
                 prepare(root, side, tiny)
-                sdpa = tiny or side.kind in (TIGON, CONTEXT_PEER)
-                way = "sdpa" if sdpa else "flash_attention_4"
-                given = [side.kind, way, *arguments(root, side, tiny)]
-                found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
-                if "error" in found:
-                    progress(f"{name}: {found['error'][:300]}")
+                for way in attentions(side, tiny):
+                    given = [side.kind, way, *arguments(root, side, tiny)]
+                    found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
+                    if "error" not in found:
+                        break
+                    progress(f"{name}, {way}: {found['error'][:300]}")
                 when = {"run": job.record["date"], "commit": job.record["commit"]}
                 rows.append(found | when | {"seconds": time.monotonic() - began})
                 job.add()
@@ -137,6 +151,15 @@ def ratio(record: Record, name: str, other: str) -> float | None:
     own, of_other = rates(record, name), rates(record, other)
     both = [own[key] / of_other[key] for key in own if key in of_other]
     return median(both) if both else None
+
+
+def missing(record: Record) -> list[str]:
+    """The sides of the ratios that are not known yet."""
+    open_ones = {
+        n for n, side in SIDES.items() if side.beside and ratio(record, n, side.beside) is None
+    }
+    wanted = open_ones | {SIDES[name].beside for name in open_ones}
+    return [name for name in offered() if name in wanted]
 
 
 def verdicts(record: Record) -> list[str]:

@@ -2,13 +2,22 @@
 
 import gc
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import harness, train_curves, train_multi, train_multi_side
+from bench import (
+    estimates,
+    harness,
+    parallel,
+    train_curves,
+    train_multi,
+    train_multi_side,
+    two_gpus,
+)
 from bench.harness import Record
 from bench.train_cases import PEER
 
@@ -36,6 +45,35 @@ def test_the_sides_of_several_ranks_compute_the_same(tmp_path: Path) -> None:
     assert mine["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
     assert len(mine["losses"]) == len(theirs["losses"]) == train_multi_side.FIRST
     assert mine["ms"] > 0 < theirs["ms"]
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """The time of several GPUs is short: they would wait for it to the limit."""
+    side = tmp_path / "side.py"
+    lines = ("import os, time", "assert os.environ['RANK'] == '0', 'no memory'", "time.sleep(60)")
+    side.write_text("\n".join(lines))
+    began = time.monotonic()
+    found = estimates.run_ranks(side, 2, tmp_path, [], 50)
+    assert time.monotonic() - began < 20
+    assert found["error"] == "AssertionError: no memory"
+    side.write_text("import time; print('at work', flush=True); time.sleep(60)")
+    found = estimates.run_ranks(side, 2, tmp_path, [], 1.0)
+    assert found["error"] == "not at its end after 1 s: at work"
+
+
+def test_what_two_gpus_are_still_needed_for(tmp_path: Path) -> None:
+    side, peer = "tigon, tensor", parallel.TORCH
+    row = a_row(500.0) | {"run": "a", "commit": "c"}
+    known = {"sides": {side: [row], peer: [row], parallel.CONTEXT: [row]}}
+    missing = parallel.missing(known)
+    assert parallel.CONTEXT in missing and parallel.CONTEXT_TORCH in missing
+    assert not {side, peer, parallel.ONE} & set(missing)
+    given = dict(two_gpus.steps("abc", known, tiny=False))
+    assert [*given][:2] == ["generate_multi", "parallel"] and given["parallel"][3:] == missing
+    log = tmp_path / "log"
+    assert two_gpus.run(["-c", "print('well')"], log, 20) == 0 and log.read_text() == "well\n"
+    said = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('so far')"
+    assert two_gpus.run(["-c", said], log, 2) is None and log.read_text() == "so far\n"
 
 
 def a_row(ms: float, loss: float = 11.8) -> Record:

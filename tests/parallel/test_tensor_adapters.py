@@ -17,10 +17,10 @@ from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_m
 from tests.train.ranks import Ranks
 from tigon.models import CausalLM, LoraConfig, adapter_parameters, begin_adapter
 from tigon.parallel import cut_model
-from tigon.parallel.plan import check
 
 LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]
 OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj")
+ENDS = ("embed_tokens", "lm_head", "q_proj")
 Case = tuple[tuple[str, dict[str, Any]], dict[str, Any]]
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -34,9 +34,22 @@ CASES: dict[int, dict[str, Case]] = {
         "norms over all heads": (TWO["olmo2"], {}),
         "experts": (EXPERTS, {"targets": OF_EXPERTS}),
         "shared expert": (EXPERTS, {}),
+        "embedding and head": (LLAMA, {"targets": ENDS}),
+        "dora of embedding and head": (LLAMA, {"targets": ENDS, "dora": True}),
+        "a scaled embedding": (
+            ("gemma", {"tie_word_embeddings": False}),
+            {"targets": ("embed_tokens", "o_proj"), "dora": True},
+        ),
+        "whole embedding and head": (LLAMA, {"modules_to_save": ("embed_tokens", "lm_head")}),
+        "whole head beside an embedding's": (
+            LLAMA,
+            {"targets": ("embed_tokens", "v_proj"), "modules_to_save": ("lm_head",)},
+        ),
     },
     4: {
         "kv heads on two ranks each": (FOUR["kv heads on two ranks each"], {}),
+        "embedding and head of four": (LLAMA, {"targets": ENDS, "dora": True}),
+        "whole embedding": (LLAMA, {"modules_to_save": ("embed_tokens",)}),
         "dora, kv heads on two ranks each": (FOUR["kv heads on two ranks each"], {"dora": True}),
     },
 }
@@ -124,18 +137,3 @@ def test_files(found, case):
         for way in ("one", "cut")
     ]
     assert configs[0] == configs[1]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"targets": ("q_proj", "embed_tokens")}, "which is of model.embed_tokens"),
-        ({"targets": ("q_proj", "lm_head")}, "which is of lm_head"),
-        ({"modules_to_save": ("lm_head",)}, "whole weights of lm_head"),
-    ],
-)
-def test_what_ranks_cannot_share_of_adapters(config, said):
-    model = random_model("llama", {})
-    model.add_adapter(LoraConfig(**config))
-    with pytest.raises(ValueError, match=said):
-        check(model, 2)

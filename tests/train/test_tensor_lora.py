@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.numbers import relative_error
+from tests.small import write_model
 from tests.train.ranks import train_on
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
@@ -82,3 +83,27 @@ def test_lengths_that_are_learned(workspace, whole):
         assert relative_error(found[name], weight) < 1e-4, name
         if "proj" in name:
             assert relative_error(found[name], plain[name]) > 1e-3, name
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "of low rank": {"lora.targets": "[embed_tokens, lm_head, v_proj]", "lora.dora": "true"},
+    "whole": {"lora.targets": "[q_proj]", "lora.modules_to_save": "[embed_tokens, lm_head]"},
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_embedding_and_head(workspace, kind):
+    """Whose tokens ranks divide, and FSDP the rows of that; one process and ranks go on."""
+    apart = write_model(workspace.root / f"{kind} apart", tie_word_embeddings=False)
+    ends = SETTINGS | {"lora.dropout": 0, "model": apart} | ENDS[kind]
+    one, run, step = f"{kind}-one", f"{kind}-4", "checkpoints/step-00000002"
+    main(workspace.settings(one, **ends))
+    more = {"parallel.fsdp": 2, "parallel.tensor": 2}
+    train_on(4, workspace.settings(run, **ends, **more), OMP_NUM_THREADS="1")
+    assert_same(workspace, run, one)
+    source = workspace.root / run / step
+    main(workspace.settings(f"{kind}-1", **ends, resume=source))
+    source, two = workspace.root / one / step, {"parallel.tensor": 2}
+    train_on(2, workspace.settings(f"{kind}-2", **ends, **two, resume=source))
+    for again in ("1", "2"):
+        assert_same(workspace, f"{kind}-{again}", one)

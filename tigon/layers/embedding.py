@@ -6,8 +6,10 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from tigon.kernels._long_sums import long_sum
 from tigon.kernels._vocabulary import VocabularyShard
@@ -20,8 +22,11 @@ class LowRankEmbedding(LayerAdapter):
     """One adapter of an embedding: `scale * B A` [C, V], of which a token has a column.
 
     As PEFT's: A [r, V] begins at 0, B [C, r] is drawn. With `dora` each of the C columns of the
-    table then gets a length over all tokens that is learned.
+    table then gets a length over all tokens that is learned. `token_ranks`: those that each have
+    some tokens of table and A, where ranks divide these.
     """
+
+    token_ranks: Ranks | None = None
 
     def __init__(
         self, dim: int, part: LoRAPart, *, dora: bool = False, dtype: torch.dtype, device: Any
@@ -43,9 +48,9 @@ class LowRankEmbedding(LayerAdapter):
             "lora_embedding_B": b,
         }
 
-    def forward(self, ids: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(self, low: Tensor) -> Tensor:
+        """Of the rows of A^T [..., r] of some tokens: what is added to those of the table."""
         (part,) = self.parts
-        low = F.embedding(ids, self.lora_embedding_A.t(), padding_idx)
         return linear(low, self.lora_embedding_B) * part.scale
 
     def gains(self, weight: Tensor) -> Tensor:
@@ -56,7 +61,17 @@ class LowRankEmbedding(LayerAdapter):
             square = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32).square()
             square += 2 * (long_sum(a.to(weight.dtype), weight).float().t() * b).sum(1)
             square += (b @ (a.float() @ a.float().t()) * b).sum(1)
+            if self.token_ranks is not None:
+                square = self.token_ranks.sum(square)
         return self.lora_magnitude_vector.float() / square.sqrt()
+
+    def column_lengths(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
+        """[C], of a table of which this rank has rows [n, C], and the ranks of `group` others of
+        this part of the tokens; all ranks that divide it call this."""
+        squares = rows.square().sum(0)
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        return (squares if self.token_ranks is None else self.token_ranks.sum(squares)).sqrt()
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
@@ -78,21 +93,23 @@ class Embedding(nn.Embedding):
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor, *, summands: bool = False) -> Tensor:
-        weight = None if self.copies is None else self.copies.active()
-        if self.vocabulary is not None:
-            x = _own_rows(input, self.weight, self.padding_idx, self.vocabulary)
-            x = x if summands else sum_over(x, _ranks(self.vocabulary))
-        elif weight is None:
-            x = super().forward(input)
-        else:
-            x = F.embedding(input, weight, self.padding_idx).to(self.weight.dtype)
+        copy = None if self.copies is None else self.copies.active()
+        x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)
         if self.lora is not None and (low := self.lora.active()) is not None:
-            own = x + low(input, self.padding_idx)
+            own = x + low(self._rows(input, low.lora_embedding_A.t()))
             x = (own * low.gains(self.weight) if low.dora else own).to(x.dtype)
+        if self.vocabulary is not None and not summands:
+            x = sum_over(x, _ranks(self.vocabulary))
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+
+    def _rows(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Those of the ids; zeros for other ranks' tokens."""
+        if self.vocabulary is None:
+            return F.embedding(ids, table, self.padding_idx)
+        return _own_rows(ids, table, self.padding_idx, self.vocabulary)
 
 
 def _ranks(shard: VocabularyShard) -> Ranks:

@@ -191,7 +191,7 @@ def _lengths(layer: nn.Module, low: LayerAdapter, path: str) -> dict[str, Tensor
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
-        return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight)}
+        return {MAGNITUDE.removesuffix("_"): column_lengths(own.float(), weight, low)}
     found = torch.zeros(weight.shape[0], device=own.device)
     assert isinstance(low, LowRank)
     found[first : first + len(own)] = low.row_lengths(own)

@@ -1,7 +1,6 @@
 """What adapters add to weights, in float32 and rounded once; every rank of a sharded model adds its
 own rows."""
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -39,16 +38,13 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
     delta = a[:, start : start + len(own)].t() @ b.t()
     total = own.float().add_(delta, alpha=part.scale)
     if low.dora:
-        total *= _whole(low.lora_magnitude_vector).float() / column_lengths(total, weight)
+        total *= _whole(low.lora_magnitude_vector).float() / column_lengths(total, weight, low)
     own.copy_(total)
 
 
-def column_lengths(rows: Tensor, weight: Tensor) -> Tensor:
-    """[C], of the rows [V_r, C] that each rank has of the weight; every rank calls this."""
-    squares = rows.square().sum(0)
-    if isinstance(weight, DTensor):
-        dist.all_reduce(squares, group=row_group(weight))
-    return squares.sqrt()
+def column_lengths(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
+    """[C], of this rank's rows [n, C] of the weight; every rank calls this."""
+    return low.column_lengths(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
 def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:

@@ -1,32 +1,22 @@
 """What each rank of tensor parallelism has of low-rank adapters, which were added before.
 
 An adapter is cut as its weight is: B and DoRA's lengths by rows where that is cut by its outputs, A
-by columns where it is by its inputs. Every rank has all of the rest, and finds a part of its
-gradient. Lengths of rows of which ranks have some columns each take a sum over the ranks.
+by columns where it is by its inputs, and an embedding's A by tokens. Every rank has all of the
+rest, and finds a part of its gradient. Lengths of rows of which ranks have some columns each, or of
+columns of some tokens, take a sum over the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tigon.layers import LMHead, LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
+from tigon.layers import LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
 from tigon.layers.collectives import Ranks
 from tigon.layers.lora import MAGNITUDE, B
-from tigon.models import CausalLM, low_ranks
+from tigon.models import CausalLM
 from tigon.splitmix import GOLDEN, WORD, signed
 from tigon.weights import Copy, Cut, Rows
 
 Pieces = tuple[tuple[Rows, Copy], ...]
 DRAWN = 4  # columns of dropout that share 64 random bits
-
-
-def check_adapters(model: CausalLM) -> None:
-    """Raises ValueError for adapters that ranks cannot share."""
-    for name, config in model.adapters.items():
-        of = f"tensor parallelism is not there for the adapter {name!r}"
-        if saved := ", ".join(end for end in config.modules_to_save if end != "score"):
-            raise ValueError(f"{of}, which has whole weights of {saved}: leave out modules_to_save")
-        for path, low in low_ranks(model, name).items():
-            if isinstance(low, LowRankEmbedding) or isinstance(model.get_submodule(path), LMHead):
-                raise ValueError(f"{of}, which is of {path}: leave it out of targets")
 
 
 def check_dropout(model: CausalLM, cuts_of: Iterable[Mapping[str, Cut]]) -> None:
@@ -46,7 +36,9 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
     """Of the parameters of adapters that ranks divide; `cuts` are those of the weights."""
     for at, low, weights in _adapters(model, cuts):
         for part, weight in zip(low.parts, weights, strict=True):
-            if _by_inputs(weight):
+            if isinstance(low, LowRankEmbedding):
+                names, dim, pieces = ["lora_embedding_A"], 1, weight.pieces
+            elif _by_inputs(weight):
                 names, dim, pieces = [low.name_of_a(part)], 1, weight.pieces
             else:
                 names, dim, pieces = [B + part.name], 0, _within(weight, part)
@@ -58,6 +50,9 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
 def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
     """The columns of each part that the rank has, and where their dropout is drawn."""
     for _, low, weights in _adapters(model, cuts):
+        if isinstance(low, LowRankEmbedding):
+            low.token_ranks = ranks
+            continue
         low.parts = tuple(map(_own, low.parts, weights))
         weight = weights[0]
         if not isinstance(low, LowRank) or not _by_inputs(weight):
@@ -71,15 +66,17 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
 
 def _adapters(
     model: CausalLM, cuts: Mapping[str, Cut]
-) -> Iterator[tuple[str, LowRank | LowRankExperts, Sequence[Cut]]]:
+) -> Iterator[tuple[str, LowRank | LowRankEmbedding | LowRankExperts, Sequence[Cut]]]:
     """Each layer's, by its path, and how the weight of each of its parts is cut."""
     for path, low in model.named_modules():
-        if isinstance(low, LowRank | LowRankExperts):
+        if isinstance(low, LowRank | LowRankEmbedding | LowRankExperts):
             layer = path.rpartition(".lora.")[0]
             experts = isinstance(low, LowRankExperts)
             if experts and model.get_submodule(layer).shard is not None:  # whole experts' own
                 continue
             names = [part.name if experts else "weight" for part in low.parts]
+            if model.ties_head and layer == "lm_head":
+                layer = "model.embed_tokens"
             yield path, low, [cuts[f"{layer}.{name}"] for name in names]
 
 

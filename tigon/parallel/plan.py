@@ -19,13 +19,7 @@ from tigon.kernels._vocabulary import VocabularyShard
 from tigon.layers import Attention, Embedding, Experts, GatedMLP, Linear, LMHead, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
-from tigon.parallel.adapters import (
-    Pieces,
-    adapter_cuts,
-    check_adapters,
-    check_dropout,
-    share_adapters,
-)
+from tigon.parallel.adapters import Pieces, adapter_cuts, check_dropout, share_adapters
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
@@ -196,7 +190,6 @@ def check(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
-    check_adapters(model)
     if any(config.dropout for config in model.adapters.values()):
         apart, each = _apart(model), (Ranks("", rank, ranks) for rank in range(ranks))
         check_dropout(model, (dict(_cuts(model, own, apart)) for own in each))
@@ -217,6 +210,8 @@ def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterato
         rules = dict(next((PLAN[kind] for kind in PLAN if isinstance(module, kind)), {}))
         if isinstance(module, LMHead) and model.config.labels:  # a row for each score
             rules = {}
+        if isinstance(module, Embedding | LMHead) and rules and module.copies is not None:
+            rules |= {f"copies.{name}": rules["weight"] for name in module.copies._parameters}
         if isinstance(module, Attention) and module.flat_qk_norm:
             rules |= FLAT
         for name, how in rules.items():

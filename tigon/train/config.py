@@ -225,10 +225,6 @@ def check_parallel(config: Config) -> None:
                 lora is not None and lora.quantize is not None,
                 "ranks do not divide weights of few bits",
             ),
-            "lora.modules_to_save": (
-                lora is not None and bool({*lora.modules_to_save} - {"score"}),
-                "ranks divide these, and an adapter has them whole",
-            ),
         },
         f"parallel.expert={expert}": {
             "sharding": (

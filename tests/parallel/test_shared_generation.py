@@ -218,6 +218,8 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
         (("expert",), "expert"),
         (("context",), "context"),
         (("replicate",), "replicate"),
+        (("dp",), "dp"),
+        (("data",), "data"),
         (("tp", "fsdp"), "tp"),
         (("tensor", "data"), "data"),
     ):
@@ -227,6 +229,13 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
         tigon.from_pretrained(saved / "llama", mesh=unconnected("fsdp", "replicate"))
     with pytest.raises(ValueError, match="mesh=2 is no DeviceMesh"):
         tigon.from_pretrained(saved / "llama", mesh=2)
+    for name in ("tp_plan", "device_mesh"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; here: 'mesh'"):
+            tigon.from_pretrained(saved / "llama", **{name: "auto"})
+    with pytest.raises(
+        TypeError, match=r"^from_pretrained\(\) got .* 'torch_dtype'; here: 'dtype'"
+    ):
+        tigon.from_pretrained(saved / "llama", mesh=world_of_one, torch_dtype="bfloat16")
 
 
 def unconnected(*names: str) -> DeviceMesh:

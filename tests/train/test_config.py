@@ -205,6 +205,32 @@ def test_no_value_is_another_trainers_and_ours():
             assert re.split(r"[,;: ]", text)[0] in {*ours, "none"}, text
 
 
+def test_settings_of_parallel_runs_elsewhere_are_answered_with_what_they_are_here():
+    """Of torchtitan, Megatron-LM, accelerate, DeepSpeed, verl and torchrun."""
+    for given, message in (
+        ("data_parallel_shard_degree=2", "here: parallel.fsdp"),
+        ("parallel.dp_shard=2", "here: parallel.fsdp"),
+        ("parallelism_config.dp_replicate_size=2", "here: parallel.replicate"),
+        ("parallel.hsdp=2", "here: parallel.replicate"),
+        ("sharding=HYBRID_SHARD", "here: full, with parallel.replicate groups"),
+        ("parallel.tensor_parallel=2", "here: parallel.tensor$"),
+        ("sp_size=2", "here: parallel.context$"),
+        ("sequence_parallel_size=2", "here: parallel.context$"),
+        ("ulysses_sequence_parallel_size=2", "here: parallel.context$"),
+        ("expert_tensor_parallel_size=1", "here: nothing to set: with parallel.expert"),
+        ("parallel.pipeline=2", "here: no: parallel has"),
+        ("parallelism={tp_size: 2}", "here: parallel: {replicate: 1"),
+        ("enable_loss_parallel=true", "here: nothing to set: with parallel.tensor"),
+        ("fsdp_version=2", "here: nothing to set: weights, gradients"),
+        ("num_processes=2", "here: --nproc N"),
+        ("nnodes=2", "here: torchrun --nnodes N"),
+        ("ddp_backend=nccl", "here: nothing to set: NCCL on GPUs"),
+        ("comm.trace_buf_size=2000", "here: TORCH_FR_BUFFER_SIZE"),
+    ):
+        with pytest.raises(strict.ConfigError, match=message):
+            load(None, [*NEEDED, given])
+
+
 def test_names_of_others_that_are_said_with_their_group():
     """torchtitan's memory_budget is a share, and ours GiB."""
     for given, message in (

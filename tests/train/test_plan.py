@@ -85,6 +85,8 @@ def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> No
         assert getattr(other, name) == pytest.approx(share * h100.bandwidth)
     with pytest.raises(ValueError, match="--gpu h2000: is not one of h100, h200; did you mean"):
         find_gpu("h2000")
+    with pytest.raises(ValueError, match=r"--gpu a100: is not one of h100, h200$"):
+        find_gpu("a100")
     assert all(gpu.source for gpu in gpus().values())
 
 
@@ -365,7 +367,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "2", "--seq-len", "0"], "--seq-len 0 must be at least 1"),
         ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
-        ([*few, "--batch-tokens", "100"], "--batch-tokens 100 is no multiple of --seq-len 64"),
+        ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
         ([*few, "--settings", "sharding=full"], "sharding: a plan goes through its values itself"),
         ([*few, "--settings", "fp8=true"], "fp8: a plan knows nothing of its time"),
         ([*few, "--gpu", "a"], "--gpu a: is not one of"),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Unpack
 from tigon.models import _load, families
 from tigon.models._adapter_files import prepare_adapter, write_adapter
 from tigon.models._adapters import adapter_parameters, begin_adapter, low_ranks
+from tigon.models._arguments import check_keywords
 from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
@@ -62,6 +63,7 @@ __all__ = [
     "begin_adapter",
     "build",
     "check_apart",
+    "check_keywords",
     "config_file",
     "convert",
     "count_parameters",

@@ -90,7 +90,13 @@ BATCH, TARGETS, PASS = (
 )
 
 
-TRANSFORMERS = {"attn_implementation": "attention", "device_map": "device", "torch_dtype": "dtype"}
+TRANSFORMERS = {
+    "attn_implementation": "attention",
+    "device_map": "device",
+    "device_mesh": "mesh",
+    "torch_dtype": "dtype",
+    "tp_plan": "mesh",
+}
 
 
 def check_keywords(function: str, given: Mapping[str, Any], known: frozenset[str]) -> None:

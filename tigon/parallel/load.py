@@ -10,14 +10,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon import models
 from tigon.generation.alike import check_alike
 from tigon.layers.collectives import Ranks
-from tigon.models import MODELS, CausalLM, LoadOptions, build, load_weights, materialize, split_gguf
+from tigon.models import (
+    MODELS,
+    CausalLM,
+    LoadOptions,
+    build,
+    check_keywords,
+    load_weights,
+    materialize,
+    split_gguf,
+)
 from tigon.parallel.expert import share_experts
 from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.plan import cut_model
 from tigon.weights import STAGING_BYTES, Copy, Repository
 
 NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
-NOT_ALONE = ("replicate", "context", "expert")  # of one dimension, which divides the layers
+ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call ranks of tensor so
 
 
 class MeshOptions(LoadOptions, total=False):
@@ -41,6 +50,7 @@ def from_pretrained(
     ranks cannot share: `mmap` and `quantize`, and heads, or whole experts, that they do not divide.
     """
     given: dict[str, Any] = dict(options)
+    check_keywords("from_pretrained", given, frozenset(MeshOptions.__annotations__))
     mesh, whole_experts = given.pop("mesh", None), given.pop("expert_parallel", False)
     if mesh is None:
         if whole_experts:
@@ -109,7 +119,7 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         )
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     for name, size in sizes.items():
-        known = name in NAMES if mesh.ndim > 1 else name not in NOT_ALONE
+        known = name in (NAMES if mesh.ndim > 1 else ALONE)
         if size > 1 and not known:
             raise ValueError(
                 f"mesh has {size} ranks for {name!r}, which divide nothing of a model that is "

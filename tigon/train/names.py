@@ -4,17 +4,12 @@ import difflib
 from collections.abc import Iterable
 
 from tigon.train.names_aligned import ADAPTERS, ALIGNED, FOUR_BITS
+from tigon.train.names_parallel import PARALLEL
 
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
 SINKS = "log_to: tensorboard, wandb; metrics.jsonl is always written"
 WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTITY and _NAME"
-SHARDING = (
-    "nothing to set: weights, gradients and optimizer states are divided over all ranks; "
-    "sharding=gradients leaves each rank all weights"
-)
-PIPELINE = "no: parallel has replicate, fsdp, tensor, context and expert; docs/scale.md says why"
-STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 EIGHT_BITS = "fp8=true, whose scales are of rows"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
@@ -33,33 +28,9 @@ OFFLOAD = "optimizer_offload=true keeps optimizer states in host memory; weights
 AVERAGE = "ema_decay, such as 0.999"
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
-DEGREES = ("parallel_degree", "parallel_size", "parallel_dim", "model_parallel_size")
-PARALLEL = {
-    name: called
-    for x, y, called in (
-        ("tensor", "tp", "parallel.tensor"),
-        ("context", "cp", "parallel.context"),
-        ("expert", "ep", "parallel.expert"),
-        ("pipeline", "pp", PIPELINE),
-    )
-    for name in (y, f"{y}_size", *(f"{x}_{z}" for z in DEGREES))
-}
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
-    "accelerate": SHARDING,
-    "sharding_strategy": STAGE,
-    "fsdp_sharding_strategy": STAGE,
-    "reshard_after_forward": STAGE,
-    "fsdp_reshard_after_forward": STAGE,
-    "data_parallel_shard_degree": STAGE,
     **PARALLEL,
-    "sequence_parallel": "parallel.tensor, which divides the tokens between matrices too",
-    "data_parallel_replicate_dim": "parallel.replicate",
-    **dict.fromkeys(("data_parallel_replicate_degree", "dp_replicate_size"), "parallel.replicate"),
-    "data_parallel_size": "nothing to set: ranks that parallel leaves have other rows",
-    "use_distributed_optimizer": STAGE,
-    "zero_optimization": STAGE,
-    "zero_stage": STAGE,
     "adapter": ADAPTERS,
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
@@ -81,8 +52,6 @@ OTHERS = {
     "datasets": "data: files or globs",
     "data_path": "data: files or globs",
     "data_seed": "seed",
-    "ddp": SHARDING,
-    "deepspeed": SHARDING,
     "early_stopping_patience": "patience",
     "enable_fp8_training": "fp8",
     "enable_float8": "fp8",
@@ -97,8 +66,6 @@ OTHERS = {
     "evaluation_strategy": "eval_every: steps between evaluations",
     "evals_per_epoch": "eval_every: steps between evaluations",
     "flash_attention": "attention: auto takes the fastest backend that is there",
-    "fsdp": SHARDING,
-    "fsdp_config": SHARDING,
     "full_determinism": "deterministic",
     "global_batch_size": "batch_size",
     "grad_clip": "max_grad_norm",
@@ -145,7 +112,6 @@ OTHERS = {
     "min_lr": "min_lr_ratio, a share of lr",
     "model_name": "model",
     "model_name_or_path": "model",
-    "nproc_per_node": "--nproc N, in front of the settings or behind them",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
     "optim": OPTIMIZER,

@@ -62,7 +62,8 @@ VALUES: dict[str, dict[str, str]] = {
             "gradients, which leaves each rank all weights and nothing else",
         ),
         **dict.fromkeys(
-            ("hsdp", "hybrid_shard", "HYBRID_SHARD"), "full, over all ranks of all hosts"
+            ("hsdp", "hybrid_shard", "HYBRID_SHARD"),
+            "full, with parallel.replicate: groups of ranks, each with all weights",
         ),
     },
     "loss_type": {

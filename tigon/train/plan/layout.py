@@ -126,7 +126,10 @@ def misfit(job: Job, layout: Layout) -> str | None:
     except ValueError as error:
         return str(error)
     if job.seq_len % (t * context):
-        return f"tensor x context={t * context} does not divide a row of {job.seq_len:,} tokens"
+        return (
+            f"tensor x context={t * context} does not divide a row of {job.seq_len:,} tokens: "
+            f"`tigon train` pads it, but a plan does not reckon with that"
+        )
     if job.batch_rows % layout.data:
         few = job.batch_rows < layout.data
         why = "more than" if few else "no divisor of"

@@ -48,7 +48,11 @@ def read_job(
         if count < 1:
             raise ValueError(f"{name} {count} must be at least 1")
     if tokens % seq_len:
-        raise ValueError(f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}")
+        below = tokens // seq_len * seq_len
+        near = " or ".join(str(n) for n in (below, below + seq_len) if n)
+        raise ValueError(
+            f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}: give {near}"
+        )
     if tokens > MOST_TOKENS:
         raise ValueError(
             f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may "

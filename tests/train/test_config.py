@@ -212,7 +212,7 @@ def test_settings_of_parallel_runs_elsewhere_are_answered_with_what_they_are_her
         ("parallel.dp_shard=2", "here: parallel.fsdp"),
         ("parallelism_config.dp_replicate_size=2", "here: parallel.replicate"),
         ("parallel.hsdp=2", "here: parallel.replicate"),
-        ("sharding=HYBRID_SHARD", "here: full, with parallel.replicate groups"),
+        ("sharding=HYBRID_SHARD", "here: full, with parallel.replicate: groups"),
         ("parallel.tensor_parallel=2", "here: parallel.tensor$"),
         ("sp_size=2", "here: parallel.context$"),
         ("sequence_parallel_size=2", "here: parallel.context$"),

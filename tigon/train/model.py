@@ -96,7 +96,12 @@ def base_digest(config: Config) -> str:
     are. Every rank may call this: little is read."""
     if config.init:
         return hash_files([_init(config)], config.seed)
-    *_, opened = describe(Repository(config.model, revision=config.revision), MODELS, None)
+    return sampled_digest(config.model, config.revision)
+
+
+def sampled_digest(path: str, revision: str | None = None) -> str:
+    """Likewise of any model."""
+    *_, opened = describe(Repository(path, revision=revision), MODELS, None)
     return opened().sampled_digest()
 
 

@@ -455,3 +455,11 @@ def test_what_a_teacher_says_where_nothing_is_learned_is_not_read(
     expected, found = (encode(TopEncoder(tokenizer), [STORED | x]) for x in ({}, also))
     for name in ("teacher_tokens", "teacher_logprobs"):
         assert found.per_token[name].tolist() == expected.per_token[name].tolist()
+
+
+def test_advantages_that_float32_does_not_hold(tokenizer: Tokenizer, encode: Any) -> None:
+    far = {"completions": [[7], [8], [9]], "rewards": [3e38, -3e38, -3e38]}
+    encoder = RewardedEncoder(tokenizer, scale=False)
+    with pytest.raises(ValueError, match=r"a.jsonl:1: 'rewards' are too far apart: .* is 4e\+38"):
+        encode(encoder, [REWARDED | far])
+    encode(RewardedEncoder(tokenizer), [REWARDED | far])  # divided by their deviation

@@ -137,6 +137,10 @@ def test_what_is_saved_of_the_base_has_to_be_its_own(model: CausalLM, tmp_path: 
             ours.load_adapter(tmp_path / "it")
         assert not ours.adapter_names
         assert torch.equal(ours(tokens()).logits, plain)
+    part = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    save_file(tensors | {part: torch.ones(96, 96)}, path)
+    with pytest.raises(ValueError, match=rf"1 unexpected: {part}"):
+        ours.load_adapter(tmp_path / "it")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

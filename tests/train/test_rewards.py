@@ -145,6 +145,9 @@ def test_what_cannot_be_is_refused(workspace, data, classifier, tmp_path, capsys
         main(workspace.settings("granite", **settings, model=granite))
     with pytest.raises(SystemExit, match="task=reward trains it, and task=sft a language model"):
         main(workspace.settings("sft", model=classifier))
+    main(workspace.settings("cpo", task="cpo", data=data, steps=1))
+    with pytest.raises(SystemExit, match="goes on with a model that predicts tokens, and task=rew"):
+        main(workspace.settings("cpo", **settings, steps=2, resume="auto"))
     with pytest.raises(SystemExit, match=r"has no use for it; leave it out, or give beta=null"):
         main(workspace.settings("beta", **settings, beta=0.1))
     with pytest.raises(SystemExit, match=r"router_aux_loss_coef=.* task=reward has no use for"):

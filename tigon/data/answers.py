@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from tigon.data.encoders import FormatEncoder, unread_by_template, words_of_template
 from tigon.data.examples import SUPERVISED, Example
 from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
-from tigon.data.preferences import Prompted, as_labelled, as_pair, as_rewarded, number
+from tigon.data.preferences import LARGEST, Prompted, as_labelled, as_pair, as_rewarded, number
 from tigon.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
@@ -207,6 +207,11 @@ class RewardedEncoder(AnswerEncoder):
         advantages, rewards = values, np.full(len(values), np.nan)
         if not given.are_advantages:
             advantages, rewards = advantages_of(values, scale=self.scale), values
+            if np.abs(advantages).max() > LARGEST:
+                raise ValueError(
+                    f"{form.key('rewards')!r} are too far apart: less their mean, one is "
+                    f"{advantages[np.abs(advantages).argmax()]:.3g}, which float32 does not hold"
+                )
         examples = []
         for i, ids in enumerate(whole):
             old = np.full(len(ids), np.nan)

@@ -75,9 +75,10 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         config = _config(values, stems, {n: tensors[own] for n, own in names.items()}, model)
     except ValueError as error:
         raise ValueError(f"{escaped(repository.name)}: {error}") from None
+    whole = {p.name for p in places(model) if p.path == p.name}  # others have parts of a weight
     base = {}
     for inner, own in names.items():
-        if (match := OF_BASE.fullmatch(inner)) and match[1] in {p.name for p in places(model)}:
+        if (match := OF_BASE.fullmatch(inner)) and match[1] in whole:
             base[match[1]] = own
     at = f"{repository.name}/{WEIGHTS}"
     rest = {own: info for own, info in tensors.items() if own not in base.values()}

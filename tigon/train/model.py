@@ -96,7 +96,12 @@ def base_digest(config: Config) -> str:
     are. Every rank may call this: little is read."""
     if config.init:
         return hash_files([_init(config)], config.seed)
-    *_, opened = describe(Repository(config.model, revision=config.revision), MODELS, None)
+    return sampled_digest(config.model, config.revision)
+
+
+def sampled_digest(path: str, revision: str | None = None) -> str:
+    """Likewise of any model."""
+    *_, opened = describe(Repository(path, revision=revision), MODELS, None)
     return opened().sampled_digest()
 
 
@@ -155,6 +160,11 @@ def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
 
 def finish(model: CausalLM, config: Config) -> CausalLM:
     """The settings that do not depend on its weights."""
+    if config.labels and not model.config.labels:  # of a checkpoint: others get a head of scores
+        raise ValueError(
+            f"the run goes on with a model that predicts tokens, and task={config.task} trains one "
+            "that scores sequences: begin another run_dir, with model= an export of this one"
+        )
     if model.config.labels != config.labels:
         raise ValueError(
             f"the model gives {model.config.labels} scores of a sequence and predicts no token: "

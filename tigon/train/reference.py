@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from tigon.train.parallel import World
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
-RECORD = "reference.json"  # in the run directory
+WITHOUT_ADAPTERS = "without adapters"  # in place of the digest of a reference that is the base
 VERSION = 3  # of these files; others are made anew
 GROUPS = 4096  # that are packed at a time
 EXCHANGED = 2**26  # numbers that ranks add up at a time
@@ -87,7 +88,7 @@ def read(path: Path, tokens: int) -> np.ndarray | None:
         values = np.load(path, mmap_mode="r")
         whole = values.shape == (tokens,) and values.dtype == np.float32
         return values if whole and zlib.crc32(values.data) == known["crc32"] else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, EOFError, ValueError, LookupError, TypeError):  # EOFError: an empty file
         return None
 
 
@@ -155,35 +156,43 @@ def _key(
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def shared_digest(config: Config, world: World, *, trained: bool) -> str:
-    """What changes with the reference's weights: the first rank reads them for all.
+def shared_digest(
+    config: Config,
+    world: World,
+    find: Callable[[], str],
+    *,
+    trained: bool,
+    what: Literal["reference", "teacher"] = "reference",
+) -> str:
+    """What `find` says of the weights of a model beside: the first rank reads them for all.
 
-    The run directory keeps it. ValueError for a run that goes on (`trained`) with another reference
+    The run directory keeps it. ValueError for a run that goes on (`trained`) with another model
     than it had; without the files of the one that it had, what is known of them will do as long as
     the cache has what they gave.
     """
     own = ""
     with world.together():
         if world.main:
-            own = _digest(config, trained)
+            own = _digest(config, find, trained, what)
     first = world.board.gather(own)[0]
     assert first is not None
     return first
 
 
-def _digest(config: Config, trained: bool) -> str:
-    path = Path(config.run_dir, RECORD)
+def _digest(config: Config, find: Callable[[], str], trained: bool, what: str) -> str:
+    path = Path(config.run_dir, f"{what}.json")
     known, where = _known(config, path) if trained else (None, path)
     try:
-        found = weights_digest(config)
+        found = find()
     except OSError:
         if known is None:
             raise
         return known
     if known not in (None, found):
         raise ValueError(
-            f"{config.reference or config.model or config.init} is not the reference that the run "
-            f"began with, as {where} has it: put its files back, or begin another run_dir"
+            f"{getattr(config, what) or config.model or config.init} is not the {what} that the "
+            f"run began with, as {where} has it: give {what} and its files as they were, or begin "
+            "another run_dir"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, json.dumps({"weights": found}))
@@ -194,7 +203,7 @@ def _known(config: Config, path: Path) -> tuple[str | None, Path]:
     """What the run directory, or that of the checkpoint that the run goes on from, has recorded."""
     places = [path]
     if isinstance(config.resume, str) and config.resume != "auto":
-        places.append(Path(config.resume).parent.parent / RECORD)
+        places.append(Path(config.resume).parent.parent / path.name)
     for place in places:
         if place.is_file():
             found = read_json(place).get("weights")

@@ -21,7 +21,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.frozen import check_frozen, load_frozen, outline_of
-from tigon.train.model import build_model, outline
+from tigon.train.model import base_digest, build_model, outline, sampled_digest
 from tigon.train.objectives.base import Inputs, Objective
 from tigon.train.parallel import World, reshard
 
@@ -69,10 +69,13 @@ class Answers(Objective):
         config, world = self.config, self.world
         if not self.refers:
             return
+        known = partial(reference.shared_digest, config, world, trained=trained)
         if self._keeps_to_base(model):
+            known(lambda: reference.WITHOUT_ADAPTERS)  # resume.check_base has seen to its weights
             self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
         if not all(isinstance(loader.windows, Mixture) for loader in loaders):
+            known(lambda: _sampled(config))
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
             return
@@ -87,7 +90,7 @@ class Answers(Objective):
             by = chosen()
             return lambda rows: self._logprobs_by(by, rows)
 
-        weights = reference.shared_digest(config, world, trained=trained)
+        weights = known(lambda: reference.weights_digest(config))
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
             how: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
             how |= {"weights": weights, "name": name}
@@ -170,6 +173,11 @@ class Answers(Objective):
         if coef is None or output.aux_loss is None or not inputs.training:
             return 0.0
         return coef * inputs.targets.items / sums["items"].clamp(min=1) * output.aux_loss
+
+
+def _sampled(config: Config) -> str:
+    """Of a reference that is in memory: large ones are not read twice."""
+    return sampled_digest(config.reference) if config.reference else base_digest(config)
 
 
 def learned(inputs: Inputs) -> Tensor:

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.frozen import check_frozen, load_frozen, outline_of
-from tigon.train.model import outline
+from tigon.train.model import outline, sampled_digest
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
 from tigon.train.parallel import World
+from tigon.train.reference import shared_digest
 from tigon.weights import Repository
 
 
@@ -76,6 +78,9 @@ class Distill(CrossEntropyObjective):
         return encoder
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        if path := self.config.teacher:
+            find = partial(sampled_digest, path)
+            shared_digest(self.config, self.world, find, trained=trained, what="teacher")
         self.rehearse(model)
 
     def rehearse(self, model: CausalLM) -> None:

@@ -1,0 +1,81 @@
+"""A run goes on with the reference or the teacher that it began with."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.small import write_chats, write_model
+from tests.train import preferences
+from tigon.train import main
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def settings(workspace: Any, tmp_path: Path) -> Callable[..., list[str]]:
+    pairs = preferences.write(tmp_path / "pairs.jsonl", preferences.pairs(13, 5))
+
+    def of(**changes: Any) -> list[str]:
+        same = {"run_dir": tmp_path / "run", "task": "dpo", "data": pairs, "save_every": 1}
+        return workspace.settings("run", **same | {"steps": 1} | changes)
+
+    return of
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "other", num_hidden_layers=1)
+
+
+def change(model: Path) -> None:
+    """Its weights, in place."""
+    path = model / "model.safetensors"
+    save_file({n: 2 * t for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
+
+
+def test_an_adapter_s_reference(settings: Any, other: Path) -> None:
+    main(settings(**{"lora.rank": 4}))
+    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
+        main(settings(**{"lora.rank": 4}, reference=other, resume="auto", steps=2))
+    main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
+
+
+def test_an_adapter_s_reference_left_out(settings: Any, other: Path) -> None:
+    main(settings(**{"lora.rank": 4}, reference=other))
+    with pytest.raises(SystemExit, match="model is not the reference that the run began with"):
+        main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
+
+
+def test_a_stream_s_reference(settings: Any, other: Path) -> None:
+    same = {"streaming": "true", "shuffle_window": 64, "reference": other, "workers": 0}
+    main(settings(**same))
+    change(other)
+    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
+        main(settings(**same, resume="auto", steps=2))
+
+
+def test_a_teacher(settings: Any, other: Path, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 13)
+    same = {"task": "distill", "data": chats, "teacher": other}
+    main(settings(**same))
+    main(settings(**same, resume="auto", steps=2))
+    change(other)
+    with pytest.raises(SystemExit, match="other is not the teacher that the run began with"):
+        main(settings(**same, resume="auto", steps=3))
+
+
+def test_a_cached_reference_of_no_bytes_is_computed_again(
+    settings: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(settings())
+    (cached,) = (tmp_path / "cache/reference").glob("*.npy")
+    cached.write_bytes(b"")
+    capsys.readouterr()
+    main(settings(run_dir=tmp_path / "again"))
+    assert "computed in" in capsys.readouterr().out

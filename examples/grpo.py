@@ -107,7 +107,9 @@ def learn(
             optimizer.zero_grad()
         means.append(rewards.mean().item())
         length = answers.answered.sum(1).double().mean().item()
-        print(f"round {number + 1}: reward {means[-1]:.3f}, {length:.1f} tokens an answer")
+        print(
+            f"round {number + 1}: reward {means[-1]:.3f}, {length:.1f} tokens an answer", flush=True
+        )
     return means
 
 

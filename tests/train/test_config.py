@@ -249,6 +249,14 @@ def test_names_of_others_that_are_said_with_their_group():
         ("seq_kd=true", "here: no: answers are those of the rows"),
         ("kd_ratio=0.5", "here: cross_entropy_weight, which is 1 less"),
         ("mixed_precision=fp8", "fp8=true for products"),
+        ("peft_use_rslora=true", "here: lora.rslora"),
+        ("peft_config=x", "here: lora: .*rank"),
+        ("quantization_config=x", "here: lora.quantize=nf4"),
+        ("lora.init_lora_weights=pissa", "PiSSA, OLoRA and LoftQ are not there"),
+        ("reward_model=x", "here: no: .* rewards stand in the rows"),
+        ("generation_batch_size=8", "here: no: completions are in the rows"),
+        ("gamma_beta_ratio=0.5", "here: simpo_gamma, which is gamma_beta_ratio times beta"),
+        ("rpo_alpha=1", "here: no: task=dpo adds no cross-entropy"),
     ):
         with pytest.raises(ValueError, match=message):
             load(None, [*NEEDED, given])

@@ -26,6 +26,8 @@ def test_settings(fails):
     fails("tigon.train: unknown setting 'batchsize'; did you mean 'batch_size'", "batchsize=2")
     fails("tigon.train: lr='fast' is not a number", "lr=fast")
     fails("no objective is called task='stf'; did you mean 'sft'", "task=stf")
+    fails("task='lora'; here: task=sft with lora.rank=16", "task=lora")
+    fails("task='gkd'; here: task=distill with teacher", "task=gkd")
     fails("device='tpu' is not one of auto, cuda, cpu", "device=tpu")
     if not torch.cuda.is_available():
         fails("device=cuda, but torch sees no CUDA device", "device=cuda")
@@ -55,6 +57,7 @@ def test_data_of_another_kind_says_what_it_is(fails, tmp_path):
     path.write_text('{"text": "a"}\n')
     fails(r"data\.jsonl:1: its keys 'text' are those of task=pretrain", f"data={path}")
     fails("its keys 'messages' are those of task=sft", "task=pretrain")
+    fails("of chats, set teacher too", "task=distill")
     path.write_text('{\n  "messages": []\n}\n')
     fails("data.jsonl:1: not valid JSON: .*; each line must be a whole object", f"data={path}")
     path.write_text("[]\n")

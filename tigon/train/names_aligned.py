@@ -5,8 +5,10 @@ FOUR_BITS = "lora.quantize=nf4, which keeps the frozen base in 4 bits: docs/adap
 PLUS = "parameter_groups: [{match: '*.lora_B.*', lr: 2e-3}], which is LoRA+"
 MERGE = "lora.merge=true writes the merged model too; `tigon export RUN DIRECTORY --merge` any time"
 BEGIN = "model: what `tigon export ADAPTER DIRECTORY --merge` writes of the adapter and its base"
-PLAIN = "nothing to set: A begins random and B at 0"
+PLAIN = "nothing to set for true: A begins random and B at 0; PiSSA, OLoRA and LoftQ are not there"
 NO_SAMPLING = "no: completions are in the rows; examples/grpo.py generates them"
+NOTHING_SAMPLED = "no: nothing is generated in training; rewards stand in the rows"
+STAYS = "no: the reference stays what it was"
 REFERENCE = (
     "reference: a model; without it the one that is trained, as it was at the beginning, whose "
     "log-probabilities are computed once"
@@ -47,6 +49,12 @@ ALIGNED = {
     "lora_target_linear": "lora.targets: all-linear",
     "merge_lora": MERGE,
     "peft_use_dora": "lora.dora",
+    "peft_use_rslora": "lora.rslora",
+    "peft_config": ADAPTERS,
+    "quantization_config": FOUR_BITS,
+    "bnb_config": FOUR_BITS,
+    "loftq_config": PLAIN,
+    "save_adapter_weights_only": "nothing to set: a run with lora saves the adapter alone",
     "quantize_base": FOUR_BITS,
     "r": "lora.rank",
     "rslora": "lora.rslora",
@@ -57,11 +65,14 @@ ALIGNED = {
     "ref_model": REFERENCE,
     "ref_model_name_or_path": REFERENCE,
     "model_ref": REFERENCE,
-    "sync_ref_model": "no: the reference stays what it was",
+    **dict.fromkeys(("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"), STAYS),
     "loss_weights": "one loss_type at a time; cpo_alpha weighs the cross-entropy of task=cpo",
-    "rpo_alpha": "cpo_alpha, of task=cpo and task=simpo",
+    "rpo_alpha": "no: task=dpo adds no cross-entropy; task=cpo, without reference, has cpo_alpha",
     "orpo_alpha": "beta, of task=orpo",
     "gamma": "simpo_gamma",
+    "gamma_beta_ratio": "simpo_gamma, which is gamma_beta_ratio times beta",
+    "num_labels": "nothing to set: task=reward has one score",
+    "label_pad_token_id": "nothing to set: what is not learned is masked",
     "dpo_beta": "beta",
     "pref_beta": "beta",
     "pref_loss": "task: dpo, ipo, apo, cpo, simpo, orpo or kto; loss_type",
@@ -74,7 +85,12 @@ ALIGNED = {
     "kd_alpha": "cross_entropy_weight, which is 1 less the share of the divergence",
     "kd_ce_alpha": "cross_entropy_weight",
     "lmbda": "no: answers are those of the rows, which examples/grpo.py shows how to generate",
+    "kd_trainer": "task: distill, with teacher",
     "num_generations": NO_SAMPLING,
+    **dict.fromkeys(("generation_batch_size", "steps_per_generation", "vllm_mode"), NO_SAMPLING),
+    **dict.fromkeys(("reward_model", "reward_model_path", "reward_weights"), NOTHING_SAMPLED),
+    **dict.fromkeys(("log_completions", "mask_truncated_completions"), NOTHING_SAMPLED),
+    "top_entropy_quantile": "no: all tokens of an answer count",
     "epsilon_low": "epsilon",
     "cliprange": "epsilon",
     "kl_coef": "beta",

@@ -19,6 +19,16 @@ OBJECTIVES: dict[str, type[Objective]] = {
     **{"reward": Reward, "grpo": GRPO, "distill": Distill},
 }
 
+# What other trainers' names of tasks are here
+OTHERS = {
+    **dict.fromkeys(("lora", "sft_lora", "qlora"), "task=sft with lora.rank=16"),
+    "dpo_lora": "task=dpo with lora.rank=16",
+    **dict.fromkeys(("rm", "reward_model", "reward_modeling"), "task=reward"),
+    **dict.fromkeys(("gkd", "kd", "knowledge_distillation"), "task=distill with teacher"),
+    "bco": "none; task=kto learns from the same rows",
+    "rloo": "none; task=grpo, with advantages in the rows",
+}
+
 __all__ = [
     "OBJECTIVES",
     "CrossEntropyObjective",
@@ -40,6 +50,8 @@ def tasks() -> str:
 
 def find_objective(task: str) -> type[Objective]:
     if task not in OBJECTIVES:
+        if task in OTHERS:
+            raise ValueError(f"no objective is called task={task!r}; here: {OTHERS[task]}")
         hint = suggest(task, OBJECTIVES) or f"known: {', '.join(OBJECTIVES)}"
         raise ValueError(f"no objective is called task={task!r}; {hint}")
     return OBJECTIVES[task]

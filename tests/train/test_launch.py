@@ -192,3 +192,9 @@ def test_one_rank_that_a_signal_ends_is_named():
     code, problem = run_ranks(2, ["-n1", "-r1", "-s", program, "pass"], module="timeit")
     assert code == 143 and problem is not None
     assert problem.startswith("rank 1 was killed by SIGTERM on ")
+
+
+def test_a_network_interface_that_is_not_here(workspace, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
+    with pytest.raises(SystemExit, match=r"this host has no network interface nosuch0, and has "):
+        main(workspace.settings("interface"))

@@ -1,15 +1,18 @@
 """A run goes on with the reference or the teacher that it began with."""
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.small import write_chats, write_model
 from tests.train import preferences
 from tigon.train import main
+from tigon.train.reference import read, store
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,18 @@ def test_a_cached_reference_of_no_bytes_is_computed_again(
     capsys.readouterr()
     main(settings(run_dir=tmp_path / "again"))
     assert "computed in" in capsys.readouterr().out
+
+
+def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
+    values = np.arange(10_000, dtype=np.float32)
+    store(tmp_path / "whole.npy", values)
+    found = read(tmp_path / "whole.npy", 10_000)
+    assert found is not None and np.array_equal(found, values)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"cannot write .*part.npy \(File too large\): set TIGON"):
+            store(tmp_path / "part.npy", values)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("*part*"))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FULL = errno.ENOSPC, errno.EDQUOT
+
 
 @contextmanager
 def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
@@ -14,14 +16,14 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno not in (*FULL, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM):
             raise
         raise cache_error(path, error, size) from None
 
 
 def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
     other = "set TIGON_CACHE to a directory elsewhere"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno not in FULL:
         return OSError(f"cannot write the data cache {path} ({error.strerror}): {other}")
     have = next(p for p in (path, *path.parents) if p.exists())
     needed = "" if size is None else f" that needs about {size / 2**30:.2f} GiB"

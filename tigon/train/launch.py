@@ -16,7 +16,7 @@ from tigon.train.config_file import dump, load
 from tigon.train.estimate.report import dry_run
 from tigon.train.flight import flight_recorder, prepare_flight_recorder
 from tigon.train.loop import train
-from tigon.train.parallel import InputError, World, launched, pick_device, start
+from tigon.train.parallel import InputError, World, check_interfaces, launched, pick_device, start
 from tigon.train.processes import check_count, run_ranks
 from tigon.train.signals import Signals
 from tigon.train.usage import USAGE, help_text
@@ -91,6 +91,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         device = "cpu"  # where a run for GPUs can be planned
     try:
         ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+        check_interfaces()
         pick_device(device)
         if config.parallel != "auto":
             sizes_of(config, ranks if plan is None else max(plan, ranks))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -137,6 +138,17 @@ def launched() -> bool:
     return True
 
 
+def check_interfaces() -> None:
+    """ValueError for a name in GLOO_SOCKET_IFNAME that is no network interface of this host."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    here = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in names.split(",") if name and name not in here]:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={names}: this host has no network interface {missing[0]}, and has "
+            f"{', '.join(here)}: give one of these, or unset it"
+        )
+
+
 @contextmanager
 def start(
     name: str = "auto", signals: Signals | None = None, parallel: Parallel | None = None
@@ -144,6 +156,7 @@ def start(
     """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
     may outlive it. ValueError for a number of ranks that `parallel` does not divide."""
     started = launched()
+    check_interfaces()
     sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
     device = pick_device(name)
     if device.type == "cuda":

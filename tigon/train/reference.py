@@ -98,7 +98,10 @@ def store(path: Path, values: np.ndarray) -> None:
         make_directory(path.parent)
         with temporary(path) as partial:
             with partial.open("xb") as file:
-                np.save(file, values)
+                # np.save says of a full disk only how much was written
+                header = np.lib.format.header_data_from_array_1_0(values)
+                np.lib.format.write_array_header_1_0(file, header)
+                file.write(values.data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

@@ -217,7 +217,7 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
 
 
 def blocks(record: Record) -> dict[str, str]:
-    link = f"![tokens per second of each side]({PICTURE.removeprefix('docs/')})"
+    link = f"![tokens per second with each library]({PICTURE.removeprefix('docs/')})"
     return {DOCUMENT: f"{link}\n\n{show(record)}"}
 
 

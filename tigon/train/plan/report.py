@@ -17,7 +17,7 @@ from tigon.train.plan.search import LACKS, Choice, Plan
 from tigon.train.plan.work import Shapes
 
 HEAD = (
-    *("rows", "x", "again", "GiB", "NVLink GB", "network GB", "network s", "step s"),
+    *("rows", "x", "recomputed", "GiB", "NVLink GB", "network GB", "network s", "step s"),
     *("tok/s/GPU", "MFU"),
 )
 

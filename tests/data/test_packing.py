@@ -5,7 +5,9 @@ import pytest
 
 from tigon.data import Examples, Mixture, Window, split, whole
 from tigon.data.collate import collate_rows
+from tigon.data.fill import COPIES
 from tigon.data.packing import Lost, best_fit
+from tigon.data.store import Memory
 
 
 def window(examples: Examples) -> Window:
@@ -247,3 +249,60 @@ def test_where_both_answers_fit_their_row_packing_and_sharing_cut_the_same():
             assert rows.lost.left_by_row == rows.lost.cut_to_row == 0
             assert rows.lost.left_by_most and bool(rows.lost.cut_to_most) == truncate
         assert found[0] == found[1] == found[2]
+
+
+def answers_to(prompts, draw, most: int) -> Examples:
+    """Groups of one answer, 1 to 9 of them to each prompt of a number of tokens."""
+    each = [
+        [(list(range(9 * i, 9 * i + size)), draw(9, size=draw(1, most)).tolist())]
+        for i, size in enumerate(prompts)
+        for _ in range(draw(1, 10))
+    ]
+    return of_prompts(each)
+
+
+@pytest.mark.parametrize("options", [{}, {"most": 50}, {"most": 50, "truncate": False}])
+def test_answers_share_the_prompt_of_those_in_their_row(options):
+    draw = np.random.default_rng(3).integers
+    examples = answers_to(draw(20, 23, size=80), draw, 30)
+    rows, alone = (whole(window(examples), 90, share=s, **options) for s in (True, False))
+    assert rows.lost == alone.lost
+    own = rows.spans - np.stack([rows.shared, np.zeros_like(rows.shared)], axis=1)
+    assert sorted(own.tolist()) == sorted(alone.spans.tolist())
+    assert rows.shared.sum() > 0.2 * np.diff(own).sum() and len(rows) < 0.8 * len(alone)
+    prompts = [examples.tokens[a:b][~examples.supervised[a:b]].tolist() for a, b in own.tolist()]
+    for row in range(len(rows)):
+        spans, shared = rows.line(row)
+        assert 0 < np.diff(spans).sum() <= 90
+        first: list[int] = []
+        for i, before in enumerate(shared.tolist(), int(rows.offsets[row])):
+            first = prompts[i] if before == 0 else first
+            assert first == prompts[i] and before in (0, len(first) - 1)
+
+
+def test_answers_that_a_row_has_no_place_for_are_in_several():
+    """Those to one prompt are two thirds of a row, and would leave the rest of it empty."""
+    each = [[([i] * 10, [7] * 10)] for i in range(8) for _ in range(5)]  # 9 + 5 x 11 tokens
+    assert len(whole(window(of_prompts(each)), 100, share=True)) == 6
+    assert len(whole(window(of_prompts(each)), 100)) == 8
+
+
+@pytest.mark.parametrize("entries", [[[0, 1], [2]], [[0], [1], [2]]])
+def test_answers_of_a_mixture_are_brought_together(entries):
+    draw = np.random.default_rng(4).integers
+    parts = [Memory.of(answers_to([20] * 6, draw, 10)) for _ in range(3)]
+    mixture = Mixture(
+        [[parts[i] for i in e] for e in entries], size=500, weights=[1] * len(entries)
+    )
+    examples = mixture.window(0)
+    before = np.diff(whole(examples, 200).spans).sum()
+    assert np.diff(whole(examples, 200, share=True).spans).sum() < 0.5 * before
+
+
+def test_keys_that_are_copied_are_a_few_for_each_token():
+    """Of a long prompt, of which a row would take any number of short answers."""
+    examples = of_prompts([[(list(range(500)), [7])] for _ in range(60)])
+    rows = whole(window(examples), 1000, share=True)
+    for row in range(len(rows)):
+        spans, shared = rows.line(row)
+        assert 3.5 < shared.sum() / np.diff(spans).sum() <= COPIES

@@ -153,6 +153,7 @@ def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
     for gpus, changes, gib in said:
         chosen = load(path, [*own, *changes.split()])
         objective = find_objective(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
+        objective.share_prompts = objective.one_prompt
         model = outline(chosen, held_dtype(chosen, torch.device("cuda")))
         found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
         assert abs(found - int(gib)) <= 0.6, found

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.small import EXPERTS, LLAMA, write_model
+from tigon.data.fill import COPIES
 from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
@@ -269,20 +270,23 @@ LLAMA_8B = LLAMA | {
 }
 
 
-@pytest.mark.parametrize("context", [1, 4])
-def test_copies_of_keys_of_shared_prompts(context: int) -> None:
+@pytest.mark.parametrize(
+    ("task", "context", "copies"), [("simpo", 1, 1), ("simpo", 4, 1), ("grpo", 1, COPIES)]
+)
+def test_copies_of_keys_of_shared_prompts(task: str, context: int, copies: int) -> None:
     """In each layer, of prompts that fill rows; also where two ranks compute a part of each query
     of a head."""
     tokens, heads = 256, {"num_attention_heads": 2, "num_key_value_heads": 2}
     found = {}
     for share in (False, True):
-        given: Any = {"task": "simpo", "seq_len": tokens, "parallel": Parallel(context=context)}
+        given: Any = {"task": task, "seq_len": tokens, "parallel": Parallel(context=context)}
         config = replace(settings(), **given)
-        objective = find_objective("simpo")(config, WORLD)
+        objective = find_objective(task)(config, WORLD)
         objective.share_prompts = share
         model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
         found[share] = estimate(model, objective, config, context, torch.bfloat16).total
-    copied = 4 * B * (2 * tokens - 1) * 64 // min(context, 2) * 2  # of two layers, in bfloat16
+    keys = tokens + copies * (tokens - copies)
+    copied = 4 * B * keys * 64 // min(context, 2) * 2  # of two layers, in bfloat16
     # Beside them, where they are from; on four ranks, each of two parts of rows has its copies
     assert copied <= found[True] - found[False] < (1.1 if context == 1 else 1.5) * copied
 

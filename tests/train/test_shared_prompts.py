@@ -12,6 +12,7 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start
 from tigon.train.loop import open_objective
+from tigon.train.objectives.grpo import GRPO
 from tigon.train.objectives.pairs import Pairs
 from tigon.train.objectives.reward import Reward
 from tigon.train.step import backward
@@ -31,12 +32,31 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
 
 
+def uneven_groups() -> list[dict[str, Any]]:
+    """Of 2 to 7 answers, and one: some are longer than a row of 64 tokens with their prompt."""
+    rows = [r for each in range(2, 8) for r in preferences.rewarded(2, each, each=each)]
+    alone = {"prompt": [5, 6, 7], "completions": [[8, 9]], "advantages": [0.7]}
+    rows += [{**alone, "old_logprobs": [[-5.0, -6.0]]}]
+    return [row | {"prompt": row["prompt"] * 4} for row in rows]
+
+
 @pytest.fixture
 def settings(workspace):
     pairs = preferences.write(workspace.root / "pairs.jsonl", preferences.pairs(9, 5))
 
+    rewarded = preferences.write(workspace.root / "rewarded.jsonl", uneven_groups())
+
     def settings(run: str, task: str = "dpo", **changes: Any) -> list[str]:
-        same = {"data": pairs, "batch_size": 64, "steps": 2, "max_grad_norm": 0}
+        if changes.get("weights"):
+            few = preferences.write(workspace.root / "few.jsonl", uneven_groups()[:3])
+            changes["data"] = f"[{{path: {rewarded}, weight: 3}}, {{path: {few}, weight: 1}}]"
+            del changes["weights"]
+        same = {
+            "data": rewarded if task == "grpo" else pairs,
+            "batch_size": 64,
+            "steps": 2,
+            "max_grad_norm": 0,
+        }
         return workspace.settings(run, task=task, **same | changes)
 
     return settings
@@ -47,7 +67,7 @@ def twice(monkeypatch):
     """Prompts are computed for each answer."""
 
     def choose(yes: bool) -> None:
-        for objective in (Pairs, Reward):
+        for objective in (Pairs, Reward, GRPO):
             monkeypatch.setattr(objective, "one_prompt", not yes)
 
     return choose
@@ -81,6 +101,23 @@ CASES: dict[str, dict[str, Any]] = {
     "fa4": {"attention": "fa4", "model": WINDOWED},
     "flash": {"attention": "flash"},
 }
+GROUPS: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo": {"loss_type": "grpo", "epsilon_high": 0.28, "micro_batch_size": 2},
+    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 9, "delta": 1.1},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5, "importance_sampling_level": "sequence"},
+    "reference": {"beta": 0.1},
+    "another": {"beta": 0.1, "reference": {"num_hidden_layers": 1}},
+    "its base": {"beta": 0.1, "lora.rank": 3},
+    "streams": {"beta": 0.1, "streaming": "true", "shuffle_window": 64},
+    "mixture": {"weights": True, "shuffle_window": 40},
+    "cut": {"max_length": 20, "beta": 0.1},
+    "left out": {"max_length": 25, "truncate": "false", "beta": 0.1},
+    "groups in windows": {"model": WINDOWED},
+    "groups of fa4": {"attention": "fa4", "model": WINDOWED},
+    "groups of flash": {"attention": "flash"},
+}
+CASES |= {name: {"task": "grpo", "seq_len": 64, **own} for name, own in GROUPS.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -129,28 +166,29 @@ def test_what_a_run_says_and_when_it_does_not_share(workspace, settings, tmp_pat
     assert "computed once" in said("unbalanced", **balanced)
 
 
-def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys):
-    same = {"batch_size": 2, "save_every": 2, "steps": 4}
-    main(settings("began", **same))
-    source = workspace.root / "began/checkpoints/step-00000002"
-    main(settings("resumed", **same, resume=source))
-    losses = workspace.metrics("began", "loss")
-    assert workspace.metrics("resumed", "loss") == losses[2:]
+@pytest.mark.parametrize("task", ["dpo", "grpo"])
+def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys, task):
+    same = {"task": task, "beta": 0.1, "batch_size": 2, "save_every": 2, "steps": 4}
+
+    def run(name: str, began: str = "", **changes: Any) -> list[float]:
+        if began:
+            changes["resume"] = workspace.root / f"{task}-{began}/checkpoints/step-00000002"
+        main(settings(f"{task}-{name}", **same, **changes))
+        return workspace.metrics(f"{task}-{name}", "loss")
+
+    assert run("began")[2:] == run("resumed", "began")
     with pytest.raises(SystemExit, match="computed each prompt once, which now cannot be"):
-        main(settings("refused", **same, resume=source, packing="false"))
-    adapter = {"lora.rank": 2, **same}
-    main(settings("adapter", **adapter))
-    other = {"resume": workspace.root / "adapter/checkpoints/step-00000002", "lora.dropout": 0.1}
+        run("refused", "began", packing="false")
+    adapter = {"lora.rank": 2}
+    run("adapter", **adapter)
     with pytest.raises(SystemExit, match=r"adapter or model: lora.dropout 0.0 -> 0.1; give the"):
-        main(settings("other-adapter", **adapter, **other))
+        run("other-adapter", "adapter", **adapter, **{"lora.dropout": 0.1})
     twice(True)
-    main(settings("before", **same))  # as an earlier version did
+    losses = run("before")  # as an earlier version did
     twice(False)
     capsys.readouterr()
-    source = workspace.root / "before/checkpoints/step-00000002"
-    main(settings("after", **same, resume=source))
+    assert run("after", "before") == losses[2:]
     assert "is of a run that did not" in capsys.readouterr().out
-    assert workspace.metrics("after", "loss") == workspace.metrics("before", "loss")[2:]
 
 
 def test_a_reference_knows_answers_that_fit_where_windows_share_alone(workspace, settings):
@@ -167,10 +205,31 @@ def test_a_reference_knows_answers_that_fit_where_windows_share_alone(workspace,
     assert workspace.metrics("uneven", "loss") == pytest.approx([math.log(2)], abs=1e-6)
 
 
+KEYS = {
+    "dpo": ("loss", "grad_norm", "rewards/margins"),
+    "grpo": ("loss", "grad_norm", "kl", "clip_ratio/region_mean", "reward", "reward_std"),
+}
+
+
+@pytest.mark.parametrize("task", KEYS)
+def test_held_out_rows(workspace, settings, twice, task):
+    for name in ("once", "twice"):
+        twice(name == "twice")
+        own = settings(f"{task}-held-{name}", task=task, beta=0.1, seq_len=64, steps=1, lr=0)
+        (data,) = (x.removeprefix("data=") for x in own if x.startswith("data="))
+        main([*own, f"eval_data={data}"])
+    for key in (f"eval_{key}" for key in KEYS[task] if key != "grad_norm"):
+        (expected,) = workspace.metrics(f"{task}-held-twice", key)
+        (found,) = workspace.metrics(f"{task}-held-once", key)
+        assert found == pytest.approx(expected, rel=1e-5, abs=2e-6), key
+
+
 @pytest.mark.timeout(300)
-def test_two_ranks(workspace, settings):
-    main(settings("one", batch_size=2))
-    train_on(2, settings("two", batch_size=2))
-    for key in ("loss", "grad_norm", "rewards/margins"):
-        expected = workspace.metrics("one", key)
-        assert workspace.metrics("two", key) == pytest.approx(expected, rel=2e-4, abs=1e-6), key
+@pytest.mark.parametrize("task", KEYS)
+def test_two_ranks(workspace, settings, task):
+    own = {"task": task, "batch_size": 2, "beta": 0.1, "seq_len": 64 if task == "grpo" else 128}
+    main(settings(f"{task}-one", **own))
+    train_on(2, settings(f"{task}-two", **own))
+    for key in KEYS[task]:
+        one, two = (workspace.metrics(f"{task}-{name}", key) for name in ("one", "two"))
+        assert two == pytest.approx(one, rel=2e-4, abs=1e-6), key

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from tigon.data.examples import Examples
+from tigon.data.fill import fill
 from tigon.data.mixture import Corpus, Window
 
 LEAST_SHARED = 1 / 64  # of all tokens: to copy keys and values of the rest takes as long, about
@@ -121,12 +122,15 @@ def whole(
     With `share`, packed examples of a group leave out the prompt that they begin with, up to its
     last token, but for the first one: its prompt is that of all. Not where that is less than the
     share `least` of the window's tokens; with 0 no group is shorter than in any other window.
+    Groups of one example, as answers that may be in any row, do so in each row with those to the
+    same prompt. Which of them are cut or left out is as without `share`.
     """
     starts, first, sizes = window.starts, window.groups[:-1], np.diff(window.groups)
     lengths, targets = window.stops - starts, window.targets.copy()
     bounded = lengths if most is None else np.minimum(lengths, most)
     spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
-    if share and packing:
+    alone = len(sizes) == len(window)
+    if share and packing and not alone:
         shared = shared_tokens(window.corpus, spans, sizes, least)
     together = np.add if packing else np.maximum
     needed = together.reduceat(bounded - shared, first)
@@ -162,6 +166,8 @@ def whole(
     kept = np.repeat(keep, sizes)
     spans, shared, counts = spans[kept], shared[kept], sizes[keep]
     if packing and keep.any():
+        if share and alone:
+            return _together(window.corpus, spans, seq_len, least, lost)
         spans[:, 0] += shared
         spans, shared, counts = _packed(spans, shared, counts, seq_len)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -207,29 +213,39 @@ def _packed(
     return spans[order], shared[order], counts
 
 
+def _together(corpus: Corpus, spans: np.ndarray, seq_len: int, least: float, lost: Lost) -> Rows:
+    """Rows of single examples of which those to one prompt, wherever the window has them, share
+    it."""
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    common = shared_tokens(corpus, spans, np.array([len(spans)]), least)
+    rows = fill(np.diff(spans)[:, 0], common, seq_len)
+    order = np.array([s for row in rows for some in row for s in some])
+    first = np.array([s == some[0] for row in rows for some in row for s in some])
+    shared = np.where(first, 0, common[order])
+    offsets = np.cumsum([0, *(sum(map(len, row)) for row in rows)])
+    spans = spans[order] + np.stack([shared, np.zeros_like(shared)], axis=1)
+    return Rows(spans, offsets, seq_len, True, lost, shared)
+
+
 def shared_tokens(corpus: Corpus, spans: np.ndarray, sizes: np.ndarray, least: float) -> np.ndarray:
-    """int64 [S], with how many tokens each span begins that one before it in its group begins with
-    too, none of which is learned, nor predicts one that is: for `Rows.shared`. 0 of all where that
-    is less than the share `least` of the spans.
+    """int64 [S], for `Rows.shared`: how many tokens of its prompt each span has in common with the
+    one before it in its group, if that has the same prompt: all but the last, which predicts one
+    that is learned. 0 of all where that is less than the share `least` of the spans.
     """
-    shared, first = np.zeros(len(spans), dtype=np.int64), np.cumsum(sizes) - sizes
-    slices = list(corpus.slices(spans))
-    for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
-        ids, prompt = _prompt(*slices[start])
-        for i in range(start + 1, start + size):
-            own, length = _prompt(*slices[i])
-            both = min(prompt, length)
-            differ = np.flatnonzero(ids[:both] != own[:both])
-            shared[i] = max(0, (differ[0] if len(differ) else both) - 1)
-            if not shared[i]:
-                ids, prompt = own, length
+    shared, starts = np.zeros(len(spans), dtype=np.int64), {0, *np.cumsum(sizes).tolist()}
+    before = np.zeros(0, dtype=np.int32)
+    for i, some in enumerate(corpus.slices(spans)):
+        prompt = _prompt(*some)
+        if i not in starts and len(prompt) and np.array_equal(prompt, before):
+            shared[i] = len(prompt) - 1
+        before = prompt
     pays = shared.sum() >= least * np.diff(spans).sum()
     return shared if pays else np.zeros_like(shared)
 
 
-def _prompt(examples: Examples, start: int, stop: int) -> tuple[np.ndarray, int]:
-    """The tokens of an example, and how many come before the first that is learned."""
-    return examples.tokens[start:stop], int(examples.supervised[start:stop].argmax())
+def _prompt(examples: Examples, start: int, stop: int) -> np.ndarray:
+    """The tokens of an example that come before the first that is learned."""
+    return examples.tokens[start : start + int(examples.supervised[start:stop].argmax())]
 
 
 def split(window: Window, seq_len: int, *, packing: bool = True) -> Rows:

@@ -1,8 +1,9 @@
 """Whether a prompt is computed once for all answers that share a row.
 
 Then a row is [prompt, chosen] and [the prompt's last token, rejected], and the latter goes on from
-the prompt: log-probabilities and gradients are those of answers behind copies of the prompt. Which
-rows a step has depends on it, so a run that is resumed does as it began.
+the prompt; or the prompt and any number of answers. Log-probabilities and gradients are those of
+answers behind copies of the prompt. Which rows a step has depends on it, so a run that is resumed
+does as it began.
 """
 
 from pathlib import Path

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tigon.data import MicroBatch
+from tigon.data.fill import COPIES
 from tigon.kernels import use
 from tigon.models import CausalLM, quantised_bytes
 from tigon.parallel import MeshSizes, take_part
@@ -172,16 +173,18 @@ def _free_together(part: list[nn.Parameter], meter: Meter) -> None:
 def stand_in(rows: int, tokens: int, of: Objective | type[Objective] = Objective) -> MicroBatch:
     """A micro-batch of full rows on the meta device, with an objective's columns.
 
-    Where prompts are shared they are all of a row: how long they are is not known before the data
-    are, and this is when attention copies most of their keys and values.
+    Where prompts are shared they are all of a row but for a token of each other answer: how long
+    they are is not known before the data are, and this is when attention copies most of their keys
+    and values.
     """
     options: dict[str, Any] = {"device": "meta"}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
     sequences, longest, prefixes = rows * of.group, -(-tokens // of.group), None
     if of.share_prompts:
-        longest = tokens - 1
-        prefixes = np.array([[0, 0], [0, longest]]) + tokens * np.arange(rows)[:, None, None]
-        prefixes = prefixes.reshape(-1, 2)
+        copies = of.group - 1 or COPIES  # of a group of one, with as many others as rows have
+        sequences, longest = rows * (1 + copies), tokens - copies
+        prefixes = np.array([[0, 0], *[[0, longest]] * copies])
+        prefixes = (prefixes + tokens * np.arange(rows)[:, None, None]).reshape(-1, 2)
     per_token = {"supervised": torch.bool, **of.per_token}
     return MicroBatch(
         input_ids=ids,

@@ -64,7 +64,7 @@ class Objective:
     group: ClassVar[int] = 1
     unit: ClassVar[str] = "example"  # what a person calls a group
     may_cut: ClassVar[bool] = True  # whether what is too long may lose its end
-    # Whether the examples of a group begin with one prompt and are computed in one pass
+    # Whether answers to one prompt are examples of a group, or of groups of one, and of one pass
     one_prompt: ClassVar[bool] = False
     share_prompts = False  # to compute it once; `sharing.decide` says
     distinct = False  # whether a group is left out whose examples are equal once they are cut

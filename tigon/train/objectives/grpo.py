@@ -38,6 +38,7 @@ class GRPO(Answers):
     """
 
     learns = "answers with rewards"
+    one_prompt = True
     serves = SHARED | {
         *("beta", "loss_type", "reference", "scale_rewards", "importance_sampling_level"),
         *("max_completion_length", *CLIP),

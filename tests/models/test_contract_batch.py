@@ -123,6 +123,7 @@ def test_one_declaration() -> None:
             r"forward\(\) got an unexpected keyword argument 'lables'; did you mean 'la",
         ),
         ({"output_attentions": True}, r"unexpected keyword argument 'output_attentions'$"),
+        ({"cache": None}, r"unexpected keyword argument 'cache'; here: 'past_key_values'$"),
     ],
 )
 def test_unknown_keywords(model: CausalLM, given: dict[str, Any], message: str) -> None:

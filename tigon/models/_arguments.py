@@ -92,6 +92,7 @@ BATCH, TARGETS, PASS = (
 
 TRANSFORMERS = {
     "attn_implementation": "attention",
+    "cache": "past_key_values",  # from 5.24 on
     "device_map": "device",
     "device_mesh": "mesh",
     "torch_dtype": "dtype",

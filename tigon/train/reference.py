@@ -203,10 +203,11 @@ def _digest(config: Config, find: Callable[[], str], trained: bool, what: str) -
 
 
 def _known(config: Config, path: Path) -> tuple[str | None, Path]:
-    """What the run directory, or that of the checkpoint that the run goes on from, has recorded."""
+    """What the run of the checkpoint that is named has recorded, or else this run directory."""
     places = [path]
     if isinstance(config.resume, str) and config.resume != "auto":
-        places.append(Path(config.resume).parent.parent / path.name)
+        # First, as a run that saved no checkpoint may have left its own record here
+        places.insert(0, Path(config.resume).absolute().parent.parent / path.name)
     for place in places:
         if place.is_file():
             found = read_json(place).get("weights")

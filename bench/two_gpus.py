@@ -86,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if gpus < parallel.GPUS:
             parser.error(f"needs {parallel.GPUS} GPUs, and there are {gpus}; or --tiny")
         machine = torch.cuda.get_device_name()
+    # Steps inherit it where a background job ignores it, and could not be cut off
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options.to.mkdir(parents=True, exist_ok=True)
     began, since = time.monotonic(), time.time()
     for name, given in steps(options.commit, record_of(machine), tiny=options.tiny):

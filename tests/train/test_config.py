@@ -162,10 +162,13 @@ def test_numbers_of_too_many_digits_are_named(name):
 def test_other_trainers_names_are_answered_with_settings_that_exist():
     """No name is both; and an answer of one word is a setting."""
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
+    for name in Parallel.__dataclass_fields__:
+        assert getattr(load(None, [*NEEDED, f"parallel.{name}=2"]).parallel, name) == 2
     words = {text for text in OTHERS.values() if text.replace(".", "").isidentifier()}
     groups = (("lora", Lora), ("parallel", Parallel))
     inside = {f"{group}.{name}" for group, kind in groups for name in kind.__dataclass_fields__}
     assert words <= set(Config.__dataclass_fields__) | inside
+    assert not set(OTHERS) & inside
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from tigon.train.names_aligned import ADAPTERS, ALIGNED, FOUR_BITS
-from tigon.train.names_parallel import PARALLEL
+from tigon.train.names_parallel import PARALLEL, SHARDING
 
 EPOCHS_OR_STEPS = "steps, or epochs"
 ROWS = "batch_size: rows of a step over all ranks, of which each takes micro_batch_size at a time"
@@ -31,6 +31,7 @@ END = "nothing to set: what ends the template's turns is learned, and exported a
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
     **PARALLEL,
+    "fsdp": SHARDING,  # not within parallel, which has an fsdp of its own
     "adapter": ADAPTERS,
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",

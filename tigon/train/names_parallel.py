@@ -66,7 +66,7 @@ PARALLEL = {
         ("data_parallel_size", "data_parallel", "dp", "dp_size"),
         "nothing to set: ranks that parallel leaves have other rows",
     ),
-    **dict.fromkeys(("accelerate", "ddp", "deepspeed", "fsdp", "fsdp_config"), SHARDING),
+    **dict.fromkeys(("accelerate", "ddp", "deepspeed", "fsdp_config"), SHARDING),
     **dict.fromkeys(("fsdp_version", "use_torch_fsdp2", "fsdp_auto_wrap_policy"), SHARDING),
     **dict.fromkeys(("use_megatron_fsdp", "zero3_init_flag", "zero3", "zero2"), SHARDING),
     **dict.fromkeys(

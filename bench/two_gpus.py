@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if gpus < parallel.GPUS:
             parser.error(f"needs {parallel.GPUS} GPUs, and there are {gpus}; or --tiny")
         machine = torch.cuda.get_device_name()
-    # Steps inherit it where a background job ignores it, and could not be cut off
+    # A background job ignores SIGINT, and so would the steps that it starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options.to.mkdir(parents=True, exist_ok=True)
     began, since = time.monotonic(), time.time()

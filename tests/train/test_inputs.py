@@ -57,7 +57,7 @@ def test_data_of_another_kind_says_what_it_is(fails, tmp_path):
     path.write_text('{"text": "a"}\n')
     fails(r"data\.jsonl:1: its keys 'text' are those of task=pretrain", f"data={path}")
     fails("its keys 'messages' are those of task=sft", "task=pretrain")
-    fails("of chats, set teacher too", "task=distill")
+    fails("for chats, set teacher", "task=distill")
     path.write_text('{\n  "messages": []\n}\n')
     fails("data.jsonl:1: not valid JSON: .*; each line must be a whole object", f"data={path}")
     path.write_text("[]\n")

@@ -53,7 +53,7 @@ EXPLAINED = {
     "text": '"text"',
     "preference": '"chosen" and "rejected", texts or lists of messages, with or without "prompt"',
     "unpaired": '"prompt", "completion" and "label", which is true or false',
-    "distributions": '"input_ids", "teacher_tokens", "teacher_logprobs"; of chats, set teacher too',
+    "distributions": '"input_ids", "teacher_tokens", "teacher_logprobs"; for chats, set teacher',
     "completions": '"prompt", "completions" and "rewards" or "advantages"',
 }
 # The task that has a format, for whoever gives its rows to another one

@@ -214,8 +214,8 @@ def _packed(
 
 
 def _together(corpus: Corpus, spans: np.ndarray, seq_len: int, least: float, lost: Lost) -> Rows:
-    """Rows of single examples of which those to one prompt, wherever the window has them, share
-    it."""
+    """Rows of single examples, of which those that follow each other in the data with the same
+    prompt share it."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_tokens(corpus, spans, np.array([len(spans)]), least)
     rows = fill(np.diff(spans)[:, 0], common, seq_len)

@@ -5,7 +5,7 @@ SHARDING = (
     "sharding=gradients leaves each rank all weights"
 )
 STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
-SHARDS = "parallel.fsdp, which may be left out: all ranks that the others leave"
+SHARDS = "parallel.fsdp; by default, all ranks that the other dimensions leave"
 REPLICAS = "parallel.replicate: groups of ranks, each with all weights"
 WHOLE_EXPERTS = "nothing to set: with parallel.expert above 1 each rank has whole experts"
 PIPELINE = "no: parallel has replicate, fsdp, tensor, context and expert; docs/scale.md says why"

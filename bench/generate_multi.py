@@ -78,7 +78,11 @@ OPTIONS = (
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
 DOCUMENT = "docs/parallel.md"
-BENCH = Bench("generate_multi", __doc__, run, show, tuple(BATCHES), DOCUMENT, options=OPTIONS)
+BENCH = Bench(
+    *("generate_multi", __doc__, run, show, tuple(BATCHES), DOCUMENT),
+    options=OPTIONS,
+    each_machine=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

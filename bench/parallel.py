@@ -2,10 +2,10 @@
 
 bf16 weights, gradients and states; the same weights and rows on every side. The peer of tensor
 parallelism is transformers + Liger under torch's parallelize_module, with transformers' plan of
-Llama: products of attention and MLPs are divided, the rest every rank computes whole; the peer of
+Llama: matrices of attention and MLPs are split, the rest every rank computes whole; the peer of
 context parallelism has torch's context_parallel, a ring of SDPA, as accelerate does. Rates are
 tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 layers) are put
-beside transformers + Liger with its grouped products, under FSDP2 and with its own expert
+beside transformers + Liger with its grouped GEMMs, under FSDP2 and with its own expert
 parallelism, which can train since 5.22 and is left out before.
 
     python bench/parallel.py                 # about 400 s; starts the processes itself
@@ -57,18 +57,19 @@ class Side:
 
 
 ONE, LONG = "tigon, one GPU", "tigon, one GPU, a row of 16,384"
+LONG_CONTEXT = "tigon, context, a row of 16,384"
 TORCH = f"{PEER}, parallelize_module"
-CONTEXT = "tigon, context, a row of 16,384"
-CONTEXT_TORCH = f"{PEER}, context_parallel, a row of 16,384"
+CONTEXT, CONTEXT_TORCH = "tigon, context", f"{PEER}, context_parallel"
 FSDP, FSDP_TORCH = "tigon, experts, FSDP2", f"{PEER}, experts, FSDP2"
 EXPERT, EXPERT_TORCH = "tigon, experts, expert", f"{PEER}, experts, ep_size"
 SIDES = {
     ONE: Side("tigon", 1, gpus=1),
     TORCH: Side(TENSOR_PEER, 1, parallel="tensor"),
     "tigon, tensor": Side("tigon", 1, parallel="tensor", beside=TORCH, aim=1.1),
+    CONTEXT_TORCH: Side(CONTEXT_PEER, 1, parallel="context"),
+    CONTEXT: Side("tigon", 1, parallel="context", beside=CONTEXT_TORCH, aim=1.1),
     LONG: Side("tigon", 1, 2 * TOKENS, gpus=1),
-    CONTEXT_TORCH: Side(CONTEXT_PEER, 1, 2 * TOKENS, parallel="context"),
-    CONTEXT: Side("tigon", 1, 2 * TOKENS, parallel="context", beside=CONTEXT_TORCH, aim=1.1),
+    LONG_CONTEXT: Side("tigon", 1, 2 * TOKENS, parallel="context"),
     FSDP_TORCH: Side("peer-keep", GPUS, experts=True),
     EXPERT_TORCH: Side(EXPERT_PEER, GPUS, experts=True),
     FSDP: Side("tigon", GPUS, experts=True, beside=FSDP_TORCH),
@@ -170,8 +171,8 @@ def verdicts(record: Record) -> list[str]:
             said.append(verdict(f"{name} over {side.beside}", value, side.aim))
     firsts = {n: r[0]["losses"][0] for n, r in record["sides"].items() if r and "ms" in r[0]}
     for alike in (
-        {ONE, TORCH, "tigon, tensor"},
-        {LONG, CONTEXT, CONTEXT_TORCH},
+        {ONE, TORCH, "tigon, tensor", CONTEXT, CONTEXT_TORCH},
+        {LONG, LONG_CONTEXT},
         {FSDP, FSDP_TORCH, EXPERT, EXPERT_TORCH},
     ):
         found = [firsts[name] for name in alike if name in firsts]
@@ -222,7 +223,11 @@ OPTIONS = (
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 DOCUMENT = "docs/parallel.md"
-BENCH = Bench("parallel", __doc__, run, show, tuple(offered()), DOCUMENT, options=OPTIONS)
+BENCH = Bench(
+    *("parallel", __doc__, run, show, tuple(offered()), DOCUMENT),
+    options=OPTIONS,
+    each_machine=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -100,8 +100,9 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
     elif side == EXPERT_PEER:
         model = divide_experts(model, world)
     else:
+        reshards = side in (f"{PEER}-reshard", CONTEXT_PEER)
         for block in model.model.layers:
-            fully_shard(block, reshard_after_forward=side == f"{PEER}-reshard")
+            fully_shard(block, reshard_after_forward=reshards)
         fully_shard(model, reshard_after_forward=False)
     optimizer, losses = adamw(model.train()), []
     learn = context_pass(model, world) if side == CONTEXT_PEER else whole_pass(model)

@@ -23,6 +23,7 @@ from bench import (
     long_sums,
     measure,
     moe,
+    one_shot_sum,
     padding,
     parallel,
     preference,
@@ -40,7 +41,7 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
-BENCHES += (parallel, adapters, generate_multi, long_sums)
+BENCHES += (parallel, adapters, generate_multi, one_shot_sum, long_sums)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

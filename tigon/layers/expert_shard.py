@@ -19,6 +19,7 @@ from tigon.kernels._triton import refuse_second_derivative
 from tigon.kernels.expert_rows import combine_rows, spread_rows
 from tigon.kernels.grouped_mlp import UNKNOWN
 from tigon.layers.collectives import Ranks
+from tigon.layers.symmetric import sum_few
 
 
 class Dispatch(NamedTuple):
@@ -172,7 +173,7 @@ class ExpertShard:
         """
         numbers = self._numbers(experts)
         slots = UNKNOWN if x.is_cuda else int((numbers < self.own).sum())
-        return self.ranks.sum(own(x, numbers, weights, slots))
+        return sum_few(own(x, numbers, weights, slots), self.ranks)
 
     def _numbers(self, experts: Tensor) -> Tensor:
         """Among those of this rank; E / p: it has not got the expert."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tigon.kernels._rebuilt import How, note, recipe_of
 from tigon.layers.collectives import Ranks, alike, ranks_of, sum_over, waited
+from tigon.layers.symmetric import sum_few
 
 
 class GatheredTokens:
@@ -188,7 +189,7 @@ class Stream:
     def summed(self, x: Tensor) -> Tensor:
         """Each rank's summands [B, T, C] -> of the sum, the rank's [1, n, C]."""
         if self.whole:
-            return sum_over(x, self.ranks)
+            return sum_few(x, self.ranks)
         return _ShareOfSum.apply(_padded(x, self.ranks), self.ranks)
 
     def own(self, x: Tensor) -> Tensor:

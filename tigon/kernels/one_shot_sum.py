@@ -33,6 +33,7 @@ class Buffers(NamedTuple):
     turns: Tensor  # int32 [P], zeros at first
     rank: int
     dtype: torch.dtype
+    handle: object = None  # of the shared memory, which lives as long
 
 
 def empty(dtype: torch.dtype) -> int:
@@ -93,7 +94,7 @@ def one_shot_sum(x: Tensor, buffers: Buffers) -> Tensor:
     All ranks call it in the same order with as many elements, at most P S, each on one stream. It
     waits on the device until all have; a CUDA graph can hold it.
     """
-    own, addresses, turns, rank, dtype = buffers
+    own, addresses, turns, rank, dtype, _ = buffers
     x = x.contiguous()
     if x.dtype != dtype or x.numel() > own.shape[-1]:
         raise ValueError(f"{x.numel()} elements of {x.dtype}: buffers for {own.shape[-1]}, {dtype}")

@@ -47,20 +47,21 @@ def _open(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Buffers | N
     """All ranks of the group call it, and get buffers, or None of them does."""
     if not _all(_reaches(ranks, device), ranks, device):
         return None
-    own = addresses = None
+    own = handle = None
     try:
         shape = TURNS, ranks.size, P * S
-        own = symmetric.empty(shape, dtype=BITS[dtype], device=device).fill_(empty(dtype))
-        there = symmetric.rendezvous(own, cast(Any, ranks.group)).buffer_ptrs
-        addresses = torch.tensor([*there], dtype=torch.int64, device=device)
+        own = symmetric.empty(shape, dtype=BITS[dtype], device=device)
+        handle = symmetric.rendezvous(own, cast(Any, ranks.group))
+        own.fill_(empty(dtype))
     except RuntimeError as error:  # the driver's or the container's, which NCCL may do without
         warnings.warn(f"GPUs do not share memory, so NCCL sums: {error}", stacklevel=2)
     # Which also waits until the buffers of all are empty
-    if not _all(addresses is not None, ranks, device):
+    if not _all(handle is not None, ranks, device):
         return None
-    assert own is not None and addresses is not None
+    assert own is not None and handle is not None
+    addresses = torch.tensor([*handle.buffer_ptrs], dtype=torch.int64, device=device)
     turns = torch.zeros(P, dtype=torch.int32, device=device)
-    return Buffers(own, addresses, turns, ranks.rank, dtype)
+    return Buffers(own, addresses, turns, ranks.rank, dtype, handle)
 
 
 def _all(said: bool, ranks: Ranks, device: torch.device) -> bool:

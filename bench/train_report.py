@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from bench import harness
-from bench.harness import Record, figure, heading, markdown, verdict
+from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
 from bench.train_cases import CASES, OURS, PEER, Case
 from bench.train_limit import ADAMW, ATTENTION, OPTIMIZER, PASSES, PRODUCTS
@@ -135,7 +135,11 @@ def row(case: Record) -> list[str]:
     aims.append((share(case), target.share, "≥"))
     for value, aim, sign in aims:
         bound = f" ({sign} {aim:g})" if aim is not None else ""
-        cells.append(f"{value:.2f}{bound}" if value is not None else bound.strip(" ()"))
+        if value is None:
+            cells.append(bound.strip(" ()"))
+        else:
+            text = f"{value:.2f}" if aim is None else judge(value, aim, sign == "≤", 2)[1]
+            cells.append(f"{text}{bound}")
     return cells
 
 

@@ -87,6 +87,19 @@ def test_a_document_shows_the_newest_record_of_every_machine() -> None:
     assert replace(bench, each_machine=True).documented(records) == {}
 
 
+def test_a_verdict_has_digits_enough_to_be_followed() -> None:
+    for reached, aim, most, said in (
+        (0.886, 0.87, True, "MISSED: x: 0.886 for 0.87"),
+        (1.35008, 1.35, False, "met: x: 1.350 for 1.35"),
+        (1.0004, 1.0, True, "MISSED: x: 1.0004 for 1.00"),
+        (1.1199, 1.12, False, "MISSED: x: 1.1199 for 1.12"),
+        (0.168, 1 / 6, True, "MISSED: x: 0.1680 for 0.167"),
+        (1.0, 1.0, True, "met: x: 1.000 for 1.00"),
+    ):
+        assert harness.verdict("x", reached, aim, most=most) == said
+    assert harness.judge(1.00004, 1.0, True, 2) == (False, "1.00004", "1.00")
+
+
 def test_records_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     for name in ("checkpoint_export-cpu", "checkpoint-cpu", "checkpoint", "checkpoints"):

@@ -23,7 +23,7 @@ LEFT_MIB = 256.0  # at most that before a model is built: tables of libraries, a
 MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "weights": "weights",
     "states": "optimizer states",
-    "kept": "kept by forward for backward",
+    "kept": "saved for backward",
     "gradients": "all gradients, after backward",
 }
 KIND = {PRODUCTS: "GEMMs", PASSES: "memory-bound kernels (norms, RoPE, activation, head)"}
@@ -99,7 +99,9 @@ def verdicts(case: Record) -> Iterator[str]:
     other = sides_of(case)[0]
     yield verdict(f"{name}: tokens/s over {other}", speed_ratio(case), target.speed)
     if target.memory is not None:
-        yield verdict(f"{name}: peak over {other}", memory_ratio(case), target.memory, most=True)
+        yield verdict(
+            f"{name}: peak memory over {other}", memory_ratio(case), target.memory, most=True
+        )
     if target.share is not None:
         yield verdict(f"{name}: share of the composed limit", share(case), target.share)
     left = max((r["left_mib"] for side in sides_of(case) for r in good(case, side)), default=0.0)
@@ -145,11 +147,11 @@ def row(case: Record) -> list[str]:
 
 def summary(record: Record) -> str:
     """One row per case: both sides, and the ratios beside their targets."""
-    head = ["training step", f"{PEER}, tok/s, GiB", "Tigon", "tok/s ratio", "memory ratio"]
-    table = markdown([*head, "of the limit"], map(row, record["cases"]))
+    head = ["training step", f"{PEER}: tok/s, GiB", "Tigon: tok/s, GiB", "tok/s ratio"]
+    table = markdown([*head, "memory ratio", "share of the limit"], map(row, record["cases"]))
     rounds = sorted({len(good(case, side)) for case in record["cases"] for side in sides_of(case)})
     counts = " or ".join(map(str, rounds))
-    note = f"\n\nRounds: {counts}. In brackets: targets. Of the limit: the composed "
+    note = f"\n\nRounds: {counts}. In brackets: targets. Share of the limit: the composed "
     note += "limit's time over Tigon's."
     if missing := [name for name in CASES if name not in {c["name"] for c in record["cases"]}]:
         note += f" Not measured: {'; '.join(missing)}."
@@ -289,9 +291,10 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
                 axes.plot([place + at - 0.19, place + at + 0.19], [aim, aim], "k-", linewidth=1.2)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xticks(range(len(shown)), [c["name"].replace(", ", ",\n") for c in shown], fontsize=7)
-    axes.set_ylabel("Tigon over the other side")
+    axes.set_ylabel("Tigon / peer")
     axes.set_title(
-        f"A training step beside {PEER}; lines are targets\n{record['machine']}, bf16", fontsize=8
+        f"A training step compared with {PEER}; lines are targets\n{record['machine']}, bf16",
+        fontsize=8,
     )
     axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes.spines[["top", "right"]].set_visible(False)

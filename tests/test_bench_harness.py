@@ -16,6 +16,7 @@ from bench import (
     compare,
     cpu,
     distillation,
+    estimates,
     generate,
     generate_multi,
     harness,
@@ -23,6 +24,7 @@ from bench import (
     long_sums,
     measure,
     moe,
+    optimizers,
     padding,
     parallel,
     preference,
@@ -31,6 +33,7 @@ from bench import (
     train_curves,
     train_multi,
     train_step,
+    trainer,
 )
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.harness import RESULTS, ROOT
@@ -40,7 +43,7 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
-BENCHES += (parallel, adapters, generate_multi, long_sums)
+BENCHES += (parallel, adapters, generate_multi, long_sums, estimates, trainer, optimizers)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)
@@ -112,8 +115,8 @@ def test_a_saved_checkpoint_is_shown_and_judged() -> None:
     saved = {"tigon": (2.0, 4e9), "transformers": (8.0, 4e9), "raw": (1.0, 4e9)}
     rows = {name: {"seconds": s, "bytes": b} for name, (s, b) in saved.items()}
     _, table, judged = checkpoint.exports_of(rows)
-    assert "| tigon | 2.00 | 2.00 |" in table and "| raw | 1.00 | 4.00 |" in table
-    assert judged == "met: seconds of saving over transformers: 0.250 for 0.33"
+    assert "| tigon | 2.00 | 2.00 |" in table and "| raw writes | 1.00 | 4.00 |" in table
+    assert judged == "met: time of saving over transformers': 0.250 for 0.33"
     rows["tigon"]["seconds"] = 4.0
     assert checkpoint.exports_of(rows)[2].startswith("MISSED: ")
     assert checkpoint.exports_of({}) == []
@@ -155,7 +158,7 @@ def test_a_layer_of_experts_is_shown(clock: None, monkeypatch: pytest.MonkeyPatc
     assert ours["forward_tflops"] == flops / 1e9 and ours["backward_tflops"] == 2 * flops / 1e9
     shown = moe.layer_table({name: layer})
     assert f"| {name} | tigon | 1 | 0 | 7.00 | 1 | 0 | 1.00 | " in shown
-    assert f"| {name} | dense | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
+    assert f"| {name} | dense GEMMs | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
     assert f"| {name} | Liger | ModuleNotFoundError: No module" in shown
 
 

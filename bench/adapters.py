@@ -80,6 +80,8 @@ LAYERS, TOKENS = 4, 8192
 ALL = "all-linear"
 EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")
 MIXTURE = "mixture, LoRA"
+OF_EXPERTS = f"{MIXTURE} of experts too"
+LABELS = {MIXTURE: "MoE, LoRA on attention", OF_EXPERTS: "MoE, LoRA on attention and experts"}
 # Of each step the model, the adapter, and whether the base has 4 bits
 MODELS: dict[str, tuple[str, Record, LoraConfig, bool]] = {
     "LoRA": ("Llama", LLAMA_8B, LoraConfig(rank=RANK, targets=ALL), False),
@@ -87,11 +89,7 @@ MODELS: dict[str, tuple[str, Record, LoraConfig, bool]] = {
     "DoRA": ("Llama", LLAMA_8B, LoraConfig(rank=RANK, targets=ALL, dora=True), False),
     "QLoRA": ("Llama", LLAMA_8B, LoraConfig(rank=RANK, targets=ALL), True),
     MIXTURE: ("Qwen3Moe", QWEN3_MOE, LoraConfig(rank=RANK, targets=ALL), False),
-    f"{MIXTURE} of experts too": (
-        *("Qwen3Moe", QWEN3_MOE),
-        LoraConfig(rank=RANK, targets=EXPERTS),
-        False,
-    ),
+    OF_EXPERTS: (*("Qwen3Moe", QWEN3_MOE), LoraConfig(rank=RANK, targets=EXPERTS), False),
 }
 
 
@@ -269,8 +267,9 @@ def linears(record: Record) -> str:
         peaks = ours["peak_mib"], theirs.get("peak_mib")
         cells = (*figures, over(own, bound), *peaks, worst)
         rows.append([case["name"], *(figure(cell) for cell in cells)])
-    head = ["linear layer", "forward, ms", "both, ms", "formula, ms", "formula / ours"]
-    head += ["products alone, ms", "ours / products", "peak, MiB", "formula's", "largest error"]
+    head = ["linear layer", "forward, ms", "forward + backward, ms", "PEFT's formula, ms"]
+    head += ["PEFT's formula / tigon", "base's GEMMs alone, ms", "tigon / base's GEMMs"]
+    head += ["peak, MiB", "PEFT's formula, peak MiB", "largest relative error"]
     return markdown(head, rows)
 
 
@@ -287,19 +286,21 @@ def nf4_table(record: Record) -> str:
             cells = ms, speed, case["floor_ms"] / ms
             rows.append([*start, *(figure(cell, 4) for cell in cells)])
     rate = record["copy"]["bytes_per_second"] / 1e9
-    return markdown(["4 bits to bf16", "", "ms", "GB/s", f"of a copy's {rate:,.0f} GB/s"], rows)
+    head = ["NF4 weight to bf16", "provider", "ms", "GB/s"]
+    return markdown([*head, f"share of a copy's {rate:,.0f} GB/s"], rows)
 
 
 def steps_table(record: Record) -> str:
     rows = record[STEPS]
 
     def cells(row: Record) -> list[str]:
-        base = rows[MIXTURE if row["name"].startswith(MIXTURE) else "LoRA"]
+        base = rows[MIXTURE if row["name"].startswith("MoE") else "LoRA"]
         ms, ratio = middle(row, "ms"), over(middle(row, "ms"), middle(base, "ms"))
         return [figure(ms, 4), figure(ratio), figure(row["peak_mib"]), figure(row["loss"], 5)]
 
-    head = f"step, {LAYERS} layers, 1 x {TOKENS}", "ms", "over LoRA", "peak, MiB", "loss"
-    return provider_table(head, named(rows), cells)
+    head = f"training step, {LAYERS} layers, 1 x {TOKENS}", "ms", "time / LoRA's", "peak, MiB"
+    shown = [row | {"name": LABELS.get(row["name"], row["name"])} for row in named(rows)]
+    return provider_table((*head, "loss"), shown, cells)
 
 
 def show(record: Record) -> str:

@@ -79,7 +79,7 @@ def table(case: Record) -> str:
         yield ", ".join(figure(row["errors"][n], 2) for n in ("out", "dq", "dk", "dv"))
 
     head = ["provider", "forward, ms", "TFLOP/s", "backward, ms", "TFLOP/s"]
-    head += ["both / flash-attn-4", "extra MiB", "error of out, dq, dk, dv"]
+    head += ["forward + backward / flash-attn-4", "extra MiB", "error of out, dq, dk, dv"]
     chosen = "; ".join(f"{n}: {c[0]} ({c[1]})" for n, c in case["chosen"].items())
     rows = provider_table(head, case["providers"], cells)
     return f"### {case['name']}\n\n{rows}\n\n{chosen}"
@@ -98,16 +98,16 @@ def verdicts(record: Record) -> Iterator[str]:
             continue
         peers = [(ms, peer) for peer in PEERS if (ms := took(case, peer, "both"))]
         best = min(peers, default=(None, ""))[1]
-        yield verdict(f"{name}, {FA4} over tigon", over(case, FA4, OURS), 0.95)
-        yield verdict(f"{name}, {VARLEN} over tigon", over(case, VARLEN, OURS), 1.6)
-        what = f"{name}, best of torch ({best}) over {TORCH_ONLY}"
+        yield verdict(f"{name}, time of {FA4} over tigon's", over(case, FA4, OURS), 0.95)
+        yield verdict(f"{name}, time of {VARLEN} over tigon's", over(case, VARLEN, OURS), 1.6)
+        what = f"{name}, time of torch's fastest ({best}) over that of {TORCH_ONLY}"
         yield verdict(what, over(case, best, TORCH_ONLY), 0.95)
     full, window = by_name.get("Gemma 3, full"), by_name.get("Gemma 3, window 512")
     if full and window:
         # In one backend each: ours takes cuDNN for full attention of this head_dim, in training
         for name, mode in product((FA4, VARLEN), ("forward", "backward")):
             a, b = took(full, name, mode), took(window, name, mode)
-            what = f"Gemma 3, full over window 512, {name}, {mode}"
+            what = f"Gemma 3, time of full attention over window 512, {name}, {mode}"
             yield verdict(what, a / b if a and b else None, 4.0)
 
 

@@ -110,6 +110,16 @@ CASES = {
         targets=(("bytes_read", "bytes_of_files", 1.001), ("seconds", "pinned", 1 / 0.8)),
     ),
 }
+NAMES = {  # of figures, in verdicts
+    "seconds": "load time",
+    "used_seconds": "time of load + first use",
+    "peak_rss": "peak RSS",
+    "bytes": "size of the weights",
+    "bytes_read": "bytes read",
+    "bytes_of_files": "size of the files",
+    "pinned": "a copy from pinned memory",
+}
+SAVED = {"raw": "raw writes"}
 ON_GPU = tuple(name for name, case in CASES.items() if case.device == "cuda")
 
 
@@ -258,15 +268,8 @@ def ratio(key: str, other: str, summary: Record, found: Mapping[str, list[Record
 
 
 def rows_of(summary: Record) -> str:
-    head = [
-        "",
-        "s",
-        "least",
-        "of all processors, s",
-        "until used once, s",
-        "peak rss, GB",
-        "anon, GB",
-    ]
+    head = ["side", "load, s", "fastest load, s", "CPU time, s", "load + first use, s"]
+    head += ["peak RSS, GB", "anonymous, GB"]
     keys = ("seconds", "least_seconds", "cpu_seconds", "used_seconds")
     rows = [
         [what, *(figure(row[key]) for key in keys)]
@@ -275,8 +278,9 @@ def rows_of(summary: Record) -> str:
     ]
     title = f"**{summary['case']}**, {summary['bytes'] / 1e9:.2f} GB of weights:"
     judged = [
-        verdict(f"{key} over {other}", summary["ratios"].get(f"{key} / {other}"), aim, most=True)
+        verdict(f"{NAMES[key]} over {NAMES.get(other, other)}", reached, aim, most=True)
         for key, other, aim in CASES[summary["case"]].targets
+        for reached in [summary["ratios"].get(f"{key} / {other}")]
     ]
     tables = [title, markdown(head, rows), "\n".join(judged)]
     return "\n\n".join([*tables, *exports_of(summary.get("exports", {}))])
@@ -287,19 +291,17 @@ def exports_of(saved: Record) -> list[str]:
     if not saved:
         return []
     rows = [
-        [what, figure(row["seconds"]), figure(row["bytes"] / row["seconds"] / 1e9)]
+        [SAVED.get(what, what), figure(row["seconds"]), figure(row["bytes"] / row["seconds"] / 1e9)]
         for what, row in saved.items()
     ]
     reached = saved["tigon"]["seconds"] / saved["transformers"]["seconds"]
-    judged = verdict("seconds of saving over transformers", reached, AIM, most=True)
-    return ["The same, saved:", markdown(["", "s", "GB/s"], rows), judged]
+    judged = verdict("time of saving over transformers'", reached, AIM, most=True)
+    return ["Saving the same model:", markdown(["side", "s", "GB/s"], rows), judged]
 
 
 def show(record: Record) -> str:
     said = heading(record, {"transformers": record["transformers"]})
-    said += (
-        f"; {record['cpus']} processors, of which others wanted {record['load']:.0f} at its start"
-    )
+    said += f"; {record['cpus']} CPUs, load average {record['load']:.0f} at the start"
     if record.get("directory"):
         said += f"; files in {record['directory']}"
     return "\n\n".join([f"{said}.", *map(rows_of, record.get("results", ()))])

@@ -112,14 +112,17 @@ def where(row: Record) -> list[str]:
 
 
 def show(record: Record) -> str:
-    head = ["what", "dtype", "threads", "batch", "tokens", "tigon, ms", "transformers, ms", "ratio"]
+    head = ["step", "dtype", "threads", "batch", "tokens", "tigon, ms", "transformers, ms"]
     rows = [[*where(row), *(figure(row[key]) for key in TIMES)] for row in record["results"]]
     judged = []
     for row in record["results"]:
-        what = "{} {}, {} threads, batch {}, {} tokens".format(*where(row))
-        judged.append(verdict(f"{what}, times as fast as transformers", 1 / row["ratio"], 1.0))
+        what = "{}, {}, {} threads, batch {}, {} tokens".format(*where(row))
+        what = what.replace(" 1 threads", " 1 thread")
+        judged.append(verdict(f"{what}: speed over transformers", 1 / row["ratio"], 1.0))
     said = heading(record, {"transformers": record["transformers"]})
-    return "\n\n".join([f"{said}.", markdown(head, rows), "\n".join(judged)])
+    return "\n\n".join(
+        [f"{said}.", markdown([*head, "tigon / transformers"], rows), "\n".join(judged)]
+    )
 
 
 def run(job: Job) -> str:

@@ -77,8 +77,8 @@ def logits(record: Record) -> float:
 
 
 def verdicts(record: Record) -> Iterator[str]:
-    what = {"step": "step", "head": "head alone"}
-    for kind, name in what.items():
+    names = {"step": "step", "head": "head alone"}
+    for kind, name in names.items():
         for divergence in DIVERGENCES:
             mine = record[kind].get(OURS, {}).get(divergence, {}).get("ms")
             other = fastest(record, kind, divergence)
@@ -87,7 +87,8 @@ def verdicts(record: Record) -> Iterator[str]:
     for divergence in DIVERGENCES:
         more = record["head"].get(OURS, {}).get(divergence, {}).get("gib")
         share = None if more is None else more / logits(record)
-        yield verdict(f"head alone, {divergence}: memory over bf16 logits", share, 1.0, most=True)
+        what = f"head alone, {divergence}: memory over a model's bf16 logits"
+        yield verdict(what, share, 1.0, most=True)
     yield from disagreements(record)
 
 

@@ -104,6 +104,13 @@ MORE_WAYS: dict[str, Settings] = {  # for one model on one GPU
     " offloaded": {"activation_offload": "true"},
     " recomputed and offloaded": WAYS[" recomputed"] | {"activation_offload": "true"},
 }
+LABELS = {  # for what records say
+    " recomputed and offloaded": ", checkpointing and offloading",
+    " every second block recomputed": ", every second block checkpointed",
+    " recomputed": ", checkpointing",
+    " offloaded": ", activation offloading",
+    " on ": ", ",
+}
 CASES: dict[str, tuple[str, Settings, int]] = {
     f"{model}{way} on {gpus} GPU{'s' if gpus > 1 else ''}": (model, changes, gpus)
     for model in MODELS
@@ -193,6 +200,13 @@ def failed(ranks: list[subprocess.Popen[bytes]], seconds: float) -> int | None:
     return next((rank for rank, code in enumerate(ended) if code), None) if first is None else first
 
 
+def label(name: str) -> str:
+    """A case's name, in the words of the settings."""
+    for way, said in LABELS.items():
+        name = name.replace(way, said)
+    return name
+
+
 def ratio(case: Record) -> float:
     return sum(case["estimate"].values()) / case["measured"]
 
@@ -201,14 +215,14 @@ def show(record: Record) -> str:
     rows, missed = [], []
     for case in record["cases"]:
         if "error" in case:
-            rows.append([case["name"], harness.failure(case)])
+            rows.append([label(case["name"]), harness.failure(case)])
             continue
         gib = [figure(n / 2**30) for n in (sum(case["estimate"].values()), case["measured"])]
         found = f"{ratio(case):.3f}" if case["measured"] else ""
-        rows.append([case["name"], *gib, found, figure(case["step_seconds"])])
+        rows.append([label(case["name"]), *gib, found, figure(case["step_seconds"])])
         if case["measured"] and abs(ratio(case) - 1) > WITHIN:
-            missed.append(case["name"])
-    head = "case", "estimated, GiB", "measured, GiB", "estimated / measured", "a step, s"
+            missed.append(label(case["name"]))
+    head = "case", "estimated, GiB", "measured, GiB", "estimated / measured", "step, s"
     count = sum(bool(c.get("measured")) for c in record["cases"])
     end = f"{count - len(missed)} of {count} within {WITHIN:.0%}"
     end += f"; not {', '.join(missed)}" if missed else ""

@@ -40,7 +40,8 @@ TARGETS = (
     ("prefill 8192", "share", 0.88),
     ("prefill 8192", "times", 1.15),
 )
-MEANINGS = {"share": "share of the bound", "times": f"times as fast as {THEIRS}"}
+MEANINGS = {"share": "share of the bound", "times": f"speed over {THEIRS}"}
+PARTS = {"products": "GEMMs", "passes": "memory-bound kernels"}
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -176,14 +177,16 @@ def table(record: Record, case: Record) -> str:
         yield from (figure(times(case, row)), figure(row["extra_mib"]))
         yield figure(row["worst_choice"], 2) if decoded else figure(row["first_token_ms"][1])
 
-    head = ["provider", "forward, ms", "tokens/s", "limit, ms", "share"]
+    head = ["provider", "forward, ms", "tokens/s", "limit, ms", "share of the limit"]
     if decoded:
-        head = ["provider", "ms per step", "tokens/s", "bound, ms", "share", "share of bytes read"]
-    head += ["times transformers", "extra MiB", "worst choice" if decoded else "first token, ms"]
+        head = ["provider", "ms per step", "tokens/s", "bound, ms", "share of the bound"]
+        head += ["share, bytes really read"]
+    head += [f"speed over {THEIRS}", "extra MiB"]
+    head += ["largest logit gap" if decoded else "first token, ms"]
     text = f"### {case['name']}\n\n{harness.provider_table(head, case['providers'], cells)}"
     if not decoded:
-        parts = ", ".join(f"{name} {figure(ms)}" for name, ms in case["parts_ms"].items())
-        text += f"\n\nThe limit, ms: {parts}."
+        parts = [f"{PARTS.get(name, name)} {figure(ms)}" for name, ms in case["parts_ms"].items()]
+        text += f"\n\nThe limit, ms: {', '.join(parts)}."
     return text
 
 
@@ -211,7 +214,7 @@ def summary(record: Record) -> str:
         row = row_of(case, OURS)
         ratios = figure(share(record, case, row), 2), figure(times(case, row), 2)
         rows.append([case["name"], rate(case, row), *ratios])
-    head = "Llama-3.1-8B's shape, bf16", "tokens/s", "share of the limit", "times transformers"
+    head = "Llama-3.1-8B's shape, bf16", "tokens/s", "share of the limit", f"speed over {THEIRS}"
     return f"{record['machine']}; commit {record['commit']}.\n\n{markdown(head, rows)}"
 
 

@@ -141,12 +141,26 @@ def heading(record: Record, libraries: Mapping[str, str | None]) -> str:
     return f"{', '.join(parts)}; commit {record['commit']}{changes}, {record['date'][:10]}"
 
 
+def judge(reached: float, aim: float, most: bool, digits: int = 3) -> tuple[bool, str, str]:
+    """Whether a target is met, and both numbers, rounded to so many decimals or to as many as
+    leave no doubt about it: 1.0004 misses a target of at most 1.00, and 1.000 would not show it."""
+
+    def meets(value: float, bound: float) -> bool:
+        return value <= bound if most else value >= bound
+
+    met, places = meets(reached, aim), 2
+    while meets(round(reached, digits), round(aim, places)) != met:
+        digits += 1
+        places = 2 if round(aim, 2) == aim else digits - 1
+    return met, f"{reached:.{digits}f}", f"{aim:.{places}f}"
+
+
 def verdict(what: str, reached: float | None, aim: float, *, most: bool = False) -> str:
     """Whether a target is met: to reach at least `aim`, or at most."""
     if reached is None:
         return f"not measured: {what}"
-    met = reached <= aim if most else reached >= aim
-    return f"{'met' if met else 'MISSED'}: {what}: {reached:.3f} for {aim:.2f}"
+    met, value, bound = judge(reached, aim, most)
+    return f"{'met' if met else 'MISSED'}: {what}: {value} for {bound}"
 
 
 def between(text: str, block: str, name: str, kind: str) -> str:

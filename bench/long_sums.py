@@ -98,10 +98,10 @@ def show(record: Record) -> str:
         rows.append([name, of, first, behind, share, str(len(found[OURS]))])
     head = [
         "K x C",
-        "wrong lengths",
-        "the first",
-        "most rows behind a multiple of 64",
-        "at most, of all rows",
+        "wrong numbers of tokens",
+        "the smallest of them",
+        "most tokens past a multiple of 64",
+        "largest share of tokens omitted",
         "wrong with `long_sum`",
     ]
     return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows)])

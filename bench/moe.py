@@ -178,13 +178,13 @@ def backward_ms(row: Record) -> float:
 
 
 def layer_table(layers: Record) -> str:
-    head = "experts of", "provider", "forward, ms", "TFLOP/s", "of dense"
-    head += "backward, ms", "TFLOP/s", "of dense", "worst error", "extra MiB"
+    head = "experts of", "provider", "forward, ms", "TFLOP/s", "/ dense GEMMs"
+    head += "backward, ms", "TFLOP/s", "/ dense GEMMs", "largest error", "extra MiB"
     rows = []
     for name, case in layers.items():
         dense = case["providers"]["dense"]
         for provider, row in case["providers"].items():
-            rows.append(cells := [name, provider])
+            rows.append(cells := [name, "dense GEMMs" if provider == "dense" else provider])
             if "error" in row:
                 cells.append(failure(row))
                 continue

@@ -160,9 +160,10 @@ def show(record: Record) -> str:
         ]
         for case in record["cases"]
     ]
-    head = "optimizer", "ours, ms", "torch's, ms", "ours / torch's", "states, GiB", "torch's, GiB"
+    head = ["optimizer", "tigon, ms", "torch, ms", "tigon / torch"]
+    head += ["states of tigon, GiB", "of torch, GiB"]
     ends = [
-        verdict(f"{case['name']}, ours / torch's", ratio(case), MOST[case["name"]], most=True)
+        verdict(f"{case['name']}: time over torch's", ratio(case), MOST[case["name"]], most=True)
         for case in record["cases"]
         if case["name"] in MOST
     ]

@@ -29,6 +29,7 @@ from bench.peers import imported
 
 ROWS, MEAN = 16, 700
 WITHOUT, WITH, THEIRS = "tigon", "tigon, padding computed", "transformers"
+LABELS = {WITH: "tigon, drop_padding=False"}
 EFFORT = Effort(rounds=1, total=2000.0, least=5, most=20)
 
 
@@ -74,17 +75,21 @@ def show(record: Record) -> str:
     (b, t), real = record["shape"], record["real"]
     peer = record["providers"][THEIRS].get("ms")
 
+    rows = [
+        row | {"name": LABELS.get(row["name"], row["name"])} for row in named(record["providers"])
+    ]
+
     def cells(row: Record) -> Iterator[str]:
         ms = row["ms"][1]
         yield from (f"{ms:.4g}", f"{1e3 * real / ms:,.0f}", f"{peer[1] / ms:.2f}" if peer else "")
         yield from (f"{row['peak_mib'] / 1024:.1f}", f"{row['loss']:.4f}")
 
-    head = "provider", "ms", "real tokens/s", "times transformers", "extra GiB", "loss"
+    head = "provider", "ms", "real tokens/s", "speed over transformers", "extra GiB", "loss"
     return (
         f"{heading(record, {'transformers': record['transformers']})}. "
         f"Forward and backward of Llama-3.2-1B's shape over {b} rows of up to {t} tokens, "
         f"{real / (b * t):.0%} of them real:\n\n"
-        f"{provider_table(head, named(record['providers']), cells)}"
+        f"{provider_table(head, rows, cells)}"
     )
 
 

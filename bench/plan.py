@@ -1,7 +1,7 @@
 """The model of time and memory of `tigon plan` beside what was measured, and what it is fitted to.
 
-The rates of products, attention, passes and optimizer are fitted to the kinds of work in the
-profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
+The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
+the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
 of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
 written here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU is needed.
@@ -27,6 +27,7 @@ import torch
 
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.train_cases import CASES, MODELS
+from tigon.data.examples import counted
 from tigon.models import MODELS as FAMILIES
 from tigon.train import load
 from tigon.train.plan import (
@@ -250,7 +251,8 @@ def compare(case: Measured, constants: Constants) -> Compared:
 
 
 def comparison(found: Iterable[Compared]) -> str:
-    head = ("step", "measured ms", "predicted", "error", "measured GiB", "predicted", "error")
+    head = ("step", "measured ms", "predicted ms", "error")
+    head += ("measured GiB", "predicted GiB", "error")
     rows = [
         [
             *(
@@ -308,17 +310,18 @@ def scenario(plan: Plan) -> str:
     return "\n\n".join(
         [
             f"{whole / 1e9:,.1f} billion parameters on {plan.job.gpus:,} GPUs; "
-            f"{plan.job.batch_rows:,} rows of {plan.job.seq_len:,} tokens, {tokens:,} a step.",
+            f"{counted(plan.job.batch_rows, 'row')} of {plan.job.seq_len:,} tokens per step, "
+            f"{tokens:,} in all.",
             markdown(head, rows),
-            f"The first: memory in GiB: {kinds}. Seconds: {took}. "
+            f"Memory of the first layout in GiB: {kinds}. Its step in seconds: {took}. "
             f"10<sup>12</sup> tokens take {days:,.1f} days.",
             "\n".join(f"- {line.strip()}" for line in why_not(plan)[1:]),
         ]
     ).rstrip()
 
 
-RANKED = "parallelism is ranked as if it took so many times as long"
-CHANGED = "2 GPUs, of messages that have changed since"
+RANKED = "factor on step time for ranking"
+CHANGED = "2 GPUs, before its communication changed"
 
 
 def rates(k: Constants) -> str:
@@ -329,32 +332,32 @@ def rates(k: Constants) -> str:
         return [what, figure(value / 1e12), figure(sheet / 1e12), source]
 
     attention = [
-        row(f"attention, heads of {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
+        row(f"attention, head_dim {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
         for d, rate in k.attention.items()
     ]
     rows = [
-        row("products, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
-        row("experts' products, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),
+        row("GEMMs, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
+        row("grouped GEMMs of experts, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),
         *attention,
-        row("passes between products, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
+        row("memory-bound kernels, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
         row("optimizer, TB/s", k.optimizer, gpu.bandwidth, "fitted, 1 GPU"),
         row("NVLink, from one GPU, TB/s", k.nvlink, gpu.nvlink, "collectives on 2 GPUs"),
         row(
             "NVLink, from several, TB/s",
             k.nvlink_many,
             gpu.nvlink,
-            "all-reduce on 4 GPUs, noted by hand",
+            "all-reduce on 4 GPUs, not in a record",
         ),
         row("network, TB/s", k.network_share * gpu.network, gpu.network, "assumed"),
     ]
     more = [
-        ["latency of a collective in a host, µs", figure(k.latency * 1e6), "", "2 GPUs"],
-        ["and for each further host, µs", figure(k.hop * 1e6), "", "assumed"],
-        ["share of FSDP's NVLink time that is lost", figure(k.exposed), "", "fitted, 2 GPUs"],
-        ["share of a step that is none of these", figure(k.rest), "", "fitted, 1 GPU"],
-        *([f"{name} {RANKED}", figure(times), "", CHANGED] for name, times in k.doubt.items()),
+        ["latency of a collective within a host, µs", figure(k.latency * 1e6), "", "2 GPUs"],
+        ["further latency per additional host, µs", figure(k.hop * 1e6), "", "assumed"],
+        ["exposed share of FSDP's NVLink time", figure(k.exposed), "", "fitted, 2 GPUs"],
+        ["other work, as a share of the kinds above", figure(k.rest), "", "fitted, 1 GPU"],
+        *([f"{n} parallelism, {RANKED}", figure(t), "", CHANGED] for n, t in k.doubt.items()),
     ]
-    return markdown(("constant", "taken", "data sheet", "from"), [*rows, *more])
+    return markdown(("constant", "value", "data sheet", "source"), [*rows, *more])
 
 
 def main() -> None:

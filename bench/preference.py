@@ -36,6 +36,7 @@ from bench.train_step import LIBRARIES, spawn
 
 SIDE = Path(__file__).with_name("preference_side.py")
 SPEED, MEMORY = 1.6, 0.7
+LABELS = {TWICE: "tigon, a copy of the prompt per answer"}
 # Of the first step: how many times as far from float32 as the furthest of the peer's settings. An
 # answer's log-probability is a sum over hundreds of tokens, whose logits bf16 rounds up or down
 NOISE = 3
@@ -120,21 +121,22 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = ["DPO, Llama-3.1-8B, LoRA", "tokens/s", "ms a step", "peak, GiB"]
-    head += ["first loss", "margin", "gradient norm"]
+    head = ["DPO, Llama-3.1-8B, LoRA", "tokens/s", "ms per step", "peak, GiB"]
+    head += ["first loss", "first reward margin", "first gradient norm"]
     rows = []
     for side, row in record["sides"].items():
+        name = LABELS.get(side, side)
         if "error" in row:
-            rows.append([side, harness.failure(row)])
+            rows.append([name, harness.failure(row)])
             continue
         ms = row.get("ms")
         speed = f"{1e3 * record['tokens'] / ms:,.0f}" if ms else ""
         cells = [speed, figure(ms, 4), figure(row.get("allocated_gib"))]
         cells += [f"{row['first'][n]:.4f}" for n in ("loss", "rewards/margins", "grad_norm")]
-        rows.append([side, *cells])
-    title = f"{heading(record, record['libraries'])}. {record['tokens']:,} tokens a step."
+        rows.append([name, *cells])
+    title = f"{heading(record, record['libraries'])}. {record['tokens']:,} tokens per step."
     tried = markdown(
-        [f"{PEER}, tried", "ms a step", "peak, GiB"],
+        [f"settings tried for {PEER}", "ms per step", "peak, GiB"],
         [
             [name, harness.failure(row)]
             if "error" in row

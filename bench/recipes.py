@@ -168,7 +168,7 @@ def verdicts(record: Record, recipe: str) -> Iterator[str]:
         return
     ours, full = (best(record, kind) for kind in RATES)
     ratio = ours / full if ours and full else None
-    yield verdict("LoRA's held-out perplexity over all parameters'", ratio, ABOVE, most=True)
+    yield verdict("held-out perplexity of LoRA over full fine-tuning", ratio, ABOVE, most=True)
 
 
 def show_dpo(record: Record) -> str:
@@ -178,7 +178,7 @@ def show_dpo(record: Record) -> str:
         cells = [f"{row['part'] + 1} of {PARTS}", row["lr"], str(row["steps"])]
         cells += [f"{found[ACCURACY]:.3f} ± {sign:.3f}", f"{found['eval_rewards/margins']:.3f}"]
         rows.append([*cells, f"{found['eval_loss']:.4f}", figure(row["seconds"])])
-    head = ["held out", "lr", "steps", "reward accuracy", "margin", "loss", "seconds"]
+    head = ["held-out part", "lr", "steps", "reward accuracy", "reward margin", "loss", "seconds"]
     lines = [markdown(head, rows)]
     for rate in dict.fromkeys(row["lr"] for row in record.get(DPO, ())):
         same = [row for row in record[DPO] if row["lr"] == rate]

@@ -215,10 +215,14 @@ def verdicts(record: Record) -> list[str]:
         return 100 * abs(end(record, side) / end(record, of) - 1)
 
     ends = [
-        verdict(f"{side}, % off the last losses of {of}", off(side, of), 100 * NEAR, most=True)
+        verdict(
+            f"{side}: difference of the last losses from those of {of}, %",
+            *(off(side, of), 100 * NEAR),
+            most=True,
+        )
         for side, of in COMPARED
     ]
-    name = f"{OURS}, distance from {TRUTH} over that of {PEER}"
+    name = f"{OURS}: distance from {TRUTH} over that of {PEER}"
     return [verdict(name, ratio, MOST, most=True), *ends]
 
 
@@ -234,7 +238,7 @@ def show(record: Record) -> str:
     head = ["loss of step", *(str(n + 1) for n in at), f"mean of the last {LAST}"]
     weights = "the quickstart's checkpoint" if record["checkpoint"] else "random weights"
     title = f"{heading(record, record['libraries'])}. SmolLM2-135M's shape, {weights}."
-    table = markdown([*head, "mean distance"], rows)
+    table = markdown([*head, "mean distance from float32"], rows)
     return "\n\n".join([title, table, "\n".join(verdicts(record))])
 
 

@@ -159,7 +159,7 @@ def verdicts(record: Record) -> list[str]:
     said = []
     for other, aim in ((theirs, OVER_PEER), (ONE, OVER_ONE)):
         value = ratio(record, mine, other) if mine and other else None
-        said.append(verdict(f"{mine or 'tigon'} over {other or PEER}", value, aim))
+        said.append(verdict(f"tok/s/GPU of {mine or 'tigon'} over {other or PEER}", value, aim))
     firsts = {n: r[0]["losses"][0] for n, r in record["sides"].items() if r and "losses" in r[0]}
     same = {name: loss for name, loss in firsts.items() if name != ONE}
     if same and max(same.values()) - min(same.values()) > 2e-3 * max(same.values()):
@@ -183,14 +183,15 @@ def show(record: Record) -> str:
         rows.append([name, *cells, *(figure(x) for x in ratios), attention])
     head = [
         "side",
-        "tok/s of a GPU",
-        "ms",
+        "tok/s/GPU",
+        "ms per step",
         "peak GiB",
-        "over the peer",
-        "over one GPU",
+        "speed over the peer",
+        "speed over one GPU",
         "attention",
     ]
-    title = f"{heading(record, record['libraries'])}; {record['rounds']} rounds."
+    rounds = f"{record['rounds']} round{'s' if record['rounds'] > 1 else ''}"
+    title = f"{heading(record, record['libraries'])}; {rounds}."
     return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
 
 

@@ -5,10 +5,11 @@ from statistics import median
 from typing import Any
 
 from bench import harness
-from bench.harness import Record, figure, heading, markdown, verdict
+from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
 from bench.train_cases import CASES, OURS, PEER, Case
 from bench.train_limit import ADAMW, ATTENTION, OPTIMIZER, PASSES, PRODUCTS
+from tigon.data.examples import counted
 
 PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
 # Of the first loss, on the same weights: both are means of thousands of tokens' losses in fp32, of
@@ -23,7 +24,7 @@ LEFT_MIB = 256.0  # at most that before a model is built: tables of libraries, a
 MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "weights": "weights",
     "states": "optimizer states",
-    "kept": "kept by forward for backward",
+    "kept": "saved for backward",
     "gradients": "all gradients, after backward",
 }
 KIND = {PRODUCTS: "GEMMs", PASSES: "memory-bound kernels (norms, RoPE, activation, head)"}
@@ -99,7 +100,9 @@ def verdicts(case: Record) -> Iterator[str]:
     other = sides_of(case)[0]
     yield verdict(f"{name}: tokens/s over {other}", speed_ratio(case), target.speed)
     if target.memory is not None:
-        yield verdict(f"{name}: peak over {other}", memory_ratio(case), target.memory, most=True)
+        yield verdict(
+            f"{name}: peak memory over {other}", memory_ratio(case), target.memory, most=True
+        )
     if target.share is not None:
         yield verdict(f"{name}: share of the composed limit", share(case), target.share)
     left = max((r["left_mib"] for side in sides_of(case) for r in good(case, side)), default=0.0)
@@ -135,17 +138,21 @@ def row(case: Record) -> list[str]:
     aims.append((share(case), target.share, "≥"))
     for value, aim, sign in aims:
         bound = f" ({sign} {aim:g})" if aim is not None else ""
-        cells.append(f"{value:.2f}{bound}" if value is not None else bound.strip(" ()"))
+        if value is None:
+            cells.append(bound.strip(" ()"))
+        else:
+            text = f"{value:.2f}" if aim is None else judge(value, aim, sign == "≤", 2)[1]
+            cells.append(f"{text}{bound}")
     return cells
 
 
 def summary(record: Record) -> str:
     """One row per case: both sides, and the ratios beside their targets."""
-    head = ["training step", f"{PEER}, tok/s, GiB", "Tigon", "tok/s ratio", "memory ratio"]
-    table = markdown([*head, "of the limit"], map(row, record["cases"]))
+    head = ["training step", f"{PEER}: tok/s, GiB", "Tigon: tok/s, GiB", "tok/s ratio"]
+    table = markdown([*head, "memory ratio", "share of the limit"], map(row, record["cases"]))
     rounds = sorted({len(good(case, side)) for case in record["cases"] for side in sides_of(case)})
     counts = " or ".join(map(str, rounds))
-    note = f"\n\nRounds: {counts}. In brackets: targets. Of the limit: the composed "
+    note = f"\n\nRounds: {counts}. In brackets: targets. Share of the limit: the composed "
     note += "limit's time over Tigon's."
     if missing := [name for name in CASES if name not in {c["name"] for c in record["cases"]}]:
         note += f" Not measured: {'; '.join(missing)}."
@@ -241,7 +248,9 @@ def details(record: Record) -> str:
         if not any(sections):
             continue
         used = "; ".join(f"{side}: {attention(case, side)}" for side in sides_of(case))
-        stamp = f"Commit {case['commit']}, {case['date'][:10]}. Attention: {used}."
+        rounds = len(good(case, sides_of(case)[1]))
+        stamp = f"Commit {case['commit']}, {case['date'][:10]}, {counted(rounds, 'round')}. "
+        stamp += f"Attention: {used}."
         tried = "; ".join(f"{name} {found(t)}" for name, t in case["tried"].items())
         stamp += f" Settings tried for the peer: {tried}." if tried else ""
         parts += [f"### {case['name']}", stamp, *filter(None, sections)]
@@ -285,9 +294,10 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
                 axes.plot([place + at - 0.19, place + at + 0.19], [aim, aim], "k-", linewidth=1.2)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xticks(range(len(shown)), [c["name"].replace(", ", ",\n") for c in shown], fontsize=7)
-    axes.set_ylabel("Tigon over the other side")
+    axes.set_ylabel("Tigon / peer")
     axes.set_title(
-        f"A training step beside {PEER}; lines are targets\n{record['machine']}, bf16", fontsize=8
+        f"A training step compared with {PEER}; lines are targets\n{record['machine']}, bf16",
+        fontsize=8,
     )
     axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes.spines[["top", "right"]].set_visible(False)

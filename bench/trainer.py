@@ -147,8 +147,10 @@ def show(record: Record) -> str:
         ]
         for case in record["cases"]
     ]
-    head = "case", "trainer, tokens/s", "bare loop, tokens/s", "trainer / bare", "waiting for data"
-    ends = [verdict(f"{c['name']}, trainer / bare", ratio(c), LEAST) for c in record["cases"]]
+    head = ["case", "trainer, tokens/s", "bare loop, tokens/s", "trainer / bare loop"]
+    head += ["time waiting for data"]
+    what = "tokens/s of the trainer over the bare loop"
+    ends = [verdict(f"{c['name']}: {what}", ratio(c), LEAST) for c in record["cases"]]
     return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), "\n".join(ends)])
 
 

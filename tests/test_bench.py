@@ -295,7 +295,7 @@ def test_the_summary_says_what_was_measured(record: Record) -> None:
         "|  | ≤ 1.15, met |",
         "| `linear_cross_entropy` | dense 8192, 4096, 128256 | three GEMMs 40.0 "
         "| **41.0 (1.02)** |  |  | 60.0 (1.50) | ≤ 1.05, met |",
-        "| `linear_cross_entropy` | 30 % valid 8192, 4096, 128256 | its dense time 41.0 "
+        "| `linear_cross_entropy` | 30 % valid 8192, 4096, 128256 | own dense time 41.0 "
         "| 20.5 (0.500) |  |  | **15.0 (0.250)** | ≤ 0.40, missed |",
     ]
 

@@ -16,6 +16,7 @@ from bench import (
     compare,
     cpu,
     distillation,
+    estimates,
     generate,
     generate_multi,
     harness,
@@ -24,6 +25,7 @@ from bench import (
     measure,
     moe,
     one_shot_sum,
+    optimizers,
     padding,
     parallel,
     preference,
@@ -32,6 +34,7 @@ from bench import (
     train_curves,
     train_multi,
     train_step,
+    trainer,
 )
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.harness import RESULTS, ROOT
@@ -41,7 +44,8 @@ __all__ = ["clock"]
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
-BENCHES += (parallel, adapters, generate_multi, one_shot_sum, long_sums)
+BENCHES += (parallel, adapters, generate_multi, one_shot_sum, long_sums, estimates, trainer)
+BENCHES += (optimizers,)
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)
@@ -88,6 +92,19 @@ def test_a_document_shows_the_newest_record_of_every_machine() -> None:
     assert replace(bench, each_machine=True).documented(records) == {}
 
 
+def test_a_verdict_has_digits_enough_to_be_followed() -> None:
+    for reached, aim, most, said in (
+        (0.886, 0.87, True, "MISSED: x: 0.886 for 0.87"),
+        (1.35008, 1.35, False, "met: x: 1.350 for 1.35"),
+        (1.0004, 1.0, True, "MISSED: x: 1.0004 for 1.00"),
+        (1.1199, 1.12, False, "MISSED: x: 1.1199 for 1.12"),
+        (0.168, 1 / 6, True, "MISSED: x: 0.1680 for 0.167"),
+        (1.0, 1.0, True, "met: x: 1.000 for 1.00"),
+    ):
+        assert harness.verdict("x", reached, aim, most=most) == said
+    assert harness.judge(1.00004, 1.0, True, 2) == (False, "1.00004", "1.00")
+
+
 def test_records_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     for name in ("checkpoint_export-cpu", "checkpoint-cpu", "checkpoint", "checkpoints"):
@@ -100,8 +117,8 @@ def test_a_saved_checkpoint_is_shown_and_judged() -> None:
     saved = {"tigon": (2.0, 4e9), "transformers": (8.0, 4e9), "raw": (1.0, 4e9)}
     rows = {name: {"seconds": s, "bytes": b} for name, (s, b) in saved.items()}
     _, table, judged = checkpoint.exports_of(rows)
-    assert "| tigon | 2.00 | 2.00 |" in table and "| raw | 1.00 | 4.00 |" in table
-    assert judged == "met: seconds of saving over transformers: 0.250 for 0.33"
+    assert "| tigon | 2.00 | 2.00 |" in table and "| raw writes | 1.00 | 4.00 |" in table
+    assert judged == "met: time of saving over transformers': 0.250 for 0.33"
     rows["tigon"]["seconds"] = 4.0
     assert checkpoint.exports_of(rows)[2].startswith("MISSED: ")
     assert checkpoint.exports_of({}) == []
@@ -143,7 +160,7 @@ def test_a_layer_of_experts_is_shown(clock: None, monkeypatch: pytest.MonkeyPatc
     assert ours["forward_tflops"] == flops / 1e9 and ours["backward_tflops"] == 2 * flops / 1e9
     shown = moe.layer_table({name: layer})
     assert f"| {name} | tigon | 1 | 0 | 7.00 | 1 | 0 | 1.00 | " in shown
-    assert f"| {name} | dense | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
+    assert f"| {name} | dense GEMMs | 7 | 0 | 1.00 | 1 | 0 | 1.00 |  |  |" in shown
     assert f"| {name} | Liger | ModuleNotFoundError: No module" in shown
 
 

@@ -182,7 +182,7 @@ def test_distillation_is_judged_by_the_fastest_peer() -> None:
         "MISSED: step, KL(teacher || student): speed over the fastest peer: 1.200 for 1.30"
     )
     assert found[5] == "met: head alone, JSD: speed over the fastest peer: 1.400 for 1.30"
-    assert found[8] == "met: head alone, JSD: memory over bf16 logits: 0.250 for 1.00"
+    assert found[8] == "met: head alone, JSD: memory over a model's bf16 logits: 0.250 for 1.00"
     head[OURS]["JSD"]["gib"], step[FUSED]["JSD"]["loss"] = 1.5, 1.1
     again = list(distillation.verdicts(record))
     assert again[8].startswith("MISSED: head alone, JSD: memory")

@@ -96,7 +96,7 @@ def test_recipes_are_judged_by_all_held_out_pairs_and_by_both_sides_best() -> No
         for loss in losses
     ]
     assert list(recipes.verdicts(record, "lora")) == [
-        "MISSED: LoRA's held-out perplexity over all parameters': 1.030 for 1.02"
+        "MISSED: held-out perplexity of LoRA over full fine-tuning: 1.030 for 1.02"
     ]
     assert set(recipes.blocks(record)) == {"docs/preference.md", "docs/adapters.md"}
     del record["dpo"][0]

@@ -77,7 +77,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
         ({"cuda_graphs": "true"}, "cuda_graphs=true is not there for parallel.tensor=2"),
-        ({"batch_size": 1}, "replicate x fsdp=2: more than the 1 rows of a step"),
+        ({"batch_size": 1}, "replicate x fsdp=2 is more than the 1 row of a step"),
     ):
         if "batch_size" in changes:
             limit(monkeypatch, lambda x: x.data > 1)
@@ -90,7 +90,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     with pytest.raises(ValueError, match=r"parallel.replicate=2 is not there for sharding=grad"):
         auto.choose(configured(sharding="gradients"), CUDA, 8, ROOM)
     limit(monkeypatch, lambda x: x.tensor > 1)
-    with pytest.raises(ValueError, match="tensor above 1: NVLink connects so many"):
+    with pytest.raises(ValueError, match="tensor is above 1, the number of GPUs"):
         auto.choose(configured(), CUDA, 8, auto.Room(ROOM.memory, 1))
     limit(monkeypatch, lambda x: x.tensor > 4)
     with pytest.raises(ValueError, match=r"adamw_8bit keeps states of .* in blocks of 256 columns"):
@@ -122,7 +122,7 @@ def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"needs a GPU to plan for.* give parallel itself") as no:
         auto.choose(configured(), torch.device("cpu"), 8, ROOM)
     assert "--gpus 8 --seq-len 4096` plans for one that is elsewhere" in str(no.value)
-    with pytest.raises(ValueError, match=r"parallel=auto: lora: a plan knows nothing .* give"):
+    with pytest.raises(ValueError, match=r"parallel=auto: lora: its time is not modelled.* give"):
         auto.choose(configured(**{"lora.rank": 4}), CUDA, 8, ROOM)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GH200 480GB")
     with pytest.raises(ValueError, match="nothing is known of NVIDIA GH200 480GB, but of NVIDIA H"):

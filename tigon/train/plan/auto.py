@@ -121,7 +121,7 @@ def why_none(plan: Plan) -> list[str]:
     return [
         f"parallel=auto: no layout of {plan.job.gpus} GPUs can have "
         f"batch_size={config.batch_size}, micro_batch_size={config.micro_batch_size}, "
-        f"seq_len={config.seq_len} and the other settings; meshes, and why not:",
+        f"seq_len={config.seq_len} and the other settings:",
         *(line.strip() for line in why_not(plan)[1:]),
     ]
 

@@ -35,12 +35,12 @@ class GPU:
 class Constants:
     """Of one GPU, in seconds, bytes and operations; what is fitted to what, bench/plan.py says."""
 
-    products: float  # operations a second of matrix products
-    product_bytes: float  # and bytes a second, for what a product reads and writes
-    grouped: float  # operations a second of the experts' products
+    products: float  # operations a second of GEMMs
+    product_bytes: float  # and bytes a second, for what a GEMM reads and writes
+    grouped: float  # operations a second of the experts' grouped GEMMs
     attention: dict[str, float]  # operations a second, forward and backward, by dimension of a head
     attention_forward: float  # the share of the forward in that time
-    passes: float  # bytes a second of what streams between products
+    passes: float  # bytes a second of the memory-bound kernels
     optimizer: float  # bytes a second
     rest: float  # of a step, what no kind above has
     nvlink: float  # bytes a second that a GPU receives from one other

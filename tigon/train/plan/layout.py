@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.parallel import MeshSizes, check_context
 from tigon.train.config import Config
 from tigon.train.graphs import check_run
@@ -18,10 +19,10 @@ from tigon.train.optim import check_part, check_ranks
 from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import GPU, Constants
-from tigon.train.plan.work import Shapes
+from tigon.train.plan.work import Shapes, tokens_of
 
 MOST_TOKENS = 2**16  # of a micro-batch on a GPU, if it has several rows: more gains nothing
-# As the setting activation_checkpointing: no block is computed again, every second one, all
+# As the setting activation_checkpointing: no block is recomputed, every second one, all
 MESH = ("replicate", "fsdp", "context", "tensor", "expert")
 AGAIN: dict[bool | int, float] = {False: 0.0, 2: 0.5, True: 1.0}
 CUDA = torch.device("cuda")
@@ -69,7 +70,7 @@ class Layout(MeshSizes):
 
     @property
     def again(self) -> float:
-        """The share of blocks that are computed again."""
+        """The share of blocks that are recomputed."""
         return 1 / self.checkpointing if self.checkpointing else 0.0
 
     @property
@@ -98,13 +99,14 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
-    """Every product of four dimensions that has so many GPUs. Groups that all have all weights are
-    of ranks that share them. `experts` of a layer are divided in every way, too."""
+    """Every product of four dimensions that has so many GPUs, but copies of weights that no ranks
+    divide: sharding=gradients sends no more, and takes less memory. `experts` of a layer are
+    divided in every way, too."""
     for tensor in divisors(gpus):
         for context in divisors(gpus // tensor):
             left = gpus // tensor // context
             for fsdp in divisors(left):
-                if fsdp > 1 or fsdp == left:
+                if fsdp * context > 1 or fsdp == left:
                     mesh = Layout(left // fsdp, fsdp, context, tensor)
                     yield mesh
                     for expert in divisors(mesh.shards * tensor)[1:] if experts else ():
@@ -114,29 +116,23 @@ def meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
 
 def misfit(job: Job, layout: Layout) -> str | None:
     """Why the job cannot have this mesh, whatever its micro-batch; None if it can."""
-    t, context = layout.tensor, layout.context
-    if t > job.gpu.host:
-        return f"tensor above {job.gpu.host}: NVLink connects so many GPUs"
+    t, host = layout.tensor, job.gpu.host
+    if t > host:
+        return f"tensor is above {host}, the number of GPUs that NVLink connects"
     if (reason := excluded(job, layout)) is not None:
         return reason
     try:
         part = job.shapes.part(t, layout.expert)
-        check_context(part, context)
+        check_context(part, layout.context)
         check_part(part, job.config)
     except ValueError as error:
         return str(error)
-    if job.seq_len % (t * context):
-        return (
-            f"tensor x context={t * context} does not divide a row of {job.seq_len:,} tokens: "
-            f"`tigon train` pads it, but a plan does not reckon with that"
-        )
     if job.batch_rows % layout.data:
-        few = job.batch_rows < layout.data
-        why = "more than" if few else "no divisor of"
-        tokens = job.batch_rows * job.seq_len
+        rows, tokens = counted(job.batch_rows, "row"), job.batch_rows * job.seq_len
+        why = "is more than" if job.batch_rows < layout.data else "does not divide"
         return (
-            f"replicate x fsdp={layout.data}: {why} the {job.batch_rows:,} rows of a step "
-            f"({tokens:,} tokens)"
+            f"replicate x fsdp={layout.data:,} {why} the {rows} of a step ({tokens:,} tokens): "
+            "each rank needs equally many"
         )
     return None
 
@@ -170,7 +166,7 @@ def variants(job: Job, mesh: Layout) -> Iterator[Layout]:
     each = job.batch_rows // mesh.data
     ways = ("full", "gradients") if mesh.shards > 1 else ("full",)  # one rank has nothing to divide
     for rows in divisors(each):
-        if rows > 1 and rows * job.seq_len // mesh.context > MOST_TOKENS:
+        if rows > 1 and tokens_of(rows, job.seq_len, mesh.context) > MOST_TOKENS:
             break
         for sharding in ways:
             layout = replace(mesh, rows=rows, micro_batches=each // rows, sharding=sharding)

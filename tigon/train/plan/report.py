@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tigon.data.examples import counted
 from tigon.train.config import Config
 from tigon.train.config_file import load
 from tigon.train.estimate.budget import GIB
@@ -17,8 +18,8 @@ from tigon.train.plan.search import LACKS, Choice, Plan
 from tigon.train.plan.work import Shapes
 
 HEAD = (
-    *("rows", "x", "recomputed", "GiB", "NVLink GB", "network GB", "network s", "step s"),
-    *("tok/s/GPU", "MFU"),
+    *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
+    *("network s", "step s", "tok/s/GPU", "MFU"),
 )
 
 UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
@@ -66,7 +67,7 @@ def read_job(
     check(config)
     for name in LAYOUT:
         if any(given.partition("=")[0] == name for given in settings):
-            raise ValueError(f"{name}: a plan goes through its values itself; leave it out")
+            raise ValueError(f"{name}: a plan tries its values itself; leave it out")
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
     if seq_len > (context := read.config.max_position_embeddings):
@@ -81,9 +82,9 @@ def check(config: Config) -> None:
         raise ValueError("parallel: a plan finds the layout itself; leave it out")
     for name in UNKNOWN:
         if getattr(config, name):
-            raise ValueError(f"{name}: a plan knows nothing of its time; leave it out")
+            raise ValueError(f"{name}: its time is not modelled; leave it out")
     if config.dtype == "float32":
-        raise ValueError("dtype=float32: a plan is for products in bfloat16; leave it out")
+        raise ValueError("dtype=float32: only GEMMs in bfloat16 are modelled; leave it out")
 
 
 def show(plan: Plan) -> str:
@@ -92,15 +93,15 @@ def show(plan: Plan) -> str:
     model = job.shapes.part(1)
     count = sum(p.numel() for p in model.parameters())
     tokens = job.batch_rows * job.seq_len
-    doubts = ", ".join(f"{n} parallelism x {t:.3g}" for n, t in job.constants.doubt.items())
+    doubts = ", ".join(f"{t:.3g} with {n} parallelism" for n, t in job.constants.doubt.items())
     lines = [
         f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
         f"{job.gpu.name}; a step has {job.batch_rows:,} rows of {job.seq_len:,} tokens, "
         f"{tokens:,} in all",
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
-        *["experts: each is taken to get as many tokens as the others"] * (job.shapes.experts > 0),
-        *["ranked as if it took longer than planned, as when it was last measured: " + doubts]
+        *["experts are assumed to be balanced"] * (job.shapes.experts > 0),
+        *["ranked by step s times a factor that was measured earlier: " + doubts]
         * any(max(c.layout.tensor, c.layout.expert) > 1 for c in plan.choices),
         "",
         *table(rows_of(plan)),
@@ -129,13 +130,13 @@ def rows_of(plan: Plan) -> list[list[str]]:
 def cells(choice: Choice, mesh: Sequence[str]) -> list[str]:
     layout, step = choice.layout, choice.step
     gpu = choice.gpu
-    again = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
+    recomputed = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
     zero = " ZeRO-2" if layout.sharding == "gradients" else ""
     return [
         *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in mesh),
         str(layout.rows),
         str(layout.micro_batches),
-        again,
+        recomputed,
         f"{choice.memory.total / GIB:.1f}",
         f"{step.traffic.nvlink_bytes / 1e9:,.1f}",
         f"{step.traffic.network_bytes / 1e9:,.1f}",
@@ -153,19 +154,22 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def why_not(plan: Plan) -> list[str]:
-    """Why other meshes are impossible, the most frequent reasons first."""
+    """Why other layouts are impossible, the most frequent reasons first."""
     if not plan.reasons:
         return []
     reasons = alike(plan.reasons)
-    lines = ["not possible (meshes):"]
+    lines = ["layouts that are not possible:"]
     for reason, count in reasons.most_common(REASONS):
         text = reason
         if reason == LACKS:
             least, there = ((size or 0) / GIB for size in (plan.lacking, plan.budget))
-            text = f"too little memory: {least:,.0f} GiB a GPU at least, and {there:.0f} are there"
-        lines.append(f"  {count:4}  {text}")
+            text = (
+                f"too little memory: {least:,.0f} GiB per GPU at least, and {there:.0f} are usable"
+            )
+        lines.append(f"  {counted(count, 'layout')}: {text}")
     if len(reasons) > REASONS:
-        lines.append(f"  {sum(c for _, c in reasons.most_common()[REASONS:]):4}  for the like")
+        rest = sum(count for _, count in reasons.most_common()[REASONS:])
+        lines.append(f"  {counted(rest, 'layout')}: other reasons")
     return lines
 
 

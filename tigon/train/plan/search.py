@@ -14,6 +14,7 @@ from tigon.train.plan.gpu import GPU
 from tigon.train.plan.layout import Job, Layout, meshes, misfit, variants
 from tigon.train.plan.memory import weigh
 from tigon.train.plan.step import BF16, FP32, Step, step_of
+from tigon.train.plan.work import tokens_of
 
 Weigh = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
@@ -54,7 +55,7 @@ class Weighed:
         """The memory of a layout if it fits, and the bytes that it needs at least."""
         # It does not depend on how many ranks have all weights
         kind = layout.tensor, layout.expert, layout.sharding, layout.micro_batches > 1
-        tokens = layout.rows * self.job.seq_len // layout.context
+        tokens = tokens_of(layout.rows, self.job.seq_len, layout.context)
         # All the larger, the less memory it takes
         lean, shards = (layout.again, -layout.context, -tokens), layout.shards
         for other, leaner, fewer, memory in self.too_large:

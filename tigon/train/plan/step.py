@@ -1,10 +1,10 @@
 """How long a step takes in a layout, and what goes over NVLink and over the network.
 
-Products, attention, passes and optimizer take their operations and bytes at the rates that were
-measured in whole steps. A collective takes a latency and its bytes at the link's rate. Those of
-context and expert parallelism are waited for, and most of tensor parallelism. The others of that
-and those of FSDP run beside the computation: over NVLink a measured share of their time is lost
-nonetheless, over the network what is longer than the computation that they run beside. With
+GEMMs, attention, memory-bound kernels and optimizer take their operations and bytes at the rates
+that were measured in whole steps. A collective takes a latency and its bytes at the link's rate.
+Those of context and expert parallelism are waited for, and most of tensor parallelism. The others
+of that and those of FSDP run beside the computation: over NVLink a measured share of their time is
+lost nonetheless, over the network what is longer than the computation that they run beside. With
 sharding=gradients a step has one gather of weights and one reduction of gradients.
 
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,
@@ -24,10 +24,10 @@ from tigon.train.model import sum_dtype
 from tigon.train.optim import state_bytes
 from tigon.train.plan.gpu import GPU, Constants
 from tigon.train.plan.layout import Job, Layout
-from tigon.train.plan.work import Numbers, Work
+from tigon.train.plan.work import Numbers, Work, tokens_of
 
 BF16, FP32 = 2, 4
-WAITED = "tensor, context and expert"  # what ranks of these send each other
+WAITED = "tensor/context/expert communication"
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ def computed(work: Work, k: Constants) -> dict[str, float]:
     )
     attention = sum(ops / k.head_rate(dim) for dim, ops in work.attention.items())
     return {
-        "products": products + work.grouped / k.grouped,
+        "GEMMs": products + work.grouped / k.grouped,
         "attention": attention * (1 + work.again * k.attention_forward),
-        "passes": sum(work.moved.values()) / k.passes,
+        "memory-bound kernels": sum(work.moved.values()) / k.passes,
     }
 
 
@@ -161,13 +161,14 @@ def updated(numbers: Numbers, config: Config, shards: int) -> float:
 
 def inner(job: Job, layout: Layout, model: CausalLM, numbers: Numbers) -> tuple[Time, Time]:
     """Collectives of a micro-batch inside its blocks: those that are waited for, and those that run
-    beside products. Each branch gathers its tokens and reduces its output over the tensor ranks,
+    beside GEMMs. Each branch gathers its tokens and reduces its output over the tensor ranks,
     forward and backward; attention exchanges tokens for heads over the context ranks; experts get
     rows from the ranks that share them, and send them back."""
     gpu, k = job.gpu, job.constants
     tensor, context = Group(layout.tensor, 1), Group(layout.context, layout.tensor)
-    tokens = layout.rows * job.seq_len // layout.context
-    hidden = BF16 * tokens * model.config.hidden_size
+    tokens = tokens_of(layout.rows, job.seq_len, layout.context)
+    stream = -(-tokens // layout.tensor)  # a rank's, between layers
+    hidden = BF16 * stream * layout.tensor * model.config.hidden_size
     layers, moes = len(model.model.layers), numbers.mixtures
     # Two branches of each block, but for experts that ranks have whole; embedding and head
     branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
@@ -184,7 +185,7 @@ def inner(job: Job, layout: Layout, model: CausalLM, numbers: Numbers) -> tuple[
     for layer in moes if layout.expert > 1 else ():
         shard = layer.experts.shard
         assert shard is not None
-        sent = layout.expert * shard.rows(tokens // layout.tensor, layer.per_token)
+        sent = layout.expert * shard.rows(stream, layer.per_token)
         rows = expert.exchange(BF16 * sent * model.config.hidden_size, gpu, k)
         # Numbers of rows, and what experts they are for, besides: of few bytes
         few = expert.exchange(0, gpu, k)

@@ -1,4 +1,4 @@
-"""What one GPU computes of a micro-batch: products, attention, and the bytes that stream between.
+"""What one GPU computes of a micro-batch: GEMMs, attention, and bytes of memory-bound kernels.
 
 The model is one rank's part (`tigon.parallel.take_part`): its matrices have a share of the rows or
 columns, and the residual stream its whole width, of which a rank keeps a share of the tokens. Of
@@ -27,8 +27,8 @@ from tigon.train.flops import Cost, positions_seen
 from tigon.train.optim import hidden_matrices
 
 BF16 = 2
-# Elements that each pass between the products moves, forward and backward, of every element that it
-# is given; bench/kernels.py measures the kernels against them
+# Elements that each memory-bound kernel moves, forward and backward, of every element that it is
+# given; bench/kernels.py measures the kernels against them
 STREAMED = {
     "rms_norm": (2, 3),  # x in, y out; x and dy in, dx out
     # x and residual in, normed and total out; total and both gradients in, one dx out for both
@@ -53,8 +53,8 @@ class Work:
     attention: dict[int, float] = field(
         default_factory=lambda: defaultdict(float)
     )  # operations, by dimension of a head
-    again: float = 0.0  # the share of attention's forwards that are computed again
-    moved: dict[str, float] = field(default_factory=dict)  # bytes of passes, by kind
+    again: float = 0.0  # the share of attention's forwards that are recomputed
+    moved: dict[str, float] = field(default_factory=dict)  # bytes of memory-bound kernels, by kind
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ class Shapes:
         return Cost.of(self.part(1))
 
 
+def tokens_of(rows: int, tokens: int, context: int) -> int:
+    """Of a micro-batch on each of so many ranks, the last of which has padding."""
+    return rows * -(-tokens // context)
+
+
 def work_of(
     model: CausalLM, rows: int, tokens: int, *, context: int = 1, tensor: int = 1,
     again: float = 0.0, learned: float = 1.0,
@@ -158,11 +163,11 @@ def work_of(
     """Of B = `rows` rows of T = `tokens` tokens, which `context` ranks divide, and of the part of a
     model that one of `tensor` ranks has.
 
-    `again`: the share of blocks that are computed again; `learned`: that of tokens with a target.
+    `again`: the share of blocks that are recomputed; `learned`: that of tokens with a target.
     """
-    found, own = Work(again=again), rows * tokens // context
+    found, own = Work(again=again), tokens_of(rows, tokens, context)
     for block in model.model.layers:
-        # What nothing saved comes after is not computed again
+        # What nothing saved comes after is not recomputed
         last = None if has_post_norms(block) else getattr(block.mlp, "down_proj", None)
         alone = own_tokens(block, own, tensor)
         for module in block.modules():
@@ -188,16 +193,16 @@ def own_tokens(block: nn.Module, own: int, tensor: int) -> dict[nn.Module, int]:
     """How many of `own` tokens the modules of a mixture compute where ranks of tensor parallelism
     have whole experts: their share of the stream."""
     moes = [m for m in block.modules() if isinstance(m, SparseMoE) and m.divided]
-    return {module: own // tensor for moe in moes for module in moe.modules()}
+    return {module: -(-own // tensor) for moe in moes for module in moe.modules()}
 
 
 def streamed(
     model: CausalLM, own: int, tensor: int = 1, again: float = 0.0, learned: float = 1.0
 ) -> dict[str, float]:
-    """Bytes that each kind of pass between the products moves: each operator reads its inputs once
+    """Bytes that each kind of memory-bound kernel moves: each operator reads its inputs once
     and writes its outputs once. `own`: tokens of a rank."""
     c, found = model.config.hidden_size, defaultdict[str, float](float)
-    vocab, stream = model.lm_head.weight.shape[0], own / tensor
+    vocab, stream = model.lm_head.weight.shape[0], -(-own // tensor)
 
     def add(kind: str, operator: str, elements: float, extra: float = 0) -> None:
         forward, backward = STREAMED[operator]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
-from tigon.data.mixture import Corpus
+from tigon.data.mixture import Mixture
 from tigon.data.packing import LEAST_SHARED
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
@@ -115,7 +115,7 @@ class Objective:
             distinct=self.distinct,
         )
 
-    def notes(self, corpus: Corpus) -> list[str]:
+    def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """What else a person should know of the data before training, a line each."""
         return []
 

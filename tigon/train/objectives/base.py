@@ -58,6 +58,7 @@ class Objective:
 
     learns: ClassVar[str] = "rows of its own"  # what --help says of it
     predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+    scores: ClassVar[bool] = False  # whether it learns a score of each sequence, and no token
     # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
     serves: ClassVar[frozenset[str]] = frozenset()
     # What estimates of memory and time take for data: sequences of a row, and their columns

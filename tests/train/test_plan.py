@@ -362,7 +362,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, why in (
         (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
         (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
-        (["--gpus", "8", "--seq-len", str(10**34)], "tokens in a step, by --batch-tokens"),
+        (["--gpus", "8", "--seq-len", str(10**34)], "must be at most 268,435,456"),
+        (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len 1073741824 must be at most 268,435"),
+        (["--gpus", "16384", "--seq-len", str(2**28)], "tokens in a step, by --batch-tokens"),
         ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
         (["--gpus", "2", "--seq-len", "0"], "--seq-len 0 must be at least 1"),
         ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),

@@ -15,6 +15,7 @@ from tigon.train.plan.gpu import find_gpu
 from tigon.train.plan.layout import MESH, Job
 from tigon.train.plan.search import LACKS, Choice, Plan
 from tigon.train.plan.work import Shapes
+from tigon.train.settings import LONGEST
 
 HEAD = (
     *("rows", "x", "recomputed", "GiB", "NVLink GB", "network GB", "network s", "step s"),
@@ -47,6 +48,8 @@ def read_job(
     for name, count in (("--seq-len", seq_len), ("--batch-tokens", tokens)):
         if count < 1:
             raise ValueError(f"{name} {count} must be at least 1")
+    if seq_len > LONGEST:
+        raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)

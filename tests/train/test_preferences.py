@@ -293,6 +293,7 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
         ("task=dpo loss_type=robust label_smoothing=0.5", "label_smoothing=0.5 must be below 0.5"),
         ("task=cpo reference=x", "reference='x': task=cpo has no use for it"),
         ("task=kto label_smoothing=0.1", "label_smoothing=0.1: task=kto has no use for it"),
+        ("task=kto desirable_weight=0 undesirable_weight=0", "leave kto nothing to learn"),
         ("task=kto cuda_graphs=true", "cuda_graphs=true with task=kto"),
         ("task=dpo train_on=all", "train_on=all: task=dpo has no use for it"),
         ("task=dpo loss_reduction=sequence", "loss_reduction=sequence: task=dpo has no use"),

@@ -52,6 +52,11 @@ class KTO(Answers):
         super().__init__(config, world)
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+        if not (config.desirable_weight or config.undesirable_weight):
+            raise ValueError(
+                "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one "
+                "of them a value above 0"
+            )
         if config.cuda_graphs:
             raise ValueError(
                 "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "

@@ -45,9 +45,9 @@ def read_job(
         raise ValueError(f"--gpus {gpus} must be 1 to {MOST_GPUS:,}")
     found, constants = find_gpu(gpu)
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
-    for name, count in (("--seq-len", seq_len), ("--batch-tokens", tokens)):
-        if count < 1:
-            raise ValueError(f"{name} {count} must be at least 1")
+    for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
+        if count < least:
+            raise ValueError(f"{name} {count} must be at least {least}")
     if seq_len > LONGEST:
         raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
     if tokens % seq_len:

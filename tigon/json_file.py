@@ -48,14 +48,14 @@ def parse_json(data: bytes, where: Path, *, nan: bool = False) -> Any:
     try:
         content = json.loads(
             data.decode(),
-            object_pairs_hook=_unique,
+            object_pairs_hook=unique,
             parse_int=_whole(refused),
             parse_float=parse_float,
             parse_constant=parse_constant,
         )
     except RecursionError:
         raise ValueError(f"{name} is nested deeper than {MOST_DEPTH} levels") from None
-    except _Twice as error:
+    except Twice as error:
         raise ValueError(f"{name}: {error}") from None
     except ValueError as error:  # of JSON and of UTF-8
         raise ValueError(f"{name} is not valid JSON: {escaped(error)}") from None
@@ -79,6 +79,26 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     return data
 
 
+class Twice(ValueError):
+    """A key that an object names twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"it names {shown(key)} twice")
+        self.key = key
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, as `json.loads` calls its object_pairs_hook; raises Twice."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise Twice(key)
+            seen.add(key)
+    return result
+
+
 def shown(value: Any, most: int = 100) -> str:
     """A value of a file, for a message: as Python writes it (text in quotes, control characters
     and terminal escapes escaped), cut behind `most` characters."""
@@ -97,10 +117,6 @@ def escaped(text: object, most: int = 1000) -> str:
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:most]
     )
     return f"{plain}..." if len(text) > most else plain
-
-
-class _Twice(ValueError):
-    """A key that an object names twice."""
 
 
 class _Refused:
@@ -135,17 +151,6 @@ def _check_memory(data: bytes, name: str) -> None:
             f"{name} has {len(data)} bytes with about {values} values, more than are read: "
             f"they could take {MOST_MEMORY // 2**20} MiB of memory"
         )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _Twice(f"it names {shown(key)} twice")
-            seen.add(key)
-    return result
 
 
 def _whole(refused: list[_Refused]) -> Callable[[str], int | _Refused]:

@@ -1,6 +1,8 @@
 """The cache of tokenised sources: complete or absent, made once, and the same as in memory."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +221,43 @@ def test_a_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, root, monkey
         tokenised([source], Count())
     assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
     assert directories(root) == []
+
+
+def test_a_directory_in_place_of_a_cached_file_is_made_anew(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+    (part,) = tokenised([source], Count(), workers=0)
+    tokens = part.directory / "tokens.npy"
+    tokens.unlink()
+    tokens.mkdir()
+    manifest = part.directory / store.MANIFEST
+    facts = json.loads(manifest.read_text())
+    facts["bytes"]["tokens.npy"] = tokens.stat().st_size  # as a file could have
+    manifest.write_text(json.dumps(facts))
+    (again,) = tokenised([source], Count(), workers=0)
+    assert_same(again.open()[0], in_memory(source))
+
+
+def test_what_is_in_the_way_is_named(tmp_path, root, monkeypatch):
+    source = write_rows(tmp_path / "a.jsonl", 20)
+
+    def fails(name: Path, why: str) -> None:
+        there = rf"cannot write the data cache .*: {name} is in the way \({why}\): move it away"
+        with pytest.raises(OSError, match=f"{there}, or set TIGON_CACHE"):
+            tokenised([source], Count(), workers=0)
+
+    (part,) = tokenised([source], Count(), workers=0)
+    shutil.rmtree(part.directory)
+    part.directory.write_text("")
+    fails(part.directory, "Not a directory")
+    part.directory.unlink()
+    (memo,) = root.glob("*.digest")
+    memo.unlink()
+    memo.mkdir()
+    fails(memo, "Is a directory")
+    monkeypatch.setenv("TIGON_CACHE", source.name)
+    fails(Path(source.name), "File exists")
+    monkeypatch.setenv("TIGON_CACHE", f"{source.name}/cache")
+    fails(Path(source.name), "Not a directory")
 
 
 def test_worker_processes_need_no_torch():

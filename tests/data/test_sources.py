@@ -210,6 +210,14 @@ def test_digests_say_what_is_read_and_how(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", 1, "needs a JSON object, not a list"),
         ("a.jsonl", "[" * 100_000, 1, "not valid JSON"),
         ("a.json", '[{"a": 1},\n 2]', 2, "needs a JSON object, not int"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1, "b": 2, "a": 1}', 2, "has the key 'a' twice in one object"),
+        ("a.jsonl", '{"a": [{"b": 1, "c": 2, "c": 3}]}', 1, "has the key 'c' twice in one object"),
+        (
+            "a.json",
+            '[{"a": 1},\n {"a": 1, "a": {}},\n {}]',
+            2,
+            "has the key 'a' twice in one object",
+        ),
     ],
 )
 def test_a_bad_row_is_said_in_its_place(
@@ -240,6 +248,14 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message:
         extra("pyarrow")
     with pytest.raises(ValueError, match=message):
         rows(tmp_path / name)
+
+
+def test_a_table_with_two_columns_of_a_name_is_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
+    columns = [pyarrow.array(["one"]), pyarrow.array(["other"])]
+    parquet.write_table(pyarrow.table(columns, names=["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has the column 'text' twice: remove one"):
+        rows(tmp_path / "a.parquet")
 
 
 def test_names_that_lead_nowhere(tmp_path: Path) -> None:

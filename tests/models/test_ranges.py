@@ -51,6 +51,16 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "token": ("llama", {"eos_token_id": [2, 2**40]}, "eos_token_id=1099511627776 must be at most"),
     "no end of tokens": ("llama", {"eos_token_id": [2] * 40_000}, "eos_token_id has 40000 items"),
     "heads below 0": ("llama", {"num_key_value_heads": -4}, "num_key_value_heads=-4 must be at"),
+    "experts": (
+        "qwen3_moe",
+        {"num_experts": 10**9},
+        "num_experts=1000000000 must be at most 16384",
+    ),
+    "experts of mixtral": (
+        "mixtral",
+        {"num_local_experts": 20_000},
+        "num_local_experts=20000 must",
+    ),
     "init": ("llama", {"initializer_range": NAN}, "initializer_range=nan must be at least 0"),
     "theta 0": ("llama", {"rope_theta": 0}, "rope_theta=0 must be at least"),
     "theta NaN": ("llama", {"rope_parameters": {"rope_theta": NAN}}, "rope_theta=nan must be at"),
@@ -122,8 +132,8 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 1999}, "num_hidden_layers=1999 does not fit the checkpoint"),
     "experts": (
-        {"num_local_experts": 10**9, "num_experts": 10**9},
-        "num_experts=1000000000 does not fit the checkpoint",
+        {"num_local_experts": 2**14, "num_experts": 2**14},
+        "num_experts=16384 does not fit the checkpoint",
     ),
     "vocabulary": ({"vocab_size": 10**9}, "vocab_size=1000000000 and hidden_size=8 do not"),
     "width": ({"hidden_size": 2**30}, "vocab_size=11 and hidden_size=1073741824 do not fit"),

@@ -123,6 +123,11 @@ def test_help_names_every_task_format_and_dimension():
         ("lr=nan", "lr=nan must be at least 0"),
         ("batch_size=0", "batch_size=0 must be at least 1"),
         ("micro_batch_size=3", "batch_size=8 must be a multiple of micro_batch_size=3"),
+        (
+            "micro_batch_size=9999999",
+            "9999999 rows of seq_len=2048 are 20,479,997,952 tokens in one",
+        ),
+        ("seq_len=268435457", "seq_len=268435457 must be at most 268435456"),
         ("init=c.json", "exactly one of model .* and init .* there are model=m and init=c.json"),
         ("run_dir=", "run_dir is required"),
         ("seed", "'seed': settings are given as key=value or --key value"),

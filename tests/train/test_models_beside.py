@@ -56,6 +56,25 @@ def test_an_adapter_s_reference_left_out(settings: Any, other: Path) -> None:
         main(settings(**{"lora.rank": 4}, resume="auto", steps=2))
 
 
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_an_adapter_s_base_by_its_path_is_the_same_reference(
+    settings: Any, workspace: Any, other: Path, streaming: str
+) -> None:
+    same = {"lora.rank": 4, "streaming": streaming, "workers": 0}
+    main(settings(**same))
+    for steps, reference in ((2, workspace.model), (3, ""), (4, workspace.model)):
+        main(settings(**same, reference=reference, resume="auto", steps=steps))
+    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
+        main(settings(**same, reference=other, resume="auto", steps=5))
+
+
+def test_a_base_in_four_bits_is_another_reference(settings: Any, workspace: Any) -> None:
+    same = {"lora.rank": 4, "lora.quantize": "nf4"}
+    main(settings(**same))
+    with pytest.raises(SystemExit, match="model is not the reference that the run began with"):
+        main(settings(**same, reference=workspace.model, resume="auto", steps=2))
+
+
 def test_a_stream_s_reference(settings: Any, other: Path) -> None:
     same = {"streaming": "true", "shuffle_window": 64, "reference": other, "workers": 0}
     main(settings(**same))
@@ -98,6 +117,17 @@ def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.glob("*part*"))
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".json"])
+def test_a_directory_where_a_file_belongs_is_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"a{suffix}").mkdir()
+    assert read(tmp_path / "a.npy", 5) is None
+    message = (
+        rf"cannot write .*: .*/a{suffix} is in the way \(Is a directory\): move it away, or set"
+    )
+    with pytest.raises(OSError, match=message):
+        store(tmp_path / "a.npy", np.zeros(5, dtype=np.float32))
 
 
 def test_the_checkpoint_s_run_says_which_reference(

@@ -399,6 +399,19 @@ def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable
     assert twice - once == 4 * numbers
 
 
+def test_a_matrix_that_not_every_rank_has_a_part_of(job: Callable[..., Job]) -> None:
+    one = job(8, intermediate_size=1)
+    found = weigh(one, Layout(1, 1, tensor=8))
+    assert 0 < found.total < weigh(job(8, intermediate_size=8), Layout(1, 1, tensor=8)).total
+
+
+def test_a_step_of_many_rows_takes_no_longer_to_plan(job: Callable[..., Job]) -> None:
+    many = job(1, rows=2**30)
+    once = step_of(many, Layout(1, 1))
+    steps = step_of(many, Layout(1, 1, micro_batches=2**30))
+    assert steps.tokens == 2**40 and steps.flops == 2**30 * once.flops
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(EXPERTS))
@@ -411,9 +424,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, why in (
         (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
         (["--gpus", str(10**9), "--seq-len", "64"], f"--gpus {10**9} must be 1 to 262,144"),
-        (["--gpus", "8", "--seq-len", str(10**34)], "tokens in a step, by --batch-tokens"),
+        (["--gpus", "8", "--seq-len", str(10**34)], "must be at most 268,435,456"),
+        (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len 1073741824 must be at most 268,435"),
+        (["--gpus", "16384", "--seq-len", str(2**28)], "tokens in a step, by --batch-tokens"),
         ([*few, "--batch-tokens", str(64 * 10**20)], "be 1,099,511,627,776 at most"),
-        (["--gpus", "2", "--seq-len", "0"], "--seq-len 0 must be at least 1"),
+        (["--gpus", "2", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
         ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
         ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),

@@ -14,7 +14,7 @@ from tests.small import write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import cache_root
-from tigon.train import load, main
+from tigon.train import load, main, pack
 from tigon.train.data import may_not_fit
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import outline
@@ -113,10 +113,41 @@ def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path,
         assert workspace.metrics("bad-alone", key) == [None, None], key
         assert None not in workspace.metrics("bad-alone", f"eval_{key}")
     assert workspace.metrics("bad-alone", "logps/rejected")[0] < 0
-    said = [text for text in capsys.readouterr().out.splitlines() if "lr " in text]
-    assert len(said) == 2
-    for text in said:
+    told = "are not desired, by their label, and kto learns from the difference to the other kind"
+    said = capsys.readouterr().out
+    assert f"\ndata: all answers {told}" in said and "eval_data: all answers" not in said
+    steps = [text for text in said.splitlines() if "lr " in text]
+    assert len(steps) == 2
+    for text in steps:
         assert re.search(r"rewards/chosen +-  .*rewards/margins +-  ", text) and "nan" not in text
+
+
+def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_path, capsys):
+    rows = preferences.labelled(9)
+    files = {
+        kind: preferences.write(
+            tmp_path / f"{kind}.jsonl", [row | {"label": kind == "good"} for row in rows]
+        )
+        for kind in ("good", "bad")
+    }
+    rows[0]["label"] = False  # 5 of 9 are desired
+    mixed = preferences.write(tmp_path / "mixed.jsonl", rows)
+
+    def said(data: Any, **more: Any) -> str:
+        pack(settings("balance", "kto", data=data, eval_data="[]", **more))
+        return "".join(x for x in capsys.readouterr().out.splitlines() if "desired" in x)
+
+    assert said(mixed) == said(f"[{files['good']}, {files['bad']}]") == ""
+    assert said(mixed, undesirable_weight=0) == ""
+    told = "data: 5 answers are desired, 4 are not; with their weights, the former count "
+    advice = "times as much as the latter, and arXiv 2402.01306 advises 1 to 1.33 times:"
+    more = said(mixed, desirable_weight=2)
+    assert more == f"{told}2.50 {advice} undesirable_weight from 1.88 to 2.5"
+    less = said(mixed, undesirable_weight=2)
+    assert less == f"{told}0.62 {advice} desirable_weight from 1.6 to 2.13"
+    weighted = f"[{{path: {files['good']}, weight: 3}}, {{path: {files['bad']}, weight: 1}}]"
+    assert f"3.00 {advice} undesirable_weight from 2.25 to 3" in said(weighted)
+    assert "data: all answers are desired, by" in said(files["good"])
 
 
 def test_the_first_loss_is_that_of_no_change(workspace, settings):
@@ -262,6 +293,7 @@ NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
         ("task=dpo loss_type=robust label_smoothing=0.5", "label_smoothing=0.5 must be below 0.5"),
         ("task=cpo reference=x", "reference='x': task=cpo has no use for it"),
         ("task=kto label_smoothing=0.1", "label_smoothing=0.1: task=kto has no use for it"),
+        ("task=kto desirable_weight=0 undesirable_weight=0", "leave kto nothing to learn"),
         ("task=kto cuda_graphs=true", "cuda_graphs=true with task=kto"),
         ("task=dpo train_on=all", "train_on=all: task=dpo has no use for it"),
         ("task=dpo loss_reduction=sequence", "loss_reduction=sequence: task=dpo has no use"),

@@ -1,14 +1,17 @@
 """Checkpoints: a run that is stopped, killed or moved goes on exactly where it was."""
 
 import json
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.small import write_chats
 from tests.train.ranks import Ranks, main_after
-from tigon.train import checkpoint, main
+from tigon.train import checkpoint, load, main
+from tigon.train.build import load_tokenizer
 from tigon.train.record import Record
 
 STEPS = {"steps": 7, "save_every": 2, "warmup_steps": 2}
@@ -96,6 +99,22 @@ def test_a_run_may_be_made_longer_and_finished_ones_are_left_alone(workspace, ca
     assert workspace.metrics("longer", "step") == list(range(1, 2 * steps + 1))
     assert workspace.metrics("longer", "lr")[-1] == 1e-3
     assert (workspace.root / "longer/hf/model.safetensors").exists()
+
+
+def test_the_tokenizer_of_a_checkpoint_is_saved_when_that_is_gone(
+    workspace, whole, tmp_path, monkeypatch
+):
+    """And leaves nothing elsewhere, as ranks may end without cleaning up."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    source = shutil.copytree(sorted((whole / "checkpoints").iterdir())[-1], tmp_path / "step-7")
+    config = load(None, workspace.settings("whole", **STEPS))
+    tokenizer = load_tokenizer(config, source)
+    expected = (source / "tokenizer.json").read_bytes()
+    shutil.rmtree(source)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved/tokenizer.json").read_bytes() == expected
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_another_data_stream_is_refused(workspace, whole, tmp_path):

@@ -1,5 +1,6 @@
 """Reward models: TRL's curve, what transformers makes of the export, ranks, refusals."""
 
+import re
 from typing import Any
 
 import pytest
@@ -126,7 +127,9 @@ def test_sequences_without_a_prompt_in_common(workspace, tmp_path):
 
 def test_a_dry_run(workspace, data, capsys):
     main([*workspace.settings("dry", task="reward", data=data), "--dry-run"])
-    assert "a step, measured: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a step, measured: " in said
+    assert re.search(r"the first has \d+ tokens in [2-9] pairs, whose scores are learned\n", said)
 
 
 def test_classes_are_those_of_transformers():

@@ -108,10 +108,10 @@ def _digest(root: Path, source: Source) -> str:
     stamp = [str(path.resolve()), status.st_size, *times, status.st_ino]
     name = hashlib.blake2b(repr((source, stamp)).encode(), digest_size=16).hexdigest()
     memo = root / f"{name}.digest"
-    if memo.exists():
+    if memo.is_file():
         return memo.read_text()
     with disk_errors(root), lock(root / f"{name}.lock"):
-        if not memo.exists():  # another rank has not done it meanwhile
+        if not memo.is_file():  # another rank has not done it meanwhile
             write(memo, source.digest())
         return memo.read_text()
 

@@ -8,21 +8,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FULL = errno.ENOSPC, errno.EDQUOT
+DENIED = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
+IN_THE_WAY = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 
 @contextmanager
 def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
-    """A full disk, or a directory that cannot be written, as one line that says what to do."""
+    """A full disk, a directory that cannot be written, or one where a file belongs or the reverse,
+    as one line that says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (*FULL, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM):
+        if error.errno not in (*FULL, *DENIED, *IN_THE_WAY):
             raise
         raise cache_error(path, error, size) from None
 
 
 def cache_error(path: Path, error: OSError, size: int | None) -> OSError:
     other = "set TIGON_CACHE to a directory elsewhere"
+    if error.errno in IN_THE_WAY:
+        named = Path(error.filename2 or error.filename or path)  # a renamed file's new name
+        there = next(p for p in (named, *named.parents) if os.path.lexists(p))
+        return OSError(
+            f"cannot write the data cache {path}: {there} is in the way ({error.strerror}): "
+            f"move it away, or {other}"
+        )
     if error.errno not in FULL:
         return OSError(f"cannot write the data cache {path} ({error.strerror}): {other}")
     have = next(p for p in (path, *path.parents) if p.exists())

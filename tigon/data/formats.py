@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from tigon.json_file import unique
+
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 Asked = TypeVar("Asked", str, Messages, str | Messages)
@@ -69,7 +71,6 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "function_call": "function_call",  # the assistant calls tools
 }
-
 RESERVED = {  # no variables of a chat template, but arguments of the functions that take them
     *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
@@ -236,9 +237,8 @@ def template_variables(row: Row, form: Format) -> dict[str, Any]:
 
 
 def _instruction(row: Row, form: Format) -> Messages:
-    asked, given = _text(row, form, "instruction"), form.get(row, "input")
-    if given is not None:
-        given = _text(row, form, "input")
+    asked = _text(row, form, "instruction")
+    given = None if form.get(row, "input") is None else _text(row, form, "input")
     user = f"{asked}\n\n{given}" if given else asked
     answer = _text(row, form, "output")
     return [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
@@ -313,7 +313,7 @@ def _json(text: Any, name: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except ValueError as error:
         raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
 

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from tigon.data.blocks import SIZE, Block, Rows, RowsBlock, Source, hash_files
 from tigon.data.formats import Row
+from tigon.json_file import Twice, shown, unique
 
 LARGEST = 2**27  # characters of one document; tokenising it takes fifty times as many bytes
 SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
@@ -195,7 +196,9 @@ def _parse(raw: bytes) -> Row | ValueError:
     if len(raw) > SPACIOUS and raw.count(b"[") + raw.count(b"{") > MOST_CONTAINERS:
         return ValueError(f"has more than {MOST_CONTAINERS:,} lists and objects")
     try:
-        row = json.loads(raw)
+        row = json.loads(raw, object_pairs_hook=unique)
+    except Twice as error:
+        return _named_twice(error)
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
         return ValueError(f"not valid JSON: {error}{split}")
@@ -206,8 +209,12 @@ def _parse(raw: bytes) -> Row | ValueError:
     return _checked(row)
 
 
+def _named_twice(error: Twice) -> ValueError:
+    return ValueError(f"has the key {shown(error.key)} twice in one object: remove one")
+
+
 def _checked(row: Any) -> Row | ValueError:
-    if isinstance(row, dict):
+    if isinstance(row, dict | ValueError):
         return row
     return ValueError(f"needs a JSON object, not {type(row).__name__}")
 
@@ -219,6 +226,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, int, Row | ValueEr
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from None
     decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
+    decode_unique = json.JSONDecoder(object_pairs_hook=unique).raw_decode
 
     def skip(at: int) -> int:
         return blank.match(text, at).end()  # type: ignore[union-attr]
@@ -229,7 +237,10 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, int, Row | ValueEr
         line += text.count("\n", counted, at)
         counted = at
         try:
-            row, end = decode(text, at)
+            try:
+                row, end = decode_unique(text, at)
+            except Twice as error:
+                row, end = _named_twice(error), decode(text, at)[1]
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None
         yield line, at, _checked(row)

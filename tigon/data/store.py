@@ -103,7 +103,7 @@ class Stored(Part):
             if manifest["version"] != VERSION:
                 return None
             for file, size in manifest["bytes"].items():
-                if (directory / file).stat().st_size != size:
+                if not (path := directory / file).is_file() or path.stat().st_size != size:
                     return None
             columns = {
                 kind: {k: np.empty((0, *shape), dtype) for k, (dtype, shape) in found.items()}

@@ -1,5 +1,6 @@
 """Parquet, Arrow and the data sets of the library `datasets`: batches of Arrow's tables."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data.blocks import SIZE, Block, Rows, Source, hash_files
+from tigon.json_file import shown
 
 LARGEST_BATCH = 10_000  # rows; as many small ones are read together at most
 
@@ -39,6 +41,9 @@ class Tables(Source):
     def blocks(self) -> Iterator[Block]:
         first = 1
         for batch in self.batches():
+            columns = Counter(batch.schema.names)
+            if twice := [column for column, count in columns.items() if count > 1]:
+                raise ValueError(f"{self.name} has the column {shown(twice[0])} twice: remove one")
             step = max(1, int(batch.num_rows * SIZE / max(batch.nbytes, 1)))
             for start in range(0, batch.num_rows, step):
                 part = batch.slice(start, step)

@@ -9,6 +9,7 @@ from tigon.strict import ConfigError, check_range
 Range = tuple[float, float]
 LARGEST = 2**31 - 1  # of any whole number
 MOST_LAYERS = 2_000
+MOST_EXPERTS = 2**14  # of a layer
 MOST_ITEMS = 2**15  # of a list
 
 SIZE: Range = (1, LARGEST)
@@ -39,11 +40,11 @@ RANGES: dict[str, Range] = {
     "no_rope_layer_interval": SIZE,
     "no_rope_layers": COUNT,
     "num_attention_heads": SIZE,
-    "num_experts": COUNT,
+    "num_experts": (0, MOST_EXPERTS),
     "num_experts_per_tok": COUNT,
     "num_hidden_layers": (1, MOST_LAYERS),
     "num_key_value_heads": COUNT,
-    "num_local_experts": COUNT,
+    "num_local_experts": (0, MOST_EXPERTS),
     "original_max_position_embeddings": SIZE,
     "pad_token_id": TOKEN,
     "query_pre_attn_scalar": POSITIVE,

@@ -1,10 +1,8 @@
 """The tokenizer of a model repository."""
 
 import hashlib
-import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +14,7 @@ from tigon.hub import Repository, Source
 from tigon.tokenizer import chat, source
 from tigon.tokenizer.backend import read_backend
 from tigon.tokenizer.failures import Failures
+from tigon.tokenizer.files import Files
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
 from tigon.tokenizer.stream import DecodeStream
 
@@ -51,8 +50,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
         self.chat_template = chat_template  # or several, by name
         self.model_max_length = model_max_length
-        # Where links lead now: what an export copies hours later is what was checked and read
-        self._files = {name: Path(os.path.realpath(path)) for name, path in (files or {}).items()}
+        self._files = Files(files or {})
         self._failures = Failures((files or {}).get("tokenizer.json"))
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
         added = backend.get_added_tokens_decoder()
@@ -88,8 +86,11 @@ class Tokenizer:
     def use_chat_template(self, path: str | os.PathLike[str]) -> None:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         self.chat_template = source.read_template(Path(path))
-        others = {name: file for name, file in self._files.items() if not name.endswith(".jinja")}
-        self._files = others | {"chat_template.jinja": Path(os.path.realpath(path))}
+        self._files.use_template(path)
+
+    def keep_files(self) -> None:
+        """Read them into memory, for a `save_pretrained` when they are gone."""
+        self._files.keep()
 
     def template_reads(self, name: str) -> bool:
         """Whether a chat template speaks of a variable."""
@@ -123,7 +124,7 @@ class Tokenizer:
     @property
     def files(self) -> list[Path]:
         """The files that the tokenizer came from."""
-        return list(self._files.values())
+        return list(self._files.paths.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encoding(text, add_special_tokens).ids
@@ -287,21 +288,7 @@ class Tokenizer:
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Copies the files that the tokenizer came from, byte for byte but for another eos."""
-        names = dict.fromkeys([*self._files, *(["tokenizer_config.json"] if self._changed else [])])
-        for name in names:
-            target = Path(directory, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = target.with_name(f".{target.name}.partial")
-            with partial.open("wb") as write:
-                if self._changed and name in ("tokenizer_config.json", "special_tokens_map.json"):
-                    config = source.read_config(self._files.get(name)) | self._changed
-                    write.write(json.dumps(config, indent=2, ensure_ascii=False).encode())
-                else:
-                    with open(self._files[name], "rb", opener=_no_link) as read:
-                        shutil.copyfileobj(read, write)
-                write.flush()
-                os.fsync(write.fileno())
-            partial.replace(target)
+        self._files.save(directory, self._changed)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's pickle leaves this out
@@ -344,7 +331,3 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,12 +1,9 @@
 """Everything that a run needs, from its settings."""
 
-import atexit
 import json
 import math
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -331,11 +328,9 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
         was = checkpoint.facts(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
         if all(name in was and was[name] == getattr(config, name) for name in named):
-            # A copy: the checkpoint may go while the run saves the tokenizer's files again
-            copy = tempfile.mkdtemp(prefix="tigon-tokenizer-")
-            atexit.register(shutil.rmtree, copy, ignore_errors=True)
-            Tokenizer.from_pretrained(source).save_pretrained(copy)
-            return Tokenizer.from_pretrained(copy)
+            tokenizer = Tokenizer.from_pretrained(source)
+            tokenizer.keep_files()  # the checkpoint may go while the run saves them again
+            return tokenizer
     base = Path(config.model)
     if config.model and ((base / "checkpoints").is_dir() or (base / "run.json").is_file()):
         raise ValueError(

@@ -12,6 +12,7 @@ from tigon.paths import expanded
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (
+    LONGEST,
     DataSettings,
     LossSettings,
     ModelSettings,
@@ -73,6 +74,11 @@ class Config(
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:
             raise ValueError("streaming=true needs steps: a stream has no known end")
+        if (tokens := self.micro_batch_size * self.seq_len) > LONGEST:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size} rows of seq_len={self.seq_len} are "
+                f"{tokens:,} tokens in one forward: {LONGEST:,} at most"
+            )
         if self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of "

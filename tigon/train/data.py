@@ -74,7 +74,7 @@ def build_loader(
         cursor=cursor if streaming and cursor else None,
     )
     if isinstance(windows, Mixture):
-        for line in describe(objective, loader, windows, entries):
+        for line in describe(objective, loader, windows, entries, held_out=held_out):
             world.say(f"{name}: {line}")
     else:
         world.say(
@@ -120,7 +120,12 @@ def mixture_weights(name: str, entries: Sequence[Entry]) -> list[float] | None:
 
 
 def describe(
-    objective: Objective, loader: Loader, windows: Mixture, entries: Sequence[Entry]
+    objective: Objective,
+    loader: Loader,
+    windows: Mixture,
+    entries: Sequence[Entry],
+    *,
+    held_out: bool,
 ) -> list[str]:
     """What the data holds, in lines for a person."""
     report, order, unit = loader.report(), windows.order, objective.unit
@@ -141,7 +146,7 @@ def describe(
     if order.weights is not None:
         lines += shares(order, entries, unit)
     rows = sum((part.report for part in windows.corpus.parts), Report())
-    return lines + rows.lines() + objective.notes(windows.corpus)
+    return lines + rows.lines() + objective.notes(windows, held_out=held_out)
 
 
 def limits(config: Config, lost: Lost, unit: str) -> list[str]:

@@ -166,23 +166,31 @@ def shared_digest(
     *,
     trained: bool,
     what: Literal["reference", "teacher"] = "reference",
+    base: Callable[[], str] | None = None,
 ) -> str:
     """What `find` says of the weights of a model beside: the first rank reads them for all.
 
     The run directory keeps it. ValueError for a run that goes on (`trained`) with another model
     than it had; without the files of the one that it had, what is known of them will do as long as
-    the cache has what they gave.
+    the cache has what they gave. `base`: says the same of an adapter's base, if the model without
+    adapters is no other than its files give.
     """
     own = ""
     with world.together():
         if world.main:
-            own = _digest(config, find, trained, what)
+            own = _digest(config, find, trained, what, base)
     first = world.board.gather(own)[0]
     assert first is not None
     return first
 
 
-def _digest(config: Config, find: Callable[[], str], trained: bool, what: str) -> str:
+def _digest(
+    config: Config,
+    find: Callable[[], str],
+    trained: bool,
+    what: str,
+    base: Callable[[], str] | None,
+) -> str:
     path = Path(config.run_dir, f"{what}.json")
     known, where = _known(config, path) if trained else (None, path)
     try:
@@ -191,7 +199,10 @@ def _digest(config: Config, find: Callable[[], str], trained: bool, what: str) -
         if known is None:
             raise
         return known
-    if known not in (None, found):
+    models = {known or found, found}
+    if len(models) > 1 and WITHOUT_ADAPTERS in models and base is not None:
+        models = models - {WITHOUT_ADAPTERS} | {base()}
+    if len(models) > 1:
         raise ValueError(
             f"{getattr(config, what) or config.model or config.init} is not the {what} that the "
             f"run began with, as {where} has it: give {what} and its files as they were, or begin "

@@ -11,6 +11,7 @@ from tigon.train.lora_settings import Lora
 from tigon.train.parallel_settings import Parallel
 
 MOST = 2**31 - 1  # of numbers of rows, whose products are to fit 64 bits
+LONGEST = 2**28  # tokens of a row, of which pairs are to fit, too: estimates have masks
 MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
 
 
@@ -106,7 +107,7 @@ class DataSettings:
     separator: str = option(
         "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"
     )
-    seq_len: int = option(2048, "tokens in a row", least=2, stream=True)
+    seq_len: int = option(2048, "tokens in a row", least=2, most=LONGEST, stream=True)
     packing: bool = option(True, "several sequences to a row; false pads instead", stream=True)
     truncate: bool = option(
         True, "cut chats longer than seq_len; false leaves them out", stream=True

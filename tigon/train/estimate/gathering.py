@@ -28,7 +28,8 @@ GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communica
 
 def padded(parameter: Tensor, world: int) -> int:
     """Numbers of all ranks' shards, which are equally long."""
-    return -(-parameter.shape[0] // world) * world * (parameter.numel() // parameter.shape[0])
+    rows = parameter.shape[0]  # 0 where a tensor rank has no part of a narrow one
+    return -(-rows // world) * world * (parameter.numel() // rows) if rows else 0
 
 
 def held(parameter: Tensor, world: int, dtype: torch.dtype) -> int:

@@ -102,7 +102,12 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
         for length in batch.spans.diff(dim=1).flatten()
     ]
     flops = model_flops(model, lengths) / max(1, sum(lengths))
-    tokens, targets = data.counts(first)
+    sequences, _, targets = data.lengths(first)
+    if inputs.objective.scores:
+        pairs = len(sequences) // inputs.objective.group
+        learned = f" in {counted(pairs, inputs.objective.unit)}, whose scores are learned"
+    else:
+        learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
     sizes = sizes_of(config, gpus)
     per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
@@ -116,7 +121,7 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
         f"model: {model.config.transformers_class}, {size}",
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
-        f"the first has {tokens:,} tokens, of which {targets:,} are learned",
+        f"the first has {sequences.sum():,} tokens{learned}",
         f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
     return [*lines, *exchanged(config, model, sizes)]

@@ -5,6 +5,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,13 +70,17 @@ class Answers(Objective):
         config, world = self.config, self.world
         if not self.refers:
             return
+        streams = not all(isinstance(loader.windows, Mixture) for loader in loaders)
+        digest = _sampled if streams else reference.weights_digest
         known = partial(reference.shared_digest, config, world, trained=trained)
+        if config.lora is not None and config.lora.quantize is None:
+            known = partial(known, base=lambda: digest(replace(config, reference="")))
         if self._keeps_to_base(model):
             known(lambda: reference.WITHOUT_ADAPTERS)  # resume.check_base has seen to its weights
             self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
-        if not all(isinstance(loader.windows, Mixture) for loader in loaders):
-            known(lambda: _sampled(config))
+        if streams:
+            known(lambda: digest(config))
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
             return
@@ -90,7 +95,7 @@ class Answers(Objective):
             by = chosen()
             return lambda rows: self._logprobs_by(by, rows)
 
-        weights = known(lambda: reference.weights_digest(config))
+        weights = known(lambda: digest(config))
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
             how: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
             how |= {"weights": weights, "name": name}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Encoder, Entry, Loader, MicroBatch, Rows, Window, whole
-from tigon.data.mixture import Corpus
+from tigon.data.mixture import Mixture
 from tigon.data.packing import LEAST_SHARED
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, Targets
@@ -58,6 +58,7 @@ class Objective:
 
     learns: ClassVar[str] = "rows of its own"  # what --help says of it
     predicts_tokens: ClassVar[bool] = False  # so that it serves the settings of OF_TOKENS
+    scores: ClassVar[bool] = False  # whether it learns a score of each sequence, and no token
     # Others that it serves: of ObjectiveSettings, and of OF_TOKENS
     serves: ClassVar[frozenset[str]] = frozenset()
     # What estimates of memory and time take for data: sequences of a row, and their columns
@@ -115,7 +116,7 @@ class Objective:
             distinct=self.distinct,
         )
 
-    def notes(self, corpus: Corpus) -> list[str]:
+    def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """What else a person should know of the data before training, a line each."""
         return []
 

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.data import Encoder, MicroBatch, RewardedEncoder
+from tigon.data import Encoder, MicroBatch, Mixture, RewardedEncoder
 from tigon.data.examples import counted
-from tigon.data.mixture import Corpus
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -72,7 +71,8 @@ class GRPO(Answers):
         scale, skip = config.scale_rewards == "group", config.bad_rows == "skip"
         return RewardedEncoder(tokenizer, scale=scale, skip_bad_rows=skip)
 
-    def notes(self, corpus: Corpus) -> list[str]:
+    def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
+        corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):
             examples, _ = corpus.open(part)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.data import Encoder, LabelledEncoder, MicroBatch
+from tigon.data import Encoder, LabelledEncoder, MicroBatch, Mixture
 from tigon.models import CausalLM, CausalLMOutput
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -51,6 +52,11 @@ class KTO(Answers):
         super().__init__(config, world)
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
+        if not (config.desirable_weight or config.undesirable_weight):
+            raise ValueError(
+                "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one "
+                "of them a value above 0"
+            )
         if config.cuda_graphs:
             raise ValueError(
                 "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "
@@ -59,6 +65,18 @@ class KTO(Answers):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+
+    def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
+        if held_out:
+            return []
+        passes, desired, answers = data.order.passes(), 0.0, 0.0
+        for part, entry in enumerate(data.entry_of_part):
+            columns = data.corpus.open(part)[0].per_example
+            if "matched" in columns:  # it has rows
+                matched = np.asarray(columns["matched"])
+                answers += passes[entry] * matched.sum()
+                desired += passes[entry] * columns["desired"][matched].sum()
+        return balance_note(desired, answers - desired, self.config)
 
     def resolve(self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True) -> Inputs:
         if not micro_batch.sources:  # an estimate, or padding alone
@@ -125,3 +143,31 @@ class KTO(Answers):
         known = of_sequences(inputs.micro_batch, torch.where(tokens, known, 0))
         logprobs = of_sequences(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
         return logprobs, logprobs - known, output
+
+
+def balance_note(desired: float, others: float, config: Config) -> list[str]:
+    """If the answers of an epoch are all of one kind, or if the weights do not balance the kinds.
+
+    By equation 8 of arXiv 2402.01306, desired answers are to weigh 1 to 4/3 times as much as the
+    others, all together. TRL warns by the same rule, also rounded.
+    """
+    if not desired or not others:
+        return [
+            f"all answers are {'desired' if desired else 'not desired'}, by their label, and kto "
+            "learns from the difference to the other kind: add such answers"
+        ]
+    weights = config.desirable_weight, config.undesirable_weight
+    if not all(weights):
+        return []
+    balance = desired * weights[0] / (others * weights[1])
+    if 1 <= round(balance, 2) <= 1.33:
+        return []
+    if balance < 1:
+        name, least, most = "desirable_weight", weights[0] / balance, weights[0] / balance * 4 / 3
+    else:
+        name, least, most = "undesirable_weight", weights[1] * balance * 3 / 4, weights[1] * balance
+    return [
+        f"{desired:,.0f} answers are desired, {others:,.0f} are not; with their weights, the "
+        f"former count {balance:.2f} times as much as the latter, and arXiv 2402.01306 advises 1 "
+        f"to 1.33 times: {name} from {least:.3g} to {most:.3g}"
+    ]

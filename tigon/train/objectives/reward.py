@@ -34,6 +34,7 @@ class Reward(Objective):
     serves = frozenset(("max_length", "center_rewards_coefficient"))
     group = 2
     unit = "pair"
+    scores = True
     may_cut = False
     one_prompt = True
     per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}

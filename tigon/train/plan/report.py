@@ -16,6 +16,7 @@ from tigon.train.plan.gpu import find_gpu
 from tigon.train.plan.layout import MESH, Job
 from tigon.train.plan.search import LACKS, Choice, Plan
 from tigon.train.plan.work import Shapes
+from tigon.train.settings import LONGEST
 
 HEAD = (
     *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
@@ -45,9 +46,11 @@ def read_job(
         raise ValueError(f"--gpus {gpus} must be 1 to {MOST_GPUS:,}")
     found, constants = find_gpu(gpu)
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
-    for name, count in (("--seq-len", seq_len), ("--batch-tokens", tokens)):
-        if count < 1:
-            raise ValueError(f"{name} {count} must be at least 1")
+    for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
+        if count < least:
+            raise ValueError(f"{name} {count} must be at least {least}")
+    if seq_len > LONGEST:
+        raise ValueError(f"--seq-len {seq_len} must be at most {LONGEST:,}")
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)

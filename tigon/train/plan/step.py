@@ -128,10 +128,9 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
     step.kinds["FSDP over the network"] = beside[1]
     step.traffic = waited + hidden + beside[0]
-    lengths = [job.seq_len] * (layout.rows * count)
-    shared = layout.tensor * layout.context
-    step.tokens = sum(lengths) / shared
-    step.flops = shapes.cost(lengths) / shared
+    rows = layout.rows * count / (layout.tensor * layout.context)
+    step.tokens = rows * job.seq_len
+    step.flops = rows * shapes.cost([job.seq_len])
     return step
 
 

@@ -1,8 +1,9 @@
 """What needs two GPUs and is in no record of theirs yet, in less than ten minutes.
 
-In this order, each step with what is left of the time: a token's time with tensor=2, and that of
-its sums; the sides of bench/parallel.py whose ratios are not measured; the tests of ranks that
-share a model, those in bfloat16 first. Records and logs go to a folder, whatever ends the run.
+In this order, each step with what is left of the time: the test of sums through memory that GPUs
+share; a token's time with tensor=2, and that of its sums; the sides of bench/parallel.py whose
+ratios are not measured; the tests of ranks that share a model, those in bfloat16 first. Records and
+logs go to a folder, whatever ends the run.
 
     python bench/two_gpus.py --to DIRECTORY --seconds 570
 """
@@ -26,21 +27,23 @@ import torch
 from bench import harness, parallel
 from bench.harness import RESULTS, ROOT, Record, progress
 
-TESTS = ("tests/gpu/test_tensor_cuda.py", "tests/parallel/test_one_shot_sum.py", "-m", "gpu")
-FIRST = "bfloat16 or test_tokens or test_optimizers or test_two_gpus"
+SUMS, TESTS = "tests/parallel/test_one_shot_sum.py", "tests/gpu/test_tensor_cuda.py"
+FIRST = "bfloat16 or test_tokens or test_optimizers"
 LEAST = 20.0  # seconds that a step is begun with
 
 
 def steps(commit: str | None, known: Record, *, tiny: bool) -> Iterator[tuple[str, list[str]]]:
     """The name and the arguments of Python of each. `known`: bench/parallel.py's record here."""
     more = [f"--commit={commit}"] * (commit is not None) + ["--tiny"] * tiny
+    pytest = ["-m", "pytest", "-q", "-rfE", "--durations=0", "-m", "gpu"]
+    yield "test_sums", [*pytest, SUMS]
     for name in ("generate_multi", "one_shot_sum"):
         yield name, [f"bench/{name}.py", *more]
     # As arguments, since some names have commas
     if missing := parallel.missing(known):
         yield "parallel", ["bench/parallel.py", "--rounds=1", *more, *missing]
     for name, chosen in (("tests", FIRST), ("tests-others", f"not ({FIRST})")):
-        yield name, ["-m", "pytest", "-q", "-rfE", "--durations=0", *TESTS, "-k", chosen]
+        yield name, [*pytest, TESTS, "-k", chosen]
 
 
 def record_of(machine: str) -> Record:

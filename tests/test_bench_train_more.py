@@ -70,7 +70,7 @@ def test_what_two_gpus_are_still_needed_for(tmp_path: Path) -> None:
     assert parallel.CONTEXT in missing and parallel.CONTEXT_TORCH in missing
     assert not {side, peer, parallel.ONE} & set(missing)
     given = dict(two_gpus.steps("abc", known, tiny=False))
-    assert [*given][:3] == ["generate_multi", "one_shot_sum", "parallel"]
+    assert [*given][:4] == ["test_sums", "generate_multi", "one_shot_sum", "parallel"]
     assert given["parallel"][3:] == missing
     log = tmp_path / "log"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job ignores

@@ -64,8 +64,8 @@ def show(record: Record) -> str:
             continue
         cells = [f for side in sides for f in (side["ms"], side.get("allocated_gib"))]
         rows.append([name, *map(figure, cells), figure(ratio(sides)), str(alike(sides))])
-    head = ["greedy tokens", "one GPU, ms a step", "GiB", f"tensor={GPUS}, ms a step", "GiB"]
-    table = markdown([*head, "times as fast", "tokens alike"], rows)
+    head = ["batch x context", "one GPU, ms per step", "GiB", f"tensor={GPUS}, ms per step", "GiB"]
+    table = markdown([*head, "speed-up", "equal tokens from the first"], rows)
     first = next(iter(BATCHES))
     reached = ratio(record["cases"][first]) if first in record["cases"] else None
     said = verdict(f"{first}: tensor={GPUS} over one GPU", reached, AIM)

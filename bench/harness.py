@@ -160,7 +160,7 @@ def verdict(what: str, reached: float | None, aim: float, *, most: bool = False)
     if reached is None:
         return f"not measured: {what}"
     met, value, bound = judge(reached, aim, most)
-    return f"{'met' if met else 'MISSED'}: {what}: {value} for {bound}"
+    return f"{'met' if met else 'MISSED'}: {what}: {value}, target {'≤' if most else '≥'} {bound}"
 
 
 def between(text: str, block: str, name: str, kind: str) -> str:

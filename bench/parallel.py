@@ -194,7 +194,7 @@ def show(record: Record) -> str:
         cells = [f"{median(speeds):,.0f}", figure(max(sizes, default=None)), figure(beside)]
         commits = ", ".join(dict.fromkeys(row["commit"] for row in each if "ms" in row))
         rows.append([name, *cells, side.beside, commits])
-    head = ("side", "tok/s of a GPU", "peak GiB", "ratio, in one run", "beside", "commit")
+    head = ("run", "tok/s per GPU", "peak GiB", "times the peer, in one run", "peer", "commit")
     title = f"{heading(record, record['libraries'])}, the last run."
     return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
 

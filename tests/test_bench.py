@@ -175,8 +175,9 @@ def test_a_run_writes_what_the_report_reads(
     assert "error" not in json.dumps([case["providers"] for case in record["cases"]]).replace(
         '"errors"', ""
     )
-    assert "met: linear_cross_entropy dense 48, 32, 97: tigon, forward + backward: 1.000 for" in (
-        printed
+    assert (
+        "met: linear_cross_entropy dense 48, 32, 97: tigon, forward + backward: 1.000, target ≤"
+        in (printed)
     )
     assert "| F.rms_norm | 2.00 | 2.00 |" in printed and "commit abc1234 with unc" in (
         report.details(record)
@@ -315,7 +316,7 @@ def test_the_details_show_memory_errors_and_every_target(record: Record) -> None
     console = report.console(record, "linear_cross_entropy")
     assert (
         "MISSED: linear_cross_entropy 30 % valid 8192, 4096, 128256: tigon, forward + backward: "
-        "0.500 for 0.40"
+        "0.500, target ≤ 0.40"
     ) in console
     assert "three GEMMs 40, x @ W.T 13.5" in console
     bounds = "forward floor 0.06711, forward + backward floor 0.1678, forward copy 0.06845, "

@@ -85,11 +85,11 @@ def record(**both: float) -> dict[str, Any]:
 
 def test_verdicts() -> None:
     found = list(bench.verdicts(record(**{FA4: 2.9, VARLEN: 4.7, TORCH_ONLY: 5.0})))
-    assert found[0] == "met: packed ragged, time of flash-attn-4 over tigon's: 0.967 for 0.95"
+    assert found[0] == "met: packed ragged, time of flash-attn-4 over tigon's: 0.967, target ≥ 0.95"
     what = "packed ragged, time of transformers, varlen FA2 over tigon's"
-    assert found[1] == f"MISSED: {what}: 1.567 for 1.60"
+    assert found[1] == f"MISSED: {what}: 1.567, target ≥ 1.60"
     what = "packed ragged, time of torch's fastest (transformers, varlen FA2)"
     assert found[2].startswith(f"MISSED: {what}")
     gemma = "Gemma 3, time of full attention over window 512, flash-attn-4"
-    assert f"MISSED: {gemma}, forward: 1.000 for 4.00" in found
+    assert f"MISSED: {gemma}, forward: 1.000, target ≥ 4.00" in found
     assert sum(line.startswith(("met: Gemma", "MISSED: Gemma")) for line in found) == 4

@@ -94,12 +94,12 @@ def test_a_document_shows_the_newest_record_of_every_machine() -> None:
 
 def test_a_verdict_has_digits_enough_to_be_followed() -> None:
     for reached, aim, most, said in (
-        (0.886, 0.87, True, "MISSED: x: 0.886 for 0.87"),
-        (1.35008, 1.35, False, "met: x: 1.350 for 1.35"),
-        (1.0004, 1.0, True, "MISSED: x: 1.0004 for 1.00"),
-        (1.1199, 1.12, False, "MISSED: x: 1.1199 for 1.12"),
-        (0.168, 1 / 6, True, "MISSED: x: 0.1680 for 0.167"),
-        (1.0, 1.0, True, "met: x: 1.000 for 1.00"),
+        (0.886, 0.87, True, "MISSED: x: 0.886, target ≤ 0.87"),
+        (1.35008, 1.35, False, "met: x: 1.350, target ≥ 1.35"),
+        (1.0004, 1.0, True, "MISSED: x: 1.0004, target ≤ 1.00"),
+        (1.1199, 1.12, False, "MISSED: x: 1.1199, target ≥ 1.12"),
+        (0.168, 1 / 6, True, "MISSED: x: 0.1680, target ≤ 0.167"),
+        (1.0, 1.0, True, "met: x: 1.000, target ≤ 1.00"),
     ):
         assert harness.verdict("x", reached, aim, most=most) == said
     assert harness.judge(1.00004, 1.0, True, 2) == (False, "1.00004", "1.00")
@@ -118,7 +118,7 @@ def test_a_saved_checkpoint_is_shown_and_judged() -> None:
     rows = {name: {"seconds": s, "bytes": b} for name, (s, b) in saved.items()}
     _, table, judged = checkpoint.exports_of(rows)
     assert "| tigon | 2.00 | 2.00 |" in table and "| raw writes | 1.00 | 4.00 |" in table
-    assert judged == "met: time of saving over transformers': 0.250 for 0.33"
+    assert judged == "met: time of saving over transformers': 0.250, target ≤ 0.33"
     rows["tigon"]["seconds"] = 4.0
     assert checkpoint.exports_of(rows)[2].startswith("MISSED: ")
     assert checkpoint.exports_of({}) == []

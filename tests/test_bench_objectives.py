@@ -110,8 +110,8 @@ def test_preferences_are_judged_by_tokens_and_memory() -> None:
     assert preference.verdicts(record).__next__().startswith("not measured")
     sides[PEER] = {"ms": 200.0, "allocated_gib": 25.0, "first": first}
     assert list(preference.verdicts(record)) == [
-        f"met: tokens/s of tigon over {PEER}: 2.000 for 1.60",
-        f"MISSED: peak memory of tigon over {PEER}: 0.800 for 0.70",
+        f"met: tokens/s of tigon over {PEER}: 2.000, target ≥ 1.60",
+        f"MISSED: peak memory of tigon over {PEER}: 0.800, target ≤ 0.70",
         "not measured: tigon, float32, with which first steps are compared",
     ]
     assert "| tigon | 40,000 | 100.0 | 20.0 | 1.0000 |" in preference.show(record)
@@ -179,10 +179,12 @@ def test_distillation_is_judged_by_the_fastest_peer() -> None:
     found = list(distillation.verdicts(record))
     assert len(found) == 9
     assert found[0] == (
-        "MISSED: step, KL(teacher || student): speed over the fastest peer: 1.200 for 1.30"
+        "MISSED: step, KL(teacher || student): speed over the fastest peer: 1.200, target ≥ 1.30"
     )
-    assert found[5] == "met: head alone, JSD: speed over the fastest peer: 1.400 for 1.30"
-    assert found[8] == "met: head alone, JSD: memory over a model's bf16 logits: 0.250 for 1.00"
+    assert found[5] == "met: head alone, JSD: speed over the fastest peer: 1.400, target ≥ 1.30"
+    assert (
+        found[8] == "met: head alone, JSD: memory over a model's bf16 logits: 0.250, target ≤ 1.00"
+    )
     head[OURS]["JSD"]["gib"], step[FUSED]["JSD"]["loss"] = 1.5, 1.1
     again = list(distillation.verdicts(record))
     assert again[8].startswith("MISSED: head alone, JSD: memory")

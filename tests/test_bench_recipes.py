@@ -87,7 +87,7 @@ def test_recipes_are_judged_by_all_held_out_pairs_and_by_both_sides_best() -> No
     )
     record["dpo"].append(other)
     assert list(recipes.verdicts(record, "dpo")) == [
-        "met: held-out reward accuracy: 0.677 for 0.60"
+        "met: held-out reward accuracy: 0.677, target ≥ 0.60"
     ]
     assert "0.677 of 260 held-out pairs have" in recipes.show(record)
     record["lora"] = [
@@ -96,7 +96,7 @@ def test_recipes_are_judged_by_all_held_out_pairs_and_by_both_sides_best() -> No
         for loss in losses
     ]
     assert list(recipes.verdicts(record, "lora")) == [
-        "MISSED: held-out perplexity of LoRA over full fine-tuning: 1.030 for 1.02"
+        "MISSED: held-out perplexity of LoRA over full fine-tuning: 1.030, target ≤ 1.02"
     ]
     assert set(recipes.blocks(record)) == {"docs/preference.md", "docs/adapters.md"}
     del record["dpo"][0]

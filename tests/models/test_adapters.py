@@ -332,8 +332,9 @@ def test_what_files_ask_for_and_cannot_have(
 ) -> None:
     changes, message = FEATURES[case]
     plain = model(tokens()).logits
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         model.load_adapter(edit(adapter, tmp_path / "it", **changes))
+    assert str(tmp_path / "it") in str(error.value)
     assert not model.adapter_names
     assert torch.equal(model(tokens()).logits, plain)
     assert all(p.requires_grad for p in model.parameters())

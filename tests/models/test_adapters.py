@@ -498,4 +498,8 @@ def test_a_row_of_zeros_has_no_direction_for_dora(model: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: row 3 of .* is all zeros"):
         model.add_adapter(LoraConfig(rank=2, dora=True))
     assert not model.adapters and all(p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 7] = 0
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: column 7 is all zeros"):
+        model.add_adapter(LoraConfig(rank=2, dora=True, targets="embed_tokens"))
     model.add_adapter(LoraConfig(rank=2, dora=True, targets=("q_proj", "gate_proj")))

@@ -44,6 +44,8 @@ def test_a_broken_base_that_is_kept(workspace, settings):
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=f"weights up to nan when .* look at the files of {base}"):
         main(settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
+    with pytest.raises(SystemExit, match=rf"{base}.*: model.*down_proj.weight has values that are"):
+        main(settings("four-bits", model=base))
 
 
 def test_it_learns_and_goes_on(workspace, settings):

@@ -230,6 +230,16 @@ def test_scores_of_the_draft_that_are_not_finite(model: tigon.Llama) -> None:
         model.generate(torch.tensor([[5, 6]]), do_sample=True, assistant_model=draft)
 
 
+def test_scores_of_a_later_token_that_are_not_finite(model: tigon.Llama) -> None:
+    """The likeliest tokens, of a step that checks what the draft proposes."""
+    ids, draft = torch.tensor([[5, 6]]), blurred(model, 0.0)
+    free = model.generate(ids, max_new_tokens=4, eos_token_id=[])[0, 2:].tolist()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[free[1]] = float("nan")
+    with pytest.raises(ValueError, match=r"row 0: the scores of token 1 after .* not finite"):
+        model.generate(ids, assistant_model=draft, max_new_tokens=4, eos_token_id=[])
+
+
 def test_bad_input(model: tigon.Llama) -> None:
     ids = torch.tensor([[5, 6]])
     for vocab in (98, 640):  # not filled up, too far

@@ -247,13 +247,14 @@ def test_bad_input(model: tigon.Llama, given: dict[str, Any], message: str) -> N
         model.generate(torch.tensor([[5, 6]]), **given)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any) -> None:
+def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any, sampled: bool) -> None:
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
     ids = torch.tensor([[5, 6], [7, 8]])
     with pytest.raises(ValueError, match=r"row 0: the scores of token 0 after .* are not finite"):
-        model.generate(ids, do_sample=True, cache_implementation=cache)
+        model.generate(ids, do_sample=sampled, cache_implementation=cache)
 
 
 def test_a_text_past_the_context_is_said_once_and_before(model: tigon.Llama) -> None:

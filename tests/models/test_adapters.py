@@ -332,8 +332,9 @@ def test_what_files_ask_for_and_cannot_have(
 ) -> None:
     changes, message = FEATURES[case]
     plain = model(tokens()).logits
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         model.load_adapter(edit(adapter, tmp_path / "it", **changes))
+    assert str(tmp_path / "it") in str(error.value)
     assert not model.adapter_names
     assert torch.equal(model(tokens()).logits, plain)
     assert all(p.requires_grad for p in model.parameters())
@@ -497,4 +498,8 @@ def test_a_row_of_zeros_has_no_direction_for_dora(model: CausalLM) -> None:
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: row 3 of .* is all zeros"):
         model.add_adapter(LoraConfig(rank=2, dora=True))
     assert not model.adapters and all(p.requires_grad for p in model.parameters())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 7] = 0
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: column 7 is all zeros"):
+        model.add_adapter(LoraConfig(rank=2, dora=True, targets="embed_tokens"))
     model.add_adapter(LoraConfig(rank=2, dora=True, targets=("q_proj", "gate_proj")))

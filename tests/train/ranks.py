@@ -26,6 +26,7 @@ from tigon.train import main
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 OUT, ERR = "stdout", "stderr"
+VIEWS = "returned a view tensor"  # FSDP2 warns of it, and of wrong gradients
 # What torchrun sets in the first of two processes, which it has on one host
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -107,6 +108,7 @@ class Ranks:
         codes = self.codes
         self.kill()
         assert codes == [0] * len(codes), f"exit codes {codes}: {self.errors[-3000:]}"
+        assert VIEWS not in self.errors, self.errors[-3000:]
         return self.printed
 
     @property

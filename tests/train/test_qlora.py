@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tigon
+from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
+from tests.small import write_model
 from tests.train.ranks import train_on
 from tests.train.test_lora import SETTINGS, step, tensors
 from tigon.cli import main as command
@@ -30,6 +32,20 @@ def settings(workspace):
 
     main(make("one"))
     return make
+
+
+def test_a_broken_base_that_is_kept(workspace, settings):
+    """Its files are said, not rows of the data."""
+    base = write_model(workspace.root / "broken")
+    to_fp8(base, (32, 32), DYNAMIC)
+    weights = load_file(base / "model.safetensors")
+    codes = weights["model.layers.1.mlp.down_proj.weight"].view(torch.uint8)
+    codes[3, 5] = 0x7F  # NaN
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit, match=f"weights up to nan when .* look at the files of {base}"):
+        main(settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
+    with pytest.raises(SystemExit, match=rf"{base}.*: model.*down_proj.weight has values that are"):
+        main(settings("four-bits", model=base))
 
 
 def test_it_learns_and_goes_on(workspace, settings):

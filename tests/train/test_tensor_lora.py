@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.numbers import relative_error
 from tests.small import write_model
-from tests.train.ranks import train_on
+from tests.train.ranks import Ranks, train_on
 from tigon.train import main
 from tigon.train.export import convert_checkpoint
 
@@ -107,3 +107,19 @@ def test_embedding_and_head(workspace, kind):
     train_on(2, workspace.settings(f"{kind}-2", **ends, **two, resume=source))
     for again in ("1", "2"):
         assert_same(workspace, f"{kind}-{again}", one)
+
+
+def test_a_row_of_zeros_on_one_rank(workspace):
+    """It is said at once, while the others still add up lengths, as the whole weight counts it."""
+    base = write_model(workspace.root / "zeros")
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.self_attn.k_proj.weight"][20] = 0  # the fifth of the second rank's
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    more = {"model": base, "lora.dropout": 0, "lora.dora": "true", "parallel.tensor": 2}
+    running = Ranks(2, main, workspace.settings("zeros-run", **SETTINGS | more))
+    for process in running.processes:
+        process.join(60)
+    errors = running.errors
+    running.kill()
+    assert running.codes == [1, 1] and "timed out" not in errors, errors
+    assert "self_attn.qkv_proj: row 20 of k_proj is all zeros" in errors

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.generation.settings import Settings
 
-NOT_FINITE = -2  # sampled where the scores are
+NOT_FINITE = -2  # chosen where the scores are
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -75,6 +75,13 @@ def draw(weights: Tensor, draws: Draws) -> Tensor:
     """
     value, column = (weights / draws.exponential(weights.shape[-1])).max(-1)
     return column.masked_fill(value.isnan(), NOT_FINITE)
+
+
+def likeliest(scores: Tensor) -> Tensor:
+    """The column of the largest of scores [..., V]: [...]. NOT_FINITE where that is not."""
+    column = scores.argmax(-1)  # of a NaN, if there is one
+    value = scores.gather(-1, column[..., None])[..., 0]
+    return column.masked_fill(~value.isfinite(), NOT_FINITE)
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ class Sampling:
     ) -> Tensor:
         """The next token of every row: [b]."""
         scores = self.scores(logits, seen, generated)
-        return draw(scores.softmax(-1), draws) if self.do_sample else scores.argmax(-1)
+        return draw(scores.softmax(-1), draws) if self.do_sample else likeliest(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
         """The tokens [b, V] that a prompt [b, T] has, if they count."""

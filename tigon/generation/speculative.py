@@ -14,7 +14,7 @@ from tigon.generation.graph import Replay
 from tigon.generation.prefill import prefill
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
-from tigon.generation.sampling import Draws, Sampling, draw
+from tigon.generation.sampling import Draws, Sampling, draw, likeliest
 from tigon.generation.static import make_cache
 from tigon.generation.stopping import ABSENT
 from tigon.layers.state import Quantize
@@ -122,7 +122,7 @@ class SpeculativeSteps:
         generated = (self._generated[:, None] + torch.arange(n, device=held.device)).flatten()
         scores = self._sampling.scores(out.logits.flatten(0, 1), flat_seen, generated).view(b, n, v)
         if q is None:
-            choice = scores.argmax(-1)
+            choice = likeliest(scores)
             kept = count_leading(choice[:, :-1] == proposed)
             return self._record(proposed, kept, _at(choice, kept))
         return self._record(

@@ -90,7 +90,8 @@ class Continuations:
         if token == NOT_FINITE:
             raise ValueError(
                 f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "
-                "finite, so nothing can be sampled; look for nan or inf in the model's weights"
+                "finite, so none can be chosen; look for nan, inf or huge values in the weights of "
+                "the model and its adapter"
             )
         tokens = self.tokens[row]
         tokens.append(token)

@@ -204,11 +204,11 @@ def _finish(value: Tensor, found: dict[str, Tensor], a: Prepared, lead: torch.Si
             right = (found["predicted_tokens"] == a.targets) & valid
             metrics[name] = right.sum() / valid.sum().clamp(min=1)
         else:
-            metrics[name] = _unview(found[name], lead)
-    return HeadValue(_unview(value, lead) if a.scale is None else value, metrics)
+            metrics[name] = unview(found[name], lead)
+    return HeadValue(unview(value, lead) if a.scale is None else value, metrics)
 
 
-def _unview(x: Tensor, shape: torch.Size) -> Tensor:
+def unview(x: Tensor, shape: torch.Size) -> Tensor:
     """x.view(shape), no view to autograd: FSDP2 warns of views among what a module returns."""
     return torch.ops.aten._unsafe_view(x, shape)
 

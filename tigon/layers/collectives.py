@@ -127,7 +127,8 @@ class _PartOfGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return x.view_as(x)
+        # No view: FSDP2 warns of views among what the head returns
+        return torch.ops.aten._unsafe_view(x, x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

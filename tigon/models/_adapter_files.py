@@ -63,15 +63,19 @@ def load_adapter(
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
     stored = read_adapter(Repository(path_or_repo, **source), model)
-    if trainable:
-        check_dropout(model, stored.config)
+    try:
+        parts = plan(model, stored.config)
+        if trainable:
+            check_dropout(model, stored.config)
+    except ValueError as error:
+        raise ValueError(f"{escaped(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, stored)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
     active = model.active_adapter
     learned = {n for n, p in model.named_parameters() if p.requires_grad}
     try:
-        install(model, name, stored.config, plan(model, stored.config), dtype, torch.device("meta"))
+        install(model, name, stored.config, parts, dtype, torch.device("meta"))
         _fill(model, name, stored)
     except BaseException:
         if name in model.adapters:

@@ -45,7 +45,7 @@ def add_adapter(
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
     model without memory (device "meta") `begin_adapter` gives it its first values later. Raises
-    ValueError, with the model as it was, where DoRA meets a row of zeros.
+    ValueError, with the model as it was, where DoRA meets a row or a column of zeros.
     """
     config = LoraConfig() if config is None else config
     if not isinstance(config, LoraConfig):
@@ -162,8 +162,10 @@ def begin_adapter(
     """First values as PEFT has them: A random, B zero, copies of the base's weights.
 
     They are drawn whole on the CPU, in the order of layers, so that every rank of a model that is
-    divided begins with its part of the same values, of the same `generator`.
+    divided begins with its part of the same values, of the same `generator`. ValueError where DoRA
+    meets a row or a column of zeros, which has no direction; after what all ranks do together.
     """
+    wrong: list[str] = []
     for path, low in low_ranks(model, name).items():
         at, whole = f"{path}.lora.{name}", {}
         for kind, p in low.named_parameters():
@@ -174,7 +176,9 @@ def begin_adapter(
             if (cut := model.cuts.get(f"{at}.{kind}")) is not None:
                 first_values[kind] = cut.take(values)
         if low.dora:  # what is added is 0: the rows have their own lengths
-            first_values |= _lengths(model.get_submodule(path), low, path)
+            lengths = _lengths(model.get_submodule(path), low)
+            wrong += _zeros(model, at, lengths)
+            first_values |= lengths
         for kind, values in first_values.items():
             own, first = own_rows(kind, getattr(low, kind))
             own.copy_(values[first : first + len(own)])
@@ -183,11 +187,30 @@ def begin_adapter(
         assert owner.copies is not None
         copy = owner.copies.get_parameter(name)
         local_part(end, copy).memory.copy_(local_part(end, owner.weight).memory)
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]} is all zeros, and dora divides by its length: leave dora out, or this "
+            "layer out of its targets"
+        )
 
 
-def _lengths(layer: nn.Module, low: LayerAdapter, path: str) -> dict[str, Tensor]:
+def _zeros(model: LanguageModel, at: str, lengths: dict[str, Tensor]) -> Iterator[str]:
+    """Rows or columns whose length is 0, one of each part, as the whole weight counts them."""
+    for name, values in lengths.items():
+        if values.is_meta or values.all():
+            continue
+        own = torch.arange(len(values))
+        if (cut := model.cuts.get(f"{at}.{name}")) is not None:
+            own = cut.take(torch.arange(cut.shape[0]))
+        first = own[int((values == 0).nonzero()[0])]
+        part = name.removeprefix(MAGNITUDE)
+        what = f"row {first} of {part}" if part != name else f"column {first}"
+        yield f"{at.rpartition('.lora.')[0]}: {what}"
+
+
+def _lengths(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
     """DoRA's in fp32, of all rows that FSDP divides, or of an embedding's columns; every rank calls
-    this. ValueError for a row of zeros, which has no direction."""
+    this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     own, first = own_rows("weight", weight)
     if isinstance(low, LowRankEmbedding):
@@ -197,15 +220,7 @@ def _lengths(layer: nn.Module, low: LayerAdapter, path: str) -> dict[str, Tensor
     found[first : first + len(own)] = low.row_lengths(own)
     if isinstance(weight, DTensor):
         dist.all_reduce(found, group=row_group(weight))
-    lengths = {p.name: found[p.first : p.first + p.size] for p in low.parts}
-    for part, values in lengths.items():
-        if not (values.is_meta or values.all()):
-            row = int((values == 0).nonzero()[0])
-            raise ValueError(
-                f"{path}: row {row} of {part} is all zeros, and dora divides by its length: leave "
-                "dora out, or this layer out of its targets"
-            )
-    return {MAGNITUDE + part: values for part, values in lengths.items()}
+    return {MAGNITUDE + p.name: found[p.first : p.first + p.size] for p in low.parts}
 
 
 def low_ranks(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:

@@ -183,7 +183,10 @@ def _load_batch(
     whole = {name: torch.empty(own.shape, dtype=own.dtype, **on) for name, own in batch.items()}
     load_into(whole, **how, staging_bytes=staging_bytes)
     for name, own in batch.items():
-        store(own, name, whole.pop(name))
+        try:
+            store(own, name, whole.pop(name))
+        except ValueError as error:
+            raise ValueError(f"{escaped(how['checkpoint'].name)}: {error}") from None
 
 
 def dequantised_entries(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tigon.kernels._check import check
 from tigon.kernels._logits import check_targets
-from tigon.kernels._run_criteria import HeadValue
+from tigon.kernels._run_criteria import HeadValue, unview
 from tigon.kernels.criteria import Criterion
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.layers import Shard
@@ -142,6 +142,7 @@ class Split(Whole):
         logits, values = found.logits, list(zip(criteria, found.values, strict=True))
         if logits is not None and (values or not self._narrows(of)):
             logits = of.take(self.shard.gather(logits))
+            logits = unview(logits, logits.shape)
         return found._replace(logits=logits, values=[self._value(*value, of) for value in values])
 
     def _value(self, c: Criterion, found: HeadValue, of: Targets) -> HeadValue:
@@ -158,7 +159,10 @@ class Split(Whole):
 
     def _all(self, x: Tensor, of: Targets) -> Tensor:
         """A sum over this rank's tokens, or a value of each."""
-        return of.take(self.shard.gather(x)) if x.dim() else self.shard.sum(x)
+        if not x.dim():
+            return self.shard.sum(x)
+        values = of.take(self.shard.gather(x))
+        return unview(values, values.shape)
 
     def tallies(self, tallies: Sequence[Tensor]) -> Sequence[Tensor]:
         return self.shard.sum(torch.stack(list(tallies))).unbind() if tallies else tallies

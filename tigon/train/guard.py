@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tigon.layers import Linear
 from tigon.train import checkpoint
 from tigon.train.board import told
 from tigon.train.build import Run
@@ -67,7 +68,9 @@ def _trouble(run: Run, step: int, loss: float, grad_norm: float, own_loss: float
     measured = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         # Of weights that this step has changed, nobody knows how they were
-        size = 0.0 if changed(run, loss) else largest_weight(run.model, run.world)
+        size = 0.0
+        if not changed(run, loss):
+            size = largest_weight(run.model, run.world, quantised=True)
         if is_broken(size):
             since = "from the steps before" if step else "when the run began"
             text = f"{measured}, with weights up to {size:.3g} {since}"
@@ -118,10 +121,16 @@ def is_broken(size: float) -> bool:
 
 
 @torch.no_grad()
-def largest_weight(model: nn.Module, world: World) -> float:
-    """The largest absolute value over all ranks; NaN if any is. Waits for the device."""
+def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -> float:
+    """The largest absolute value over all ranks; NaN if any is. Waits for the device.
+
+    `quantised`: also of frozen weights in few bits, which are dequantised one by one.
+    """
     own = [local(p) for p in model.parameters()]
-    norms = torch._foreach_norm([p for p in own if p.numel()], math.inf)
+    norms = [*torch._foreach_norm([p for p in own if p.numel()], math.inf)]
+    for layer in model.modules() if quantised else ():
+        if isinstance(layer, Linear) and layer.quantised is not None:
+            norms.append(torch.linalg.vector_norm(layer.values(), math.inf))
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
     largest = torch.stack(sizes).max().to(world.device)
     # Said apart: NCCL's maximum may lose a NaN

@@ -176,7 +176,8 @@ def test_a_curve_far_from_the_truth_is_a_miss() -> None:
     }
     off = "difference of the last losses from those of"
     assert train_curves.verdicts(record) == [
-        f"MISSED: tigon: distance from transformers, float32 over that of {PEER}: 2.000, target ≤ 1.50",
+        "MISSED: tigon: distance from transformers, float32 over that of "
+        f"{PEER}: 2.000, target ≤ 1.50",
         f"met: tigon, adamw_bf16: {off} transformers, float32, %: 0.200, target ≤ 0.50",
         f"MISSED: tigon, fp8, longer: {off} tigon, longer, %: 1.000, target ≤ 0.50",
         f"not measured: {train_curves.FP8_APART}: {off} tigon, longer, %",

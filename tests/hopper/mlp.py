@@ -1,4 +1,5 @@
-"""Forms of activations, products of one row, casts to 8 bits, and mixtures of experts."""
+"""Forms of activations, products of one row, casts to 8 bits, mixtures of experts, and sums over
+ranks."""
 
 from functools import partial
 from typing import Any
@@ -7,7 +8,7 @@ import torch
 
 from tests.hopper.compiling import Forms
 from tests.hopper.tensors import BF16, FP16, FP32, INT32, backward, zeros
-from tigon.kernels import gated_act, grouped_mlp, row_linear
+from tigon.kernels import gated_act, grouped_mlp, one_shot_sum, row_linear
 from tigon.kernels._fp8_casts import (
     Maxima,
     cast_both,
@@ -56,6 +57,8 @@ def forms() -> Forms:
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
     yield "expert_rows", _expert_rows
+    for dtype in one_shot_sum.BITS:
+        yield f"one_shot_sum {dtype}", partial(_one_shot_sum, dtype)
 
 
 def _rows_and_maxima(C: int) -> None:
@@ -159,6 +162,15 @@ def _expert_rows() -> None:
     for columns, dtype in (2048, BF16), (16, FP32):
         rows = spread_rows(zeros(64, columns, dtype=dtype), places, 3, 150)
         combine_rows(rows, places, None, 3)
+
+
+def _one_shot_sum(dtype: torch.dtype) -> None:
+    """A token's 4,096 elements over two ranks."""
+    shape = one_shot_sum.TURNS, 2, one_shot_sum.P * one_shot_sum.S
+    own = zeros(*shape, dtype=one_shot_sum.BITS[dtype])
+    addresses, turns = zeros(2, dtype=torch.int64), zeros(one_shot_sum.P, dtype=INT32)
+    buffers = one_shot_sum.Buffers(own, addresses, turns, 0, dtype)
+    one_shot_sum.one_shot_sum(zeros(4096, dtype=dtype), buffers)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tigon.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tigon.models import Batch as Batch
     from tigon.models import CausalLM as CausalLM
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
     from tigon.parallel import from_pretrained as from_pretrained
     from tigon.tokenizer import Tokenizer as Tokenizer
 
-__version__ = "0.1.0"
 # Beside the families, and where they are
 EXPORTS = {
     "Batch": "models",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from tigon import __version__
+from tigon.version import __version__
 
 CACHES = ("dynamic", "static", "quantized")
 OFFLINE = "set HF_HUB_OFFLINE=1, or name a local directory in place of the model"
@@ -170,16 +170,41 @@ def _add_runs(commands: Any) -> None:
 
     p = commands.add_parser("plan", help="which layout a run on many GPUs should have, on paper")
     p.add_argument(
-        "model", help="a directory, a hub repository or a config.json; nothing is loaded"
+        "model",
+        metavar="MODEL",
+        help="a directory, a hub repository or a config.json; no weights are read",
     )
-    p.add_argument("--gpus", type=int, required=True, metavar="N")
-    p.add_argument("--gpu", default="h200", metavar="NAME", help="h100 or h200 (default)")
-    p.add_argument("--seq-len", type=int, required=True, metavar="T", help="tokens of a row")
     p.add_argument(
-        "--batch-tokens", type=int, metavar="N", help="of a step (default: a row for each GPU)"
+        "--gpus", type=int, required=True, metavar="N", help="GPUs of the run, over all hosts"
     )
-    p.add_argument("--settings", nargs="+", default=[], metavar="key=value", help="as for train")
-    p.add_argument("--most", type=int, default=8, metavar="N", help="layouts to show (default: 8)")
+    p.add_argument(
+        "--gpu", default="h200", metavar="NAME", help="which GPU: h100 or h200 (default: h200)"
+    )
+    p.add_argument(
+        "--seq-len",
+        type=int,
+        required=True,
+        metavar="T",
+        help="tokens in a row: tigon train's seq_len",
+    )
+    p.add_argument(
+        "--batch-tokens",
+        type=int,
+        metavar="N",
+        help="tokens in a step, over all GPUs: tigon train's batch_size x seq_len (default: a row "
+        "for each GPU)",
+    )
+    p.add_argument(
+        "--settings",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings of tigon train, such as param_dtype=bfloat16 optimizer=adamw_8bit; one that "
+        "a plan does not use is an error (default: tigon train's defaults)",
+    )
+    p.add_argument(
+        "--most", type=int, default=8, metavar="N", help="layouts to show, at most (default: 8)"
+    )
     p.set_defaults(run="plan")
 
     p = commands.add_parser("report", help="a page of a run, or of several side by side")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tigon import __version__
 from tigon.chat import Chat, put, talk
 from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
@@ -27,6 +26,7 @@ from tigon.train.merge import as_merged_directory, export_merged, is_adapter
 from tigon.train.parallel import World
 from tigon.train.plan import make_plan, read_job, show
 from tigon.train.push import push as push_folder
+from tigon.version import __version__
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")

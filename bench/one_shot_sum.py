@@ -44,7 +44,7 @@ def show(record: Record) -> str:
         [name, *(figure(of[n]["us"]) if "us" in of[n] else harness.failure(of[n]) for n in tokens)]
         for name, of in ways.items()
     ]
-    table = markdown(["microseconds of a sum", *(f"{n} tokens" for n in tokens)], rows)
+    table = markdown(["microseconds of a sum, by tokens", *tokens], rows)
     return f"{heading(record, {})}.\n\n{table}"
 
 

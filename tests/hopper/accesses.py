@@ -20,7 +20,7 @@ WIDE = {
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
     "expert_rows: expert_rows._spread_kernel": [8, 0],  # rows of tokens; few numbers of each
     "expert_rows: expert_rows._combine_kernel": [4, 0],
-    "one_shot_sum torch.bfloat16: one_shot_sum._kernel": [4],  # without what it waits for
+    "one_shot_sum torch.bfloat16: one_shot_sum._one_shot_kernel": [4],  # without what it waits for
     "rms_norm again: rms_norm._forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],
     "qk_norm_rope in place, narrow: rope._rope_kernel": [0],  # fewer numbers than threads

@@ -28,7 +28,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed, fp32, several tokens": PACKED | {"dtype": FP32, "T": 4},
     "packed, several tokens, window, softcap": PACKED | {"T": 4, "window": 300, "softcap": 50.0},
     "whole, odd": {"B": 16, "D": 80},
+    "rotated": {"turned": 128},
+    "rotated, more tokens": {"turned": 128, "T": 8},
+    "rotated in part, fp32, several tokens": {"turned": 24, "dtype": FP32, "T": 4},
     "packed, whole, odd": PACKED | {"B": 16, "D": 80},
+    "with room for the next kernels": {"H": 4, "K": 1, "window": 32},
     "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
 }
 
@@ -43,6 +47,7 @@ def _append(
     kept: torch.dtype | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    turned: int | None = None,  # dims that are yet to be rotated
 ) -> None:
     q = zeros(B, T, H, D, dtype=dtype)
     k, v = (zeros(B, T, K, D, dtype=dtype) for _ in range(2))
@@ -50,4 +55,5 @@ def _append(
     keys, values = (zeros(1, K, 1024, D, dtype=kept or dtype).expand(B, -1, -1, -1) for _ in "kv")
     scales = [None if kept is None else zeros(B, K, 1024, dtype=FP32) for _ in "kv"]
     lengths = zeros(B, dtype=torch.int32)
-    _forward(q, k, v, keys, values, *scales, lengths, window, softcap, D**-0.5)
+    angles = [None if turned is None else zeros(1, T, turned // 2, dtype=FP32) for _ in range(2)]
+    _forward(q, k, v, keys, values, *scales, lengths, window, softcap, D**-0.5, *angles)

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 
 from tests.hopper.compiling import Forms
-from tests.hopper.tensors import BF16, FP16, FP32, zeros
+from tests.hopper.tensors import BF16, FP16, FP32, INT64, zeros
 from tigon.kernels._cross_entropy_rows import loss_rows
 from tigon.kernels._divergence_rows import divergence_rows, logit_masses
 from tigon.kernels._logits import PLAIN, Gradient, Options, rescale, rescale_, rescale_and_join
+from tigon.kernels._vocabulary import VocabularyShard
+from tigon.kernels.embedding_rows import embedding_rows
+from tigon.kernels.likeliest import likeliest
 
 
 def forms() -> Forms:
@@ -24,6 +27,15 @@ def forms() -> Forms:
         yield f"rescale {name} in place", partial(rescale_, x, factor)
     x, y = zeros(64, 64, dtype=FP32), zeros(60, 64, dtype=FP32)
     yield "rescale and join", partial(rescale_and_join, x, y, factor, BF16)
+    for name, dtype in DTYPES.items():
+        yield f"likeliest {name}", partial(likeliest, zeros(8, 8192, dtype=dtype))
+        yield f"embedding_rows {name}", partial(_embedding_rows, dtype)
+
+
+def _embedding_rows(dtype: torch.dtype) -> None:
+    shard = VocabularyShard.of("none", 2, 64, 64, 128)
+    with torch.no_grad():
+        embedding_rows(zeros(1, 1, dtype=INT64), zeros(64, 2048, dtype=dtype), shard)
 
 
 DTYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}

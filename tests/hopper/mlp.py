@@ -59,6 +59,10 @@ def forms() -> Forms:
     yield "expert_rows", _expert_rows
     for dtype in one_shot_sum.BITS:
         yield f"one_shot_sum {dtype}", partial(_one_shot_sum, dtype)
+        yield f"one_shot_join {dtype}", partial(_one_shot_sum, dtype, 128)
+        for C in (4096, 5120):
+            yield f"one_shot_norm {C} {dtype}", partial(_one_shot_norm, dtype, C)
+    yield "one_shot_norm of a row, Gemma's", partial(_one_shot_norm, BF16, 2304, 1, 1.0, False)
 
 
 def _rows_and_maxima(C: int) -> None:
@@ -91,8 +95,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "gelu, bias": {"act": "gelu", "bias": True},
     "gelu_tanh, fp32": {"act": "gelu_tanh", "dtype": FP32},
     "odd": {"C": 1000},
-    "several steps": {"C": 8192},
-    "several odd steps, silu, bias": {"C": 5000, "act": "silu", "bias": True},
+    "wide": {"C": 14336},
+    "wide, odd, silu, bias": {"C": 5000, "act": "silu", "bias": True},
+    "several steps": {"C": 20480},
+    "several odd steps, silu, bias": {"C": 9000, "act": "silu", "bias": True},
 }
 
 
@@ -164,13 +170,29 @@ def _expert_rows() -> None:
         combine_rows(rows, places, None, 3)
 
 
-def _one_shot_sum(dtype: torch.dtype) -> None:
-    """A token's 4,096 elements over two ranks."""
+def _buffers(dtype: torch.dtype) -> one_shot_sum.Buffers:
+    """Of two ranks."""
     shape = one_shot_sum.TURNS, 2, one_shot_sum.P * one_shot_sum.S
     own = zeros(*shape, dtype=one_shot_sum.BITS[dtype])
     addresses, turns = zeros(2, dtype=torch.int64), zeros(one_shot_sum.P, dtype=INT32)
-    buffers = one_shot_sum.Buffers(own, addresses, turns, 0, dtype)
-    one_shot_sum.one_shot_sum(zeros(4096, dtype=dtype), buffers)
+    return one_shot_sum.Buffers(own, addresses, turns, 0, dtype)
+
+
+def _one_shot_norm(
+    dtype: torch.dtype, C: int, N: int = 2, offset: float = 0.0, before: bool = True
+) -> None:
+    x, stream, weight = zeros(N, C, dtype=dtype), zeros(N, C, dtype=dtype), zeros(C, dtype=dtype)
+    buffers = _buffers(dtype)
+    one_shot_sum.one_shot_norm(x, stream, weight, 1e-5, buffers, offset=offset, before=before)
+
+
+def _one_shot_sum(dtype: torch.dtype, size: int | None = None) -> None:
+    """A token's 4,096 elements."""
+    buffers = _buffers(dtype)
+    if size is None:
+        one_shot_sum.one_shot_sum(zeros(4096, dtype=dtype), buffers)
+    else:
+        one_shot_sum.one_shot_join(zeros(2, 64, dtype=dtype), 64, size, buffers)
 
 
 EXPERTS: dict[str, dict[str, Any]] = {

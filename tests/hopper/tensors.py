@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-INT32 = torch.int32
+INT32, INT64 = torch.int32, torch.int64
 
 
 def zeros(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tigon.kernels import kv_buffers
 from tigon.kernels.append_attention import MOST_TOKENS, append_attention, append_attention_ref
 from tigon.kernels.kv_buffers import KVBuffers, append_tokens
+from tigon.kernels.rope import rope
 
 OWN = sys.modules["tigon.kernels.append_attention"]
 CUDA = torch.cuda.is_available()
@@ -240,6 +241,36 @@ def test_int8_is_that_of_the_definition(path: str) -> None:
     assert found.keys.abs().amax() == 127
 
 
+@pytest.mark.parametrize("t", [1, 3, MOST_TOKENS + 2])
+@pytest.mark.parametrize("rotated", [0, 6, D])
+@int8
+def test_angles(int8: bool, rotated: int, t: int) -> None:
+    """As `rope` before it, for views of one projection; each row has its own angles, or all rows
+    have the same ones."""
+    for batch, dtype in itertools.product((3, 1), (torch.float32, torch.float16)):
+        rows = Rows([5, 0, 12], 40, int8=int8)
+        q, k, v = rows.new(t)
+        packed = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+        heads = packed.unflatten(-1, (H + 2 * K, D)).split((H, K, K), 2)
+        turns = torch.randn(batch, t, rotated // 2)
+        angles = turns.cos().to(dtype), turns.sin().to(dtype)
+        expected = KVBuffers(*(x if x is None else x.clone() for x in rows.buffers))
+        wanted = append_attention(*rope(q, k, *angles), v, expected, rows.lengths)
+        found = append_attention(*heads, rows.buffers, rows.lengths, angles=angles)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        for a, b in zip(rows.buffers, expected, strict=True):
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+def test_angles_that_do_not_fit() -> None:
+    rows = Rows([5, 0, 12], 40)
+    for tokens, dims, said in (2, D // 2, r"are not \[B or 1"), (1, D, f"rotates {2 * D} dims"):
+        angles = torch.zeros(1, tokens, dims), torch.zeros(1, tokens, dims)
+        with pytest.raises(ValueError, match=said):
+            append_attention(*rows.new(1), rows.buffers, rows.lengths, angles=angles)
+
+
 @int8
 def test_views(int8: bool) -> None:
     """Rows of a larger cache, of one laid out [B, R, K, D]; q, k and v of one projection."""
@@ -443,6 +474,7 @@ def test_registered_op(path: str, int8: bool) -> None:
         for x in rows.buffers:  # NaN is never equal to itself
             if x is not None and x.is_floating_point():
                 x.nan_to_num_()
-        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3)
+        angles = (None, None) if int8 else torch.randn(2, 1, 2, D // 2).unbind()
+        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles)
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(OWN._forward.op, args, test_utils=tests)

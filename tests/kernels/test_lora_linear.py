@@ -81,6 +81,16 @@ def test_definition(parts: str, dtype: torch.dtype) -> None:
         assert_as_near(found, lora_linear_ref(row, *given), exact(case, row))
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_rows_that_are_not_next_to_each_other(drops: bool) -> None:
+    case = Case("all", torch.float32)
+    function = partial(lora_linear, dropout=dropped() if drops else None)
+    expected = case.run(function)
+    found = case.run(function, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("plain", [True, False])
 def test_dropout(dtype: torch.dtype, plain: bool) -> None:

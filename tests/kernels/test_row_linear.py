@@ -6,10 +6,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tigon.kernels.gated_act import Activation, gated_act_ref
-from tigon.kernels.row_linear import PART, launch_for, linear, row_linear, takes_row
+from tigon.kernels.row_linear import PART, TILE, launch_for, linear, row_linear, takes_row
 
 # N, C: less than a tile, several of them, one row, columns that fill no block, several steps
-SHAPES = [(48, 64), (37, 96), (1, 64), (29, 2560), (13, 4096), (21, 6144), (9, 9216), (5, 14336)]
+SHAPES = [
+    (48, 64),
+    (37, 96),
+    (1, 64),
+    (29, 2560),
+    (13, 4096),
+    (21, 6144),
+    (9, 9216),
+    (5, 14336),
+    (3, 18944),
+]
 KINDS: list[tuple[Activation | None, bool]] = [
     (None, False),
     (None, True),
@@ -51,7 +61,9 @@ def test_values(n: int, c: int, bias: bool, act: Activation | None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("act", [None, "silu"])
-@pytest.mark.parametrize(("n", "c"), [(6144, 4096), (4096, 14336), (1152, 6912), (100, 640)])
+@pytest.mark.parametrize(
+    ("n", "c"), [(6144, 4096), (4096, 14336), (4096, 7168), (1152, 6912), (100, 640)]
+)
 @torch.no_grad()
 def test_half_precision_is_as_exact_as_torch(
     n: int, c: int, act: Activation | None, dtype: torch.dtype
@@ -177,3 +189,5 @@ def test_a_tile_covers_whole_rows() -> None:
             launch = launch_for(c, factors)
             assert launch.rows >= 1
             assert launch.block & (launch.block - 1) == 0
+            assert launch.rows * launch.block * factors <= TILE
+            assert launch.block >= c or c * factors > 8192  # a row in one step

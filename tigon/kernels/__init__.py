@@ -8,10 +8,12 @@ from tigon.kernels.append_attention import append_attention, append_attention_re
 from tigon.kernels.attention import AttentionMask, attention, attention_ref
 from tigon.kernels.criteria import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.cross_entropy import cross_entropy, cross_entropy_ref, divergence, kl_ref
+from tigon.kernels.embedding_rows import embedding_rows, embedding_rows_ref
 from tigon.kernels.fp8_linear import fp8_linear, fp8_linear_ref
 from tigon.kernels.gated_act import gated_act, gated_act_ref
 from tigon.kernels.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.kv_buffers import KVBuffers
+from tigon.kernels.likeliest import likeliest, likeliest_ref
 from tigon.kernels.linear_criteria import (
     linear_cross_entropy,
     linear_cross_entropy_ref,
@@ -44,6 +46,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_ref",
     "divergence",
+    "embedding_rows",
+    "embedding_rows_ref",
     "fp8_linear",
     "fp8_linear_ref",
     "gated_act",
@@ -51,6 +55,8 @@ __all__ = [
     "grouped_mlp",
     "grouped_mlp_ref",
     "kl_ref",
+    "likeliest",
+    "likeliest_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "linear_kl",

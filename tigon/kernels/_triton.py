@@ -113,15 +113,29 @@ def _increment(x):
 
 
 @triton.jit
-def pdl_wait(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """Lets the next kernel start, and waits until the previous kernel's results are visible.
 
     A kernel launched with `pdl_options` calls it before it reads what another kernel wrote, even if
-    that was not the previous one.
+    that was not the previous one. LATE: the next kernel starts after the wait, so that weights
+    which it prefetches do not delay what this one loads.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+_early_start = True
+
+
+def no_early_start() -> None:
+    """For the rest of the process, before weights are gathered: kernels that read weights before
+    they wait would not be certain to see what the copies just before have written."""
+    global _early_start
+    _early_start = False
 
 
 @functools.cache
@@ -134,8 +148,10 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     kernel may start before the previous one has ended, for small `x` on sm_90 and newer.
 
     It hides the microseconds between two kernels, which are much of the time of a decoding step and
-    nothing beside large kernels.
+    nothing beside large kernels. None after `no_early_start`.
     """
+    if not _early_start:
+        return {"PDL": False}
     if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
         return {"PDL": False}
     return {"PDL": True, "launch_pdl": True}

@@ -4,12 +4,14 @@
 # D head dim
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.kernels._check import has_values
+from tigon.kernels._running_softmax import combine_kernel, fold
 from tigon.kernels._triton import (
     INTERPRETED,
     check_devices,
@@ -21,8 +23,9 @@ from tigon.kernels._triton import (
     tl,
     triton,
 )
-from tigon.kernels.kv_buffers import KVBuffers, check_buffers, floats, load_packed, unpack, write
-from tigon.kernels.rope import adjacent
+from tigon.kernels.kv_buffers import KVBuffers, check_buffers, floats, load_packed, write
+from tigon.kernels.rope import adjacent, check_angles, load_rotated, rope
+from tigon.kernels.rope import angles as strided_angles
 
 # What the kernel takes at once; more go in parts
 MOST_TOKENS = 16
@@ -73,41 +76,6 @@ def append_attention_ref(
 
 
 @triton.jit
-def _fold(queries, tile, seen, state, scale, softcap, PACKED):
-    """One tile of tokens into the running softmax, whose exponents are of two.
-
-    `queries`, and `out` of the state, have their even dims and their odd ones, PACKED alone.
-    """
-    q, q_high = queries
-    k, v, k_scales, v_scales = tile
-    best, total, out, out_high = state
-    if PACKED:
-        low, high = unpack(k, q.dtype)
-        scores = tl.dot(q, low.T, input_precision="ieee")
-        scores = tl.dot(q_high, high.T, scores, input_precision="ieee") * scale
-        scores *= k_scales[None, :]
-    else:
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale
-    if softcap is not None:  # tanh(y) = 2 sigmoid(2 y) - 1
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
-    scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 1))
-    # A query that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf + inf) is not
-    shift = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(scores - shift[:, None])
-    shrink = tl.exp2(best - shift)
-    total = total * shrink + tl.sum(p, 1)
-    if PACKED:
-        p = (p * v_scales[None, :]).to(q.dtype)
-        low, high = unpack(v, q.dtype)
-        out = tl.dot(p, low, out * shrink[:, None], input_precision="ieee")
-        out_high = tl.dot(p, high, out_high * shrink[:, None], input_precision="ieee")
-    else:
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-    return higher, total, out, out_high
-
-
-@triton.jit
 def _append_attention_kernel(
     q,  # these three: pointer, strides per row, token and head
     k,
@@ -117,6 +85,7 @@ def _append_attention_kernel(
     key_scales,
     value_scales,
     lengths,
+    angles,  # that q and k are yet to be rotated by, as `rope` takes them, or None
     y,  # [B, T, H, D]; of several splits [B, T, H, splits, D] in fp32
     logsums,  # [B, T, H, splits], base 2
     R,
@@ -134,6 +103,9 @@ def _append_attention_kernel(
     STAGES: tl.constexpr,
     PACKED: tl.constexpr,
     WHOLE: tl.constexpr,
+    HALF: tl.constexpr,  # of the dims that are rotated
+    EVEN: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Some queries of one kv head over one share of the tokens that they see.
@@ -144,7 +116,7 @@ def _append_attention_kernel(
     PACKED caches are int8: `keys` and `values` point to int16, each of two adjacent dims, as tensor
     cores want pairs; a tile then holds either the even dims or the odd ones.
     """
-    pdl_wait(PDL)
+    pdl_wait(PDL, LATE)
     G: tl.constexpr = H // K
     split, splits = tl.program_id(1), tl.num_programs(1)
     row, head = (tl.program_id(0) // K).to(tl.int64), tl.program_id(0) % K
@@ -155,9 +127,15 @@ def _append_attention_kernel(
     EACH: tl.constexpr = 2 if PACKED else 1
     dims = tl.arange(0, WIDTH // EACH)
     asked = (m < T * G)[:, None] & (dims < D // EACH)[None, :]
-    q_at = q[0] + row * q[1] + t[:, None] * q[2] + h[:, None] * q[3] + EACH * dims[None, :]
-    queries = tl.load(q_at, mask=asked, other=0.0)
-    queries_high = tl.load(q_at + 1, mask=asked, other=0.0) if PACKED else queries
+    q_heads = q[0] + row * q[1] + t[:, None] * q[2] + h[:, None] * q[3]
+    if angles is not None:
+        turns = row * angles[2] + t[:, None] * angles[3]
+        queries = load_rotated(q_heads, dims, asked, angles, turns, HALF, EVEN)
+    else:
+        queries = tl.load(q_heads + EACH * dims[None, :], mask=asked, other=0.0)
+    queries_high = queries
+    if PACKED:
+        queries_high = tl.load(q_heads + EACH * dims[None, :] + 1, mask=asked, other=0.0)
 
     row_keys = keys[0] + row * keys[1] + head.to(tl.int64) * keys[2]
     row_values = values[0] + row * values[1] + head.to(tl.int64) * values[2]
@@ -174,20 +152,24 @@ def _append_attention_kernel(
     if split == 0:
         new = tl.arange(0, TOKENS)
         there = (new < T)[:, None] & (dims < D // EACH)[None, :]
-        k_at = k[0] + row * k[1] + head * k[3] + new[:, None] * k[2] + EACH * dims[None, :]
+        k_heads = k[0] + row * k[1] + head * k[3] + new[:, None] * k[2]
         v_at = v[0] + row * v[1] + head * v[3] + new[:, None] * v[2] + EACH * dims[None, :]
         if PACKED:
-            k_new, k_scale = load_packed(k_at, there)
+            k_new, k_scale = load_packed(k_heads + EACH * dims[None, :], there)
             v_new, v_scale = load_packed(v_at, there)
         else:
-            k_new = tl.load(k_at, mask=there, other=0.0)
+            if angles is not None:
+                k_turns = row * angles[2] + new[:, None] * angles[3]
+                k_new = load_rotated(k_heads, dims, there, angles, k_turns, HALF, EVEN)
+            else:
+                k_new = tl.load(k_heads + dims[None, :], mask=there, other=0.0)
             v_new = tl.load(v_at, mask=there, other=0.0)
             k_scale, v_scale = None, None
         seen = new[None, :] <= t[:, None]
         if window is not None:
             seen = seen & (new[None, :] > t[:, None] - window)
         tile, state = (k_new, v_new, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = _fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
         if tl.program_id(2) == 0:
             slots = ((length + new) % R).to(tl.int64)
             k_to = row_keys + slots[:, None] * keys[3] + dims[None, :]
@@ -223,7 +205,7 @@ def _append_attention_kernel(
         if window is not None and T > 1:
             seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
         tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
-        best, total, out, out_high = _fold(pair, tile, seen, state, scale, softcap, PACKED)
+        best, total, out, out_high = fold(pair, tile, seen, state, scale, softcap, PACKED)
 
     at = (row * T + t) * H + h
     total = tl.maximum(total, 1.0)  # as it is, unless a query saw nothing: 0 of weight 2^-inf
@@ -234,28 +216,6 @@ def _append_attention_kernel(
     tl.store(y, (out / total[:, None]).to(y.dtype.element_ty), mask=asked)
     if PACKED:
         tl.store(y + 1, (out_high / total[:, None]).to(y.dtype.element_ty), mask=asked)
-
-
-@triton.jit
-def _combine_kernel(
-    parts,  # [N * H, splits, D]
-    logsums,  # [N * H, splits]
-    y,  # [N * H, D]
-    splits,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    pdl_wait(PDL)
-    head = tl.program_id(0).to(tl.int64)
-    i, columns = tl.arange(0, SPLITS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    logsum = tl.load(logsums + head * splits + i, mask=i < splits, other=float("-inf"))
-    weight = tl.exp2(logsum - tl.max(logsum))
-    mask = (i < splits)[:, None] & (columns < D)[None, :]
-    at = (head * splits + i)[:, None] * D + columns[None, :]
-    out = tl.sum(weight[:, None] * tl.load(parts + at, mask=mask, other=0.0), 0) / tl.sum(weight)
-    tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
 
 
 class Launch(NamedTuple):
@@ -309,9 +269,12 @@ def _forward(
     window: int | None,
     softcap: float | None,
     scale: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> Tensor:
     b, t, h, d = q.shape
     kv_heads, slots = keys.shape[1:3]
+    half = 0 if cos is None else cos.shape[-1]
     y = _output(q)
     width = max(32, triton.next_power_of_2(d))
     launch = _launch_for(q.dtype, keys.dtype, width)
@@ -331,6 +294,7 @@ def _forward(
         *(_with_strides(adjacent(x)) for x in (q, k, v)),
         *(_with_strides(x) for x in (keys, values, key_scales, value_scales)),
         lengths.contiguous(),
+        None if cos is None or sin is None else strided_angles(cos, sin),
         parts,
         logsums,
         slots,
@@ -348,6 +312,9 @@ def _forward(
         STAGES=launch.stages,
         PACKED=key_scales is not None,
         WHOLE=whole,
+        HALF=half,
+        EVEN=math.gcd(half, 16),
+        LATE=4 * groups * splits <= 3 * places,  # there is room for the next kernels' programs
         num_warps=4,
         **pdl_options(q),
     )
@@ -356,7 +323,7 @@ def _forward(
         columns = min(width, max(32, 2048 // rows))
         grid = (b * t * h, triton.cdiv(d, columns))
         sizes = {"D": d, "SPLITS": rows, "COLUMNS": columns}
-        _combine_kernel[grid](parts, logsums, y, splits, **sizes, num_warps=2, **pdl_options(q))
+        combine_kernel[grid](parts, logsums, y, splits, **sizes, num_warps=2, **pdl_options(q))
     return y
 
 
@@ -370,11 +337,13 @@ def append_attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    angles: tuple[Tensor, Tensor] | None = None,  # cos and sin [B or 1, T, R/2]
 ) -> Tensor:
     """Append T tokens to every row of the cache and attend causally: [B, T, H, D].
 
     Row r holds lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` stays
     as it is. A window of W sees W tokens, the query's own among them. `scale` is D ** -0.5 if None.
+    With `angles`, q and k are first rotated, as by `rope`.
     Full buffers are a ring, whose last R tokens are seen: that is everything if R is at least
     lengths[r] + T or, with a window, W + T - 1. Slots without a token are never looked at. int8
     buffers hold, and this very call sees, the new tokens rounded.
@@ -389,21 +358,33 @@ def append_attention(
     _check(q, k, v, buffers, lengths)
     if not q.numel():
         return torch.empty_like(q)
-    if not _triton_serves(q, buffers):
+    served = _triton_serves(q, buffers)
+    if angles is not None and not (served and rotates(q.shape[1], buffers)):
+        (q, k), angles = rope(q, k, *angles), None
+    if not served:
         return append_attention_ref(
             q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] <= MOST_TOKENS:
-        return _forward(q, k, v, *buffers, lengths, window, softcap, scale)
+        cos, sin = (None, None) if angles is None else angles
+        if cos is not None and sin is not None:
+            check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
+        return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin)
     parts = zip(*(x.split(MOST_TOKENS, 1) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
-            _forward(*part, *buffers, lengths + i * MOST_TOKENS, window, softcap, scale)
+            _forward(*part, *buffers, lengths + i * MOST_TOKENS, window, softcap, scale, None, None)
             for i, part in enumerate(parts)
         ],
         1,
     )
+
+
+def rotates(tokens: int, buffers: KVBuffers) -> bool:
+    """Whether the kernel can rotate, too: not pairs of int8, nor more tokens than it takes at
+    once."""
+    return buffers.key_scales is None and tokens <= MOST_TOKENS
 
 
 def _triton_serves(q: Tensor, buffers: KVBuffers) -> bool:

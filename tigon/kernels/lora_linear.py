@@ -129,7 +129,8 @@ def _sum(
     firsts, bs, scales = zip(*additions, strict=True)
     y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
     y.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
-    return y.view(*x.shape[:-1], -1)
+    # No view: FSDP2 warns of views among what a module returns
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _of_x(x: Tensor, a: Tensor, dropout: Dropout | None) -> Tensor:
@@ -177,7 +178,8 @@ def _low_rank_gradients(
 def _of_a(du: Tensor, x: Tensor, dropout: Dropout | None) -> Tensor:
     """dA [R, C], of dU [N, R] and x [..., C]."""
     x = x if dropout is None else drop(x, dropout)
-    return long_sum(du.t(), x.view(-1, x.shape[-1]))
+    # Attention of more ranks than share its heads returns rows that are not next to each other
+    return long_sum(du.t(), x.reshape(-1, x.shape[-1]))
 
 
 class _Call(NamedTuple):

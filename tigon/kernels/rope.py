@@ -116,6 +116,27 @@ def load_angles(angles, batch, token, HEADS, HALF, BLOCK):
 
 
 @triton.jit
+def load_rotated(heads, dims, mask, angles, at, HALF: tl.constexpr, EVEN: tl.constexpr):
+    """Dims of heads [HEADS, 1], rotated in halves: [HEADS, BLOCK]. Rounded as `rope`
+    rounds, but for the last bit where the compiler fuses a product with the sum.
+
+    `at` [HEADS, 1] says where the angles of a head's token begin. EVEN divides HALF.
+    """
+    inside = mask & (dims < 2 * HALF)[None, :]
+    angle = tl.where(dims < HALF, dims, dims - HALF)
+    other = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    # What Triton cannot tell: both are consecutive in parts of EVEN
+    angle = tl.max_contiguous(tl.multiple_of(angle, EVEN), EVEN)[None, :]
+    other = tl.max_contiguous(tl.multiple_of(other, EVEN), EVEN)[None, :]
+    x = tl.load(heads + dims[None, :], mask=mask, other=0.0)
+    y = tl.load(heads + other, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(angles[0] + at + angle, mask=inside, other=1.0).to(tl.float32)
+    s = tl.load(angles[1] + at + angle, mask=inside, other=0.0).to(tl.float32)
+    s = tl.where((dims < HALF)[None, :], -s, s)
+    return (x.to(tl.float32) * c + y * s).to(x.dtype)
+
+
+@triton.jit
 def effective(weight, offset, AFTER):
     """offset + weight in fp32, rounded where the definition of the norm rounds it."""
     total = weight.to(tl.float32) + offset

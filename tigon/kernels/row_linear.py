@@ -5,8 +5,9 @@
 The time is that of reading the weight: 2 N C bytes in bf16, for as many operations. Each
 multiprocessor runs a few programs, which walk over the weight and prefetch the next tile. With
 programmatic dependent launch (`pdl_wait`) a program starts as soon as the previous kernel leaves
-room, and loads its first tile before it waits for that kernel's results, on which weights do not
-depend. `linear` chooses between this kernel and torch, and splits few rows on a CPU.
+room, and loads its first tile before it waits for that kernel's results. So no kernel before it may
+write weights: FSDP2, which gathers them, turns the early start off (`no_early_start`). `linear`
+chooses between this kernel and torch, and splits few rows on a CPU.
 """
 
 import functools
@@ -29,7 +30,7 @@ from tigon.kernels._triton import (
 )
 from tigon.kernels.gated_act import Activation, act_and_slope, check_act, gated_act_ref
 
-BLOCK = 4096  # most columns of a tile
+BLOCK, TILE = 4096, 16384  # columns, and elements of a tile
 PART = 2**18  # on a CPU: elements of a weight that each thread reads at a time
 
 
@@ -51,9 +52,10 @@ def launch_for(C: int, factors: int) -> Launch:
     block = power_of_2(C)
     if block <= BLOCK:
         return Launch(max(8192 // block // factors, 1), block, warps=4, per_sm=4)
-    # Several steps for a row: no lane idle in any of them, if that can be had
-    block = next((b for b in (BLOCK, BLOCK // 2, BLOCK // 4) if C % b == 0), BLOCK)
-    return Launch(16384 // block // factors, block, warps=8, per_sm=2)
+    # A whole row with idle lanes behind it is faster than several steps that have none
+    if block * factors > TILE:
+        block = BLOCK
+    return Launch(TILE // block // factors, block, warps=8, per_sm=2)
 
 
 def row_linear_ref(

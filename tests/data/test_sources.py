@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tigon.data import Entry, blocks, find_sources, lines, tables
+from tigon.data import Entry, blocks, find_sources, formats, lines, tables
 
 ROWS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
@@ -284,3 +284,21 @@ def test_missing_extras_say_what_to_install(
             monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
         with pytest.raises(ImportError, match=rf"{name}.* needs pip install 'tigon\[data\]'"):
             rows(tmp_path / name)
+
+
+def test_a_sample_tells_contents_of_one_size_apart(tmp_path):
+    """By both ends of a file, and by what is between them, as far as pieces reach."""
+    content = bytes(100) * 1000
+    found = set()
+    for at in (None, 0, 50_000, len(content) - 1):
+        changed = bytearray(content)
+        if at is not None:
+            changed[at] = 1
+        (tmp_path / "rows.jsonl").write_bytes(changed)
+        source = lines.JsonFile(str(tmp_path / "rows.jsonl"), formats.Format())
+        assert source.size() == len(content)
+        found.add(source.sample(50))
+    assert len(found) == 4
+    (tmp_path / "small.jsonl").write_bytes(b"{}")
+    assert lines.JsonFile(str(tmp_path / "small.jsonl"), formats.Format()).sample(50)
+    assert lines.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""

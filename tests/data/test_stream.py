@@ -164,7 +164,7 @@ def test_a_stream_goes_on_where_a_checkpoint_says(entries, weights, root):
                 assert_equal(a, b)
         for rank in ranks:
             rank.close()
-        assert not (root / "streams/shared").exists()
+        assert not [*root.glob("streams/*/shared")]
 
 
 def test_a_source_that_was_edited_under_its_name_is_noticed(entries):
@@ -246,13 +246,24 @@ def test_errors_of_a_stream_reach_every_rank(entries, tmp_path):
 
 
 def test_streams_of_killed_processes_are_deleted(root):
-    left = root / "streams/left"
-    left.mkdir(parents=True)
-    (left / "lock").touch()
     mine = stream_directory()
-    assert not left.exists()
+    left = mine.with_name("left")
+    left.mkdir()
+    (left / "lock").touch()
     other = stream_directory()
+    assert not left.exists()
     assert mine.exists() and other != mine
+
+
+def test_hosts_that_share_a_cache_have_streams_of_their_own(root, monkeypatch):
+    """As containers, whose processes have the same numbers; locks may not reach other hosts."""
+    monkeypatch.setattr("socket.gethostname", lambda: "one")
+    one = stream_directory("1-run")
+    left = one.with_name("of-one")
+    left.mkdir()
+    monkeypatch.setattr("socket.gethostname", lambda: "two")
+    assert stream_directory("1-run") != one
+    assert one.exists() and left.exists()
 
 
 def test_split_text_is_the_same_in_windows(entries):

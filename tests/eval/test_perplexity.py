@@ -219,3 +219,26 @@ def test_files_that_cannot_be(
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         perplexity(model, tokenizer, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_an_error(
+    directory: Path, tokenizer: tigon.Tokenizer, texts: list[str], value: float
+) -> None:
+    model = tigon.from_pretrained(str(directory))
+    with torch.no_grad():
+        model.model.norm.weight[0] = value
+    with pytest.raises(
+        ValueError, match=r"the loss of \d+ of the windows is nan: look for nan, inf"
+    ):
+        perplexity(model, tokenizer, texts)
+
+
+def test_a_loss_whose_exponential_is_too_large(
+    directory: Path, tokenizer: tigon.Tokenizer, texts: list[str]
+) -> None:
+    model = tigon.from_pretrained(str(directory))
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1e5)
+    found = perplexity(model, tokenizer, texts)
+    assert found.loss > 709 and found.perplexity == math.inf

@@ -11,6 +11,7 @@ from torch import Tensor
 from tigon.kernels import use
 from tigon.kernels.append_attention import append_attention, append_attention_ref
 from tigon.kernels.kv_buffers import KVBuffers, append_tokens
+from tigon.kernels.rope import rope
 
 pytestmark = pytest.mark.gpu
 OWN = sys.modules["tigon.kernels.append_attention"]
@@ -111,6 +112,27 @@ def test_windows(
 
 
 @INT8
+@DTYPES
+@pytest.mark.parametrize(("dim", "rotated"), [(128, 128), (80, 20), (256, 256)])
+def test_angles(dim: int, rotated: int, dtype: torch.dtype, int8: bool) -> None:
+    """As `rope` before it, but for the last bit where a product and a sum are rounded once."""
+    for t, batch in itertools.product((1, 5), (1, 3)):
+        lengths = torch.tensor([0, 300, 77], dtype=torch.int32)
+        buffers = filled(lengths, (3, 2, 320, dim), dtype, int8)
+        other = copy(buffers)
+        q, k, v = torch.randn(3, t, 12, dim, dtype=dtype).split((8, 2, 2), 2)
+        turns = torch.randn(batch, t, rotated // 2)
+        angles = turns.cos().to(dtype), turns.sin().to(dtype)
+        expected = append_attention(*rope(q, k, *angles), v, other, lengths)
+        found = append_attention(q, k, v, buffers, lengths, angles=angles)
+        eps = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+        assert (found - expected).norm() <= eps * expected.norm()
+        keys, wanted = (x.keys.float().nan_to_num(7) for x in (buffers, other))
+        assert (keys - wanted).norm() <= eps * wanted.norm()
+        assert_same(buffers._replace(keys=other.keys), other)
+
+
+@INT8
 @pytest.mark.parametrize(
     ("rows", "context"), [(1, 1024), (1, 60_000), (2, 300), (8, 8000), (64, 1024), (300, 200)]
 )
@@ -175,7 +197,7 @@ def test_offsets_past_32_bits() -> None:
 
 
 def test_other_lengths_and_batches_compile_nothing() -> None:
-    kernels = OWN._append_attention_kernel, OWN._combine_kernel
+    kernels = OWN._append_attention_kernel, OWN.combine_kernel
     counts = []
     # Of more than 66 rows each is one share, whose sum is another variant of the kernel
     for rows, slots in ((64, 1024), (64, 2048), (48, 4096), (24, 1280)):

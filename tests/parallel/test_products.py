@@ -47,21 +47,50 @@ def perturbed(directory: Path, **values: Any) -> Path:
     return directory
 
 
+def one_and_four(
+    workspace: Any,
+    name: str,
+    kind: str,
+    changes: dict[str, Any],
+    parallel: dict[str, int],
+    **own: Any,
+) -> list[list[str]]:
+    """Settings of a run on one rank, and of the same run on four."""
+    values = SIZES | changes | {"model_type": kind, "vocab_size": 321, "pad_token_id": 0}
+    values["max_position_embeddings"] = 128
+    path = perturbed(workspace.root / name.replace(" ", "-"), **values)
+    same = {"seq_len": 67, "steps": 5, "lr": 0.3, "optimizer": "sgd", "max_grad_norm": 0.5}
+    same |= {"weight_decay": 0.01, "export": "true", "log_every": 1, "model": path} | own
+    ways = {"one": {}, "four": {"parallel": json.dumps(parallel)}}
+    return [workspace.settings(f"{name}-{way}", **same | its) for way, its in ways.items()]
+
+
+def assert_four_are_as_one(workspace: Any, name: str, exports: tuple[str, ...] = ("hf",)) -> None:
+    for key in ("loss", "grad_norm"):
+        one, four = (workspace.metrics(f"{name}-{ways}", key) for ways in ("one", "four"))
+        assert len(one) == 5 and four == pytest.approx(one, rel=1e-5), key
+    before = load_file(workspace.root / name.replace(" ", "-") / "model.safetensors")
+    for export in exports:
+        one, four = (
+            load_file(workspace.root / f"{name}-{ways}" / export / "model.safetensors")
+            for ways in ("one", "four")
+        )
+        assert one.keys() == four.keys()
+        for key, weight in one.items():
+            assert relative_error(four[key], weight) < 1e-5, (export, key)
+        assert any(not torch.equal(before[key], weight) for key, weight in one.items())
+
+
 @pytest.fixture(scope="module")
 def runs(workspace: Any) -> Any:
     """All of them, in three starts of processes."""
-    same = {"seq_len": 67, "steps": 5, "lr": 0.3, "optimizer": "sgd", "max_grad_norm": 0.5}
-    same |= {"weight_decay": 0.01, "export": "true", "log_every": 1}
     alone: list[list[str]] = []
     shared: dict[str, list[list[str]]] = {layout: [] for layout in LAYOUTS}
     for name, (kind, changes, layout, packed) in CASES.items():
-        values = SIZES | changes | {"model_type": kind, "vocab_size": 321, "pad_token_id": 0}
-        values["max_position_embeddings"] = 128
-        path = perturbed(workspace.root / name.replace(" ", "-"), **values)
-        own = same | {"model": path, "packing": str(packed).lower()}
-        alone.append(workspace.settings(f"{name}-one", **own))
-        ways = {"parallel": json.dumps(LAYOUTS[layout])}
-        shared[layout].append(workspace.settings(f"{name}-four", **own, **ways))
+        own = {"packing": str(packed).lower()}
+        one, four = one_and_four(workspace, name, kind, changes, LAYOUTS[layout], **own)
+        alone.append(one)
+        shared[layout].append(four)
     Ranks(1, run_all, {}, alone).finish()
     for layout, settings in shared.items():
         Ranks(4, run_all, LAYOUTS[layout], settings).finish()
@@ -71,14 +100,4 @@ def runs(workspace: Any) -> Any:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_learn_what_one_does(runs: Any, name: str) -> None:
-    for key in ("loss", "grad_norm"):
-        one, four = (runs.metrics(f"{name}-{ways}", key) for ways in ("one", "four"))
-        assert len(one) == 5 and four == pytest.approx(one, rel=1e-5), key
-    one, four = (
-        load_file(runs.root / f"{name}-{ways}/hf/model.safetensors") for ways in ("one", "four")
-    )
-    assert one.keys() == four.keys()
-    before = load_file(runs.root / name.replace(" ", "-") / "model.safetensors")
-    for key, weight in one.items():
-        assert relative_error(four[key], weight) < 1e-5, key
-    assert any(not torch.equal(before[key], weight) for key, weight in one.items())
+    assert_four_are_as_one(runs, name)

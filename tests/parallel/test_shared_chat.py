@@ -11,6 +11,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_an_interrupt_stops_the_answer_or_under_torchrun_the_chat(
 ):
     typed = Typed(tmp_path)
     settings = [str(directory), "--max-new-tokens", "4000"]
-    environment = {LAUNCHED: "here"} if launched else {}
+    environment = {LAUNCHED: str(os.getpid())} if launched else {}
     ranks = Ranks(2, converse, typed.path, settings, 0.02, environment=environment)
     with typed as keys:
         keys.write("hello\n")
@@ -280,8 +281,10 @@ def test_in_a_terminal(directory, alone):
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
         assert termios.tcgetattr(theirs) == modes
     finally:
-        if starter.poll() is None:
-            starter.terminate()
-            starter.wait()
+        with suppress(subprocess.TimeoutExpired):
+            starter.terminate()  # its ranks too, if it still runs
+            starter.wait(30)
+        starter.kill()
+        starter.wait()
         os.close(terminal)
         os.close(theirs)

@@ -134,7 +134,7 @@ def generate_away(settings: list[str], nowhere: str) -> None:
     [
         (["llama", "the model", "--tp", "3"], "3 ranks cannot share 4 heads with 2 kv heads"),
         (["llama", "the model", "--tp", "2"], "--tp 2, but torchrun has started 3 processes"),
-        (["llama", "the model", "--tp", "3", "--assistant", "llama"], "--assistant is not there"),
+        (["llama", "the model", "--tp", "3", "--assistant", "llama"], "--assistant does not work"),
         (["./nowhere", "the model", "--tp", "3"], "no directory ./nowhere"),
     ],
 )
@@ -209,7 +209,7 @@ def assert_said(ranks: Ranks, said: str) -> None:
 
 
 def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
-    with pytest.raises(ValueError, match="mmap=True is not there"):
+    with pytest.raises(ValueError, match="mmap=True does not work"):
         tigon.from_pretrained(saved / "llama", mesh=world_of_one, mmap=True)
     two = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
     with pytest.raises(ValueError, match=r"mesh has 2 dimensions, \('a', 'b'\): give one"):
@@ -223,7 +223,7 @@ def test_what_a_mesh_cannot_have_is_named(saved, world_of_one):
         (("tp", "fsdp"), "tp"),
         (("tensor", "data"), "data"),
     ):
-        with pytest.raises(ValueError, match=f"mesh has 2 ranks for '{name}', which divide"):
+        with pytest.raises(ValueError, match=f"mesh has 2 ranks in the dimension '{name}', which"):
             tigon.from_pretrained(saved / "llama", mesh=unconnected(*names))
     with pytest.raises(ValueError, match=r"'replicate'\): give \"replicate\" before \"fsdp\""):
         tigon.from_pretrained(saved / "llama", mesh=unconnected("fsdp", "replicate"))

@@ -15,6 +15,7 @@ from tigon.data.formats import Format, Row
 
 SIZE = 2**20  # bytes of a block, about
 HASHED = 2**25  # bytes that a thread hashes at a time
+SAMPLED = 4096  # bytes of each piece that `sample` hashes
 
 Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row or what is wrong with it
 
@@ -61,9 +62,19 @@ class Source:
 
     def size(self) -> int:
         """Bytes on this host; 0 if they come from elsewhere."""
+        return sum(file.stat().st_size for file in self._files())
+
+    def sample(self, count: int) -> bytes:
+        """Digests of about `count` pieces at equal distances, at least both ends of each file on
+        this host: they tell most contents apart, and little is read."""
+        files = self._files()
+        each = max(2, count // max(1, len(files)))
+        return b"".join(_hash_sample(file, each) for file in files)
+
+    def _files(self) -> list[Path]:
         path = Path(self.name)
         files = path.rglob("*") if path.is_dir() else [path]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        return sorted(file for file in files if file.is_file())
 
     def rows(self) -> Rows:
         for block in self.blocks():
@@ -92,3 +103,13 @@ def _hash_piece(path: Path, start: int) -> bytes:
         for _ in range(0, HASHED, 2**20):
             piece.update(file.read(2**20))
         return piece.digest()
+
+
+def _hash_sample(path: Path, count: int) -> bytes:
+    last = max(0, path.stat().st_size - SAMPLED)
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in sorted({last * i // max(1, count - 1) for i in range(count)}):
+            file.seek(start)
+            found.update(file.read(SAMPLED))
+    return found.digest()

@@ -33,6 +33,7 @@ class Windows(Protocol):
     def keep(self, number: int) -> None: ...
     def state(self, number: int) -> dict[str, Any]: ...
     def identity(self) -> str: ...
+    def sample(self) -> str: ...
     def check_vocabulary(self, size: int) -> None: ...
     def close(self) -> None: ...
 
@@ -200,6 +201,11 @@ class Loader:
     def identity(self) -> str:
         """Changes with the data."""
         return self.windows.identity()
+
+    def sample(self) -> str:
+        """Changes with the content of files too, as far as `identity` does not: of a stream, by a
+        few bytes of each."""
+        return self.windows.sample()
 
     def close(self) -> None:
         """No more batches are needed."""

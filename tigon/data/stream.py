@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -33,6 +34,7 @@ from tigon.json_file import read_json
 AHEAD = 2  # windows that are made before they are needed
 WAIT = 0.02  # seconds between two looks
 PATIENCE = 10.0  # seconds for a block that is being read or tokenised, at the end
+PIECES = 1024  # about so many of all sources are hashed to compare them between hosts
 START = 120.0  # seconds in which all ranks of a host begin
 
 WINDOW, FAILED, LOCK = "window.json", "failed", "lock"
@@ -151,6 +153,12 @@ class Stream:
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), SIZE  # places count blocks
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+    def sample(self) -> str:
+        """Changes with a few bytes of each source."""
+        count = PIECES // max(1, len(self.sources))
+        samples = (source.sample(count) for source in self.sources)
+        return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
         """End the tokenising and delete what it has left; who waits for a window gets an error."""
@@ -282,7 +290,9 @@ _held: dict[Path, IO[str]] = {}  # locks of this process' streams
 
 
 def root() -> Path:
-    return cache_root() / "streams"
+    """Of this host alone, also where others share the cache: whether a process that has a directory
+    is alive is known on its host only, and names have the number of a process."""
+    return cache_root() / "streams" / socket.gethostname()
 
 
 def stream_directory(name: str = "") -> Path:

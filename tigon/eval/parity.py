@@ -1,12 +1,12 @@
 """Tigon against transformers, on the same weights and tokens."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tigon.eval.perplexity import of_loss
 from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 
@@ -124,7 +124,7 @@ def report(result: Parity) -> str:
     return "\n".join(
         [
             f"{result.tokens} tokens, loss {result.loss:.6f} "
-            f"(perplexity {math.exp(result.loss):.4f}), largest logit {scale:.3f}",
+            f"(perplexity {of_loss(result.loss):.4f}), largest logit {scale:.3f}",
             *lines,
             f"parity with transformers: {verdict}",
         ]

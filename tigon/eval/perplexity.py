@@ -35,6 +35,14 @@ class Perplexity:
     tokens: int  # scored ones
 
 
+def of_loss(loss: float) -> float:
+    """The perplexity of a mean loss in nats per token; infinite where exp is."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 def perplexity(
     model: CausalLM,
     tokenizer: Tokenizer,
@@ -82,7 +90,8 @@ def find_windows(
 
 
 def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
-    """Ranks that share a model all call this, and get the same."""
+    """Ranks that share a model all call this, and get the same. ValueError for a loss that is not
+    finite."""
     ranks = model.tensor_ranks
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
@@ -102,11 +111,17 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
             targets = labels[:, 1:]
             scored = targets != IGNORE
             predicted = out.metrics["predicted_tokens"][:, :-1]
-            nll += out.loss.item()
+            loss = out.loss.item()
+            if not math.isfinite(loss):
+                raise ValueError(
+                    f"the loss of {len(ids)} of the windows is {loss}: look for nan, inf or huge "
+                    "values in the weights of the model and its adapter"
+                )
+            nll += loss
             right += int((scored & (predicted == targets)).sum())
             count += int(scored.sum())
             bar.update(len(ids))
-    return Perplexity(math.exp(nll / count), nll / count, right / count, count)
+    return Perplexity(of_loss(nll / count), nll / count, right / count, count)
 
 
 def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:

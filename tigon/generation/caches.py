@@ -40,7 +40,9 @@ def _check_assistant(
 ) -> None:
     """Whether one can propose to the other, for texts of up to `total` tokens with proposals."""
     if model.together:
-        raise ValueError("assistant_model is not there for a model that ranks share (mesh=)")
+        raise ValueError(
+            "assistant_model does not work with a model loaded with mesh=: leave it out"
+        )
     if not callable(getattr(assistant, "static_cache", None)):
         raise TypeError(
             f"assistant_model is a {type(assistant).__name__}, not a model that "

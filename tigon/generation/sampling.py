@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.settings import Settings
-
-NOT_FINITE = -2  # chosen where the scores are
+from tigon.kernels.likeliest import NOT_FINITE, likeliest
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -75,13 +74,6 @@ def draw(weights: Tensor, draws: Draws) -> Tensor:
     """
     value, column = (weights / draws.exponential(weights.shape[-1])).max(-1)
     return column.masked_fill(value.isnan(), NOT_FINITE)
-
-
-def likeliest(scores: Tensor) -> Tensor:
-    """The column of the largest of scores [..., V]: [...]. NOT_FINITE where that is not."""
-    column = scores.argmax(-1)  # of a NaN, if there is one
-    value = scores.gather(-1, column[..., None])[..., 0]
-    return column.masked_fill(~value.isfinite(), NOT_FINITE)
 
 
 @dataclass(frozen=True)
@@ -151,6 +143,8 @@ class Sampling:
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
         """The next token of every row: [b]."""
+        if not self.do_sample and seen is None and self.ends is None:
+            return likeliest(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)
         return draw(scores.softmax(-1), draws) if self.do_sample else likeliest(scores)
 

@@ -14,9 +14,10 @@ from tigon.generation.graph import Replay
 from tigon.generation.prefill import prefill
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
-from tigon.generation.sampling import Draws, Sampling, draw, likeliest
+from tigon.generation.sampling import Draws, Sampling, draw
 from tigon.generation.static import make_cache
 from tigon.generation.stopping import ABSENT
+from tigon.kernels.likeliest import likeliest
 from tigon.layers.state import Quantize
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.protocols import Decodes
-from tigon.generation.sampling import NOT_FINITE
+from tigon.kernels.likeliest import NOT_FINITE
 
 ABSENT = -1  # stands where a step has no token for a row
 

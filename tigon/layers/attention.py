@@ -17,10 +17,12 @@ from tigon.layers.linear import FusedLinear, Linear, calls_only
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
 from tigon.layers.state import GrowingKV, KVState, Quantize, StaticKV
+from tigon.layers.stream import Summands
 
 
 class Attention(nn.Module):
-    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them.
+    """x [B, T, C] -> [B, T, C]; a rank's share of tokens to the same, where ranks share them, or
+    what is yet to be summed over them.
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
     all heads of q together, and all of k. `interleaved` rotates pairs of neighbours.
@@ -76,13 +78,19 @@ class Attention(nn.Module):
         kind: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
         return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
 
-    def forward(self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: Context
+    ) -> Tensor | Summands:
         x = ctx.gathered(x, alone=True)
         b, t, _ = x.shape
-        q, k, v = self._project(x, rotation, *ctx.drawn)
+        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
+        if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
+            q, k, v = self._heads(self.qkv_proj(x, *ctx.drawn))
+            how["angles"] = rotation.cos, rotation.sin
+        else:
+            q, k, v = self._project(x, rotation, *ctx.drawn)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
-        how: dict[str, Any] = {"window": self.window, "scale": self.scale, "softcap": self.softcap}
         if ctx.shard is not None:
             out = ctx.shard.attend(q, k, v, ctx.mask, **how)
         elif state is None:
@@ -98,11 +106,8 @@ class Attention(nn.Module):
         # Asked before the call, since a hook may keep what it sees and take itself away
         alone = self.q_norm is None and self._alone()
         qkv, (cos, sin, _) = self.qkv_proj(x, *drawn), rotation
-        if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
-            sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-            q, k, v = qkv.split(sizes, -1)
-            q, k = self.q_norm(q), self.k_norm(k)
-            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
+        if self.flat_qk_norm:
+            q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v
         options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads}
         if self.q_norm is not None and self.k_norm is not None:
@@ -111,6 +116,19 @@ class Attention(nn.Module):
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
         options |= {"interleaved": self.interleaved, "overwrite": alone}
         return qk_norm_rope(qkv, cos, sin, **options)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
+        sizes = [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v = qkv.split(sizes, -1)
+        if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
+
+    def _rotates_last(self, rotation: Rotation) -> bool:
+        """Whether rotating halves is all that is done to q and k, or comes after all else."""
+        normed = self.q_norm is not None and not self.flat_qk_norm
+        return not (normed or self.interleaved) and rotation.query_scale is None
 
     def _alone(self) -> bool:
         """Whether a graph would keep what qkv_proj returns and nobody else sees it."""

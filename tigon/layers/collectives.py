@@ -1,7 +1,7 @@
-"""What ranks that share a model or its rows exchange in a forward pass, and in its backward pass.
+"""Differentiable collectives among ranks that split a model or its rows.
 
-All ranks compute the same loss. The gradient of what they have alike is then the sum over ranks of
-what each finds, and that of a rank's own is what it finds.
+All ranks compute the same loss. The gradient of a replicated tensor is the sum over ranks of their
+partial gradients; that of a sharded tensor is local.
 
 # R ranks, n rows of a rank
 """
@@ -14,21 +14,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tigon.kernels._triton import refuse_second_derivative
+from tigon.kernels._vocabulary import VocabularyShard
 
 _ops = torch.ops._c10d_functional
 
 
 class RowCounts(NamedTuple):
-    """Rows that a rank exchanges with each."""
+    """Rows that a rank receives from each rank, and sends to it."""
 
     received: Sequence[int]
     sent: Sequence[int]
 
 
 class Ranks(NamedTuple):
-    """This rank among those of a group. Tensors on the meta device need none."""
+    """This rank and its process group, which tensors on the meta device do not need."""
 
-    group: str  # its name: copies of a model cannot hold the group itself
+    group: str  # its name: a process group cannot be deep-copied with the model
     rank: int
     size: int
 
@@ -36,20 +37,24 @@ class Ranks(NamedTuple):
     def of(cls, group: ProcessGroup) -> Self:
         return cls(group.group_name, group.rank(), group.size())
 
+    @classmethod
+    def sharing(cls, vocabulary: VocabularyShard) -> Self:
+        return cls(vocabulary.group, vocabulary.first // vocabulary.share, vocabulary.ranks)
+
     def gather(self, x: Tensor) -> Tensor:
-        """[n, ...] of each rank -> [R n, ...]."""
+        """All-gather: [n, ...] of each rank -> [R n, ...]."""
         return waited(self.begin_gather(x))
 
     def begin_gather(self, x: Tensor) -> Tensor:
-        """As `gather`; nobody may read it but through `waited`."""
+        """`gather`, asynchronous: pass the result to `waited` before reading it."""
         return _ops.all_gather_into_tensor(x.contiguous(), self.size, self.group)
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """[R n, ...] -> of the sum over ranks, this one's [n, ...]."""
+        """Reduce-scatter: partial sums [R n, ...] -> this rank's [n, ...] of the sum."""
         return waited(self.begin_scatter_sum(x))
 
     def begin_scatter_sum(self, x: Tensor) -> Tensor:
-        """As `scatter_sum`; nobody may read it but through `waited`."""
+        """`scatter_sum`, asynchronous: pass the result to `waited` before reading it."""
         return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -60,12 +65,12 @@ class Ranks(NamedTuple):
         return x.tensor_split(self.size)[self.rank]
 
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
-        """The first `sent[0]` rows of x go to the first rank, and so on, and `received[0]` come
-        from it."""
+        """All-to-all: the first `sent[0]` rows of x go to rank 0, from which `received[0]` rows
+        come; and so on."""
         return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
     def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
-        """As `exchange`; all are sent before the first is waited for."""
+        """`exchange` of several tensors; all are sent before the first is waited for."""
         send = _ops.all_to_all_single
         pairs = zip(xs, sizes, strict=True)
         out = [send(x.contiguous(), list(s.received), list(s.sent), self.group) for x, s in pairs]
@@ -73,18 +78,19 @@ class Ranks(NamedTuple):
 
 
 def waited(x: Tensor) -> Tensor:
-    """What was begun: the stream waits for it, not the host."""
+    """The result of a collective: the current stream waits for it, the host does not."""
     return x if x.is_meta else _ops.wait_tensor(x)
 
 
 def ranks_of(ctx: Any) -> Ranks:
-    """Of a backward pass."""
+    """The ranks of a backward pass, which has no second derivative."""
     refuse_second_derivative("an exchange between ranks")
     return ctx.ranks
 
 
 class _All(torch.autograd.Function):
-    """What ranks have a share of, to what all have and make the same of."""
+    """All-gather to a replicated tensor, whose gradient is the same on every rank: backward takes
+    the local part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -97,7 +103,8 @@ class _All(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Each rank's summands, to a sum of which all make the same: its gradient is there already."""
+    """All-reduce of partial sums to a replicated tensor, whose gradient is the same on every rank:
+    backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -109,7 +116,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _SumForParts(torch.autograd.Function):
-    """Each rank's summands, to a sum that each uses for a part of the loss."""
+    """All-reduce of partial sums, where each rank uses the sum for its own part of the loss:
+    gradients are partial, and backward is an all-reduce too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -122,12 +130,13 @@ class _SumForParts(torch.autograd.Function):
 
 
 class _PartOfGradient(torch.autograd.Function):
-    """What all ranks compute alike from what they have alike: each finds a part of its gradient."""
+    """Identity of a tensor that is computed on every rank from replicated inputs: backward divides
+    by the ranks, so that the sum of their gradients counts it once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        # No view: FSDP2 warns of views among what the head returns
+        # Not a view: FSDP2 warns of views in the outputs of the head
         return torch.ops.aten._unsafe_view(x, x.shape)
 
     @staticmethod
@@ -136,8 +145,8 @@ class _PartOfGradient(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks that need them; their gradients go the same way back, all of them even
-    where a rank uses one alone."""
+    """All-to-all of rows; backward sends their gradients back, those of all tensors even if a rank
+    uses only one."""
 
     @staticmethod
     def forward(
@@ -152,7 +161,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def gather_all(x: Tensor, ranks: Ranks) -> Tensor:
-    """[n, ...] of each rank -> [R n, ...], of which all make the same."""
+    """[n, ...] of each rank -> [R n, ...], used identically on every rank."""
     return _All.apply(x, ranks)
 
 
@@ -168,20 +177,20 @@ def exchange_all(
     xs: Sequence[Tensor], ranks: Ranks, sizes: Sequence[RowCounts]
 ) -> tuple[Tensor, ...]:
     """As `Ranks.exchange_all`, differentiable. A backward pass that reaches one result exchanges
-    the gradients of all, so that no rank waits for one that has no use for another."""
+    the gradients of all, so that no rank waits for a rank that does not use that result."""
     return _Exchange.apply(ranks, sizes, *xs)
 
 
 def alike(x: Tensor, ranks: Ranks) -> Tensor:
-    """What all ranks computed alike, so that its gradient is counted once."""
+    """A tensor computed identically on every rank, whose gradient is to be counted once."""
     return _PartOfGradient.apply(x, ranks)
 
 
 def sum_over(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, of which all make the same."""
+    """The sum over ranks, used identically on every rank."""
     return _Sum.apply(x, ranks)
 
 
 def sum_for_parts(x: Tensor, ranks: Ranks) -> Tensor:
-    """The sum over ranks, which each uses for what it alone has."""
+    """The sum over ranks, which each rank uses for its own part of the loss."""
     return _SumForParts.apply(x, ranks)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask
 from tigon.layers.shard import Shard
-from tigon.layers.stream import Stream
+from tigon.layers.stream import Stream, Summands
 
 
 class Places(NamedTuple):
@@ -61,7 +61,7 @@ class Context:
         product is to read them."""
         return x if self.stream is None else self.stream.gathered(x, alone=alone)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def summed(self, x: Tensor) -> Tensor | Summands:
         """What a mixer or an MLP adds to the stream, of its [B, T, C] on each rank."""
         return x if self.stream is None else self.stream.summed(x)
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from tigon.kernels._long_sums import long_sum
 from tigon.kernels._vocabulary import VocabularyShard
+from tigon.kernels.embedding_rows import embedding_rows
 from tigon.kernels.row_linear import linear
 from tigon.layers.collectives import Ranks, sum_over
 from tigon.layers.lora import Adapters, Copies, LayerAdapter, LoRAPart, Shapes
@@ -99,7 +100,7 @@ class Embedding(nn.Embedding):
             own = x + low(self._rows(input, low.lora_embedding_A.t()))
             x = (own * low.gains(self.weight) if low.dora else own).to(x.dtype)
         if self.vocabulary is not None and not summands:
-            x = sum_over(x, _ranks(self.vocabulary))
+            x = sum_over(x, Ranks.sharing(self.vocabulary))
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait
@@ -109,22 +110,4 @@ class Embedding(nn.Embedding):
         """Those of the ids; zeros for other ranks' tokens."""
         if self.vocabulary is None:
             return F.embedding(ids, table, self.padding_idx)
-        return _own_rows(ids, table, self.padding_idx, self.vocabulary)
-
-
-def _ranks(shard: VocabularyShard) -> Ranks:
-    return Ranks(shard.group, shard.first // shard.share, shard.ranks)
-
-
-def _own_rows(
-    ids: Tensor, weight: Tensor, padding_idx: int | None, shard: VocabularyShard
-) -> Tensor:
-    """[B, T] -> [B, T, C], of this rank's rows of the weight; zeros for other tokens."""
-    own = ids - shard.first
-    here = (own >= 0) & (own < shard.rows)
-    padding = None if padding_idx is None else padding_idx - shard.first
-    if padding is not None and not 0 <= padding < shard.rows:
-        padding = None
-    outside = (ids < 0) | (ids >= shard.size)  # an error on every rank, as of a whole weight
-    x = F.embedding(own.where(here | outside, 0), weight, padding)
-    return x.masked_fill(~here[..., None], 0)
+        return embedding_rows(ids, table, self.vocabulary, self.padding_idx)

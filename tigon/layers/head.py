@@ -19,6 +19,7 @@ from tigon.kernels.lora_linear import lora_linear
 from tigon.kernels.row_linear import linear
 from tigon.layers.collectives import Ranks, alike
 from tigon.layers.lora import Adapters, Copies, LowRank
+from tigon.layers.symmetric import join_few
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -113,8 +114,17 @@ class LMHead(nn.Module):
             return alike(raw, self.scorers)
         if self.vocabulary is None:
             return raw
-        missing = self.vocabulary.share - raw.shape[-1]  # of the last rank
-        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, self.vocabulary)
+        return self._joined(raw, self.vocabulary)
+
+    def _joined(self, raw: Tensor, shard: VocabularyShard) -> Tensor:
+        """[..., W] of this rank -> [..., V]."""
+        if not torch.is_grad_enabled():
+            own = raw[..., : shard.rows]
+            joined = join_few(own, shard.first, shard.size, Ranks.sharing(shard))
+            if joined is not None:
+                return joined
+        missing = shard.share - raw.shape[-1]  # of the last rank
+        return join_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
 
 
 def _factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:

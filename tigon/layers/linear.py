@@ -137,16 +137,20 @@ def calls_only(module: nn.Module, kind: type[Linear]) -> bool:
 
     Hooks do, methods in place of ours, in the classes too, and weights that compute products.
     """
-    own, known = type(module), module.__dict__
+    own = type(module)
     if own.forward is not _FORWARD[kind] or getattr(own, "product", None) is not _PRODUCT:
         return False
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
         return False
-    return not (
-        "forward" in known
-        or "product" in known
-        or own.__call__ is not nn.Module._wrapped_call_impl
+    return "product" not in module.__dict__ and not observed(module)
+
+
+def observed(module: nn.Module) -> bool:
+    """Whether somebody may see what the module is given or returns: hooks, or another call."""
+    return bool(
+        "forward" in module.__dict__
+        or type(module).__call__ is not nn.Module._wrapped_call_impl
         or module._compiled_call_impl is not None
         or module._forward_pre_hooks
         or module._forward_hooks

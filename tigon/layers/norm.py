@@ -1,5 +1,7 @@
 """RMSNorm as modules."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,8 @@ from tigon.kernels._norm import Cast
 from tigon.kernels.rms_norm import norm_of_stream, rms_norm
 from tigon.kernels.sandwich_norm import sandwich_norm
 from tigon.layers.collectives import Ranks, sum_for_parts
+from tigon.layers.stream import Summands
+from tigon.layers.symmetric import sum_few_and_norm
 
 
 class RMSNorm(nn.Module):
@@ -43,14 +47,19 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, before the first block, `(norm(x), x)`. With `post`, the norm of a
-    sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x. It is a module of its own,
-    so that both norms keep their names in the checkpoint.
+    Without a residual, before the first block, `(norm(x), x)`. Of Summands, x is the sum. With
+    `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x. It is
+    a module of its own, so that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
+        self, x: Tensor | Summands, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Summands):
+            if residual is not None and post is None:
+                how: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
+                return sum_few_and_norm(x.x, residual, self.weight, self.eps, x.ranks, **how)
+            x = x.total
         if residual is None:
             if post is not None:
                 raise ValueError("post norms what is added to a residual, but residual is None")

@@ -147,7 +147,10 @@ class RotaryEmbedding(nn.Module):
         """`of`: all positions of the batch, if `position_ids` are some of them."""
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
-        cos, sin = (angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling != 1.0:
+            cos, sin = cos * self.scaling, sin * self.scaling
+        cos, sin = cos.to(dtype), sin.to(dtype)
         beta = self.rope_parameters.get("llama_4_scaling_beta")
         if beta is None:
             return Rotation(cos, sin)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tigon.kernels.attention import AttentionMask, attention
 from tigon.layers.collectives import Ranks, RowCounts, exchange, exchange_all
+from tigon.layers.heads import divide_heads, join_heads
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,8 @@ class Division:
 
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> all T tokens of this rank's heads, where there is one group."""
-        parts = [x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-        sizes = [part.shape[3] for part in parts]
-        y = exchange(torch.cat(parts, 3), self.ranks)  # [n, B, S, h + 2 k, D]
+        sizes = [x.shape[2] // self.size for x in (q, k, v)]
+        y = exchange(divide_heads((q, k, v), self.size), self.ranks)  # [n, B, S, h + 2 k, D]
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
 
@@ -106,7 +106,7 @@ class Division:
         behind = self.share * self.size - self.tokens
         x = F.pad(x, (0, 0, 0, 0, 0, behind)) if behind else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return exchange(x, self.ranks).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return join_heads(exchange(x, self.ranks))
 
     def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """-> of this rank's heads the queries of its group [B, Q, h, D], and all keys and values.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tigon.kernels._triton import autocast_dtype
-from tigon.kernels.append_attention import append_attention
+from tigon.kernels.append_attention import append_attention, rotates
 from tigon.kernels.attention import AttentionMask, attention
 from tigon.kernels.kv_buffers import KVBuffers, append_tokens
 from tigon.layers.context import Context
@@ -76,6 +76,11 @@ class KVState(State):
     @property
     def holds(self) -> str:
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
+
+    def rotates(self, x: Tensor, ctx: Context) -> bool:
+        """Whether `attend` is to be given heads that are yet to be rotated, and `angles`: cos and
+        sin [B or 1, T, R/2]. x [B, T, C] is what they are made of."""
+        return False
 
     def attend(
         self,
@@ -149,6 +154,12 @@ class StaticKV(KVState):
         scales = torch.empty(shape[:4] if quantize else 0, dtype=torch.float32, device=device)
         kind = torch.int8 if quantize else dtype
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
+
+    def rotates(self, x: Tensor, ctx: Context) -> bool:
+        """A kernel less in a decoding step."""
+        assert ctx.append is not None
+        few = ctx.append.places is None and autocast_dtype(x.device) is None
+        return few and rotates(x.shape[1], self.buffers)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, window: int | None = None, **how: Any

@@ -1,8 +1,8 @@
-"""The stream between blocks, of which each of several ranks has some tokens.
+"""The residual stream between blocks, sharded by tokens over ranks (sequence parallelism).
 
-A product whose input was gathered keeps the rank's own tokens alone, or what these are computed
-from, and gathers anew in backward. There the gather runs beside the product that makes the input's
-gradient, and the sum of that over the ranks beside the product that makes the weight's.
+A GEMM with a gathered input saves only the local tokens, or what they are computed from, and
+gathers again in backward. That all-gather overlaps with the GEMM of the input's gradient, and the
+reduce-scatter of this gradient with the GEMM of the weight's gradient.
 Source: Korthikanti et al., Reducing activation recomputation (arXiv 2205.05198), section 4.2.
 
 # R ranks, B batch, T tokens, N = B T, n = N / R rounded up, tokens of a rank, C model dim
@@ -22,11 +22,11 @@ from tigon.layers.symmetric import sum_few
 
 
 class GatheredTokens:
-    """Tokens that were gathered, as readers' backward passes have them again.
+    """Gathered tokens, gathered again for the backward passes of the layers that read them.
 
-    What is in flight or there stays until all of them have computed: the node that gathered comes
-    last, if the tokens are `differentiated`. `own`: how the rank's are computed again; `alone`: one
-    reader makes the whole gradient.
+    The gathered tensor is kept until all readers have run: if the tokens are `differentiated`, the
+    backward of the gather itself comes last. `own`: how the local tokens are recomputed; `alone`:
+    there is a single reader, whose input gradient is the whole gradient.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GatheredTokens:
         self.sent: tuple[Tensor, int, Tensor] | None = None  # a gradient, its version, and its sum
 
     def fetch(self, kept: Sequence[Tensor | None]) -> None:
-        """Begin to gather what was kept; `values` waits for it."""
+        """Start the all-gather of the saved local tokens; `values` waits for it."""
         if self.again is None and not self.keeps:
             own = kept[0] if self.own is None else self.own.compute(*kept, *self.own.constants)
             assert own is not None
@@ -64,13 +64,13 @@ class GatheredTokens:
         return y
 
     def reduce(self, gradient: Tensor) -> None:
-        """Begin to add up over the ranks what the only reader has made."""
+        """Start the reduce-scatter of the only reader's gradient."""
         if self.alone and self.sent is None:
             rows = _padded(gradient, self.ranks)
             self.sent = gradient, gradient._version, self.ranks.begin_scatter_sum(rows)
 
     def reduced(self, gradient: Tensor) -> Tensor:
-        """[B, T, C] of all readers -> of the sum over ranks, this one's [n, C]."""
+        """The gradient of all readers [B, T, C] -> this rank's [n, C] of its sum over ranks."""
         sent, self.sent, self.again = self.sent, None, None
         if sent is not None:
             begun, version, total = sent
@@ -82,7 +82,7 @@ class GatheredTokens:
 
 
 class _Gathered(torch.autograd.Function):
-    """The rank's tokens [1, n, C] -> [B, T, C], which each rank uses for a part of the loss."""
+    """All-gather: local tokens [1, n, C] -> [B, T, C]; gradients are partial, reduce-scattered."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _ShareOfSum(torch.autograd.Function):
-    """Each rank's summands [R n, C], to a share of the sum [1, n, C]."""
+    """Reduce-scatter: partial sums [R n, C] -> local tokens of the sum [1, n, C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -115,12 +115,12 @@ class _ShareOfSum(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """What all have [R n, C], to a share [1, n, C]; its whole gradient goes back to all."""
+    """Replicated [R n, C] -> local tokens [1, n, C]; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return _as_row(ranks.own(x).clone())  # a view would keep the memory of all
+        return _as_row(ranks.own(x).clone())  # a view would keep all of x alive
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -128,49 +128,64 @@ class _Share(torch.autograd.Function):
 
 
 def _as_row(x: Tensor) -> Tensor:
-    """[n, C] -> [1, n, C], no view: FSDP2 warns of views among what a block returns."""
+    """[n, C] -> [1, n, C], not a view: FSDP2 warns of views in the outputs of a block."""
     return torch.ops.aten._unsafe_view(x, [1, *x.shape])
 
 
 def _tokens(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """[R n, C] -> [B, T, C], no view either: of views, notes are not found."""
+    """[R n, C] -> [B, T, C], not a view either: notes are not found by a view."""
     return torch.ops.aten._unsafe_view(rows[: shape[0] * shape[1]], shape)
 
 
 def _padded(x: Tensor, ranks: Ranks) -> Tensor:
-    """[B, T, C] -> [R n, C], zeros behind the last token."""
+    """[B, T, C] -> [R n, C], padded with zeros."""
     rows = x.flatten(0, 1)
     missing = -len(rows) % ranks.size
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
+@dataclass(frozen=True, eq=False)
+class Summands:
+    """What each rank adds to a replicated stream, before the sum: the norm that adds it to the
+    stream makes the sum, too, in one kernel (`AddRMSNorm`)."""
+
+    x: Tensor  # [B, T, C]
+    ranks: Ranks
+
+    @property
+    def total(self) -> Tensor:
+        return sum_few(self.x, self.ranks)
+
+
 @dataclass(frozen=True)
 class Stream:
-    """Of which each rank has some tokens, or, `whole`, all of them.
+    """The residual stream: sharded by tokens over the ranks, or, if `whole`, replicated.
 
-    Some save the norms' time and the memory of what backward needs of them. A step of generation
-    has too few tokens to share. `keeps`: what is gathered stays for backward, as where that has
-    just gathered it to compute a block again.
+    Sharding saves the time of norms and the memory of their saved activations. A decoding step has
+    too few tokens to shard. `keeps`: gathered tokens are saved for backward, as in a block that
+    backward recomputes, where they have just been gathered. `defers`: sums of a replicated stream
+    are left to the next norm.
     """
 
     ranks: Ranks
     shape: tuple[int, int]  # B, T
     whole: bool
     keeps: bool = False
+    defers: bool = False
 
     def begin(self, x: Tensor, *, summands: bool) -> Tensor:
-        """[B, T, C], which all have or of which each has a summand -> the rank's [1, n, C], zeros
-        behind the last token."""
+        """[B, T, C], replicated or partial sums (`summands`) -> local tokens [1, n, C], padded with
+        zeros."""
         if summands:
-            return self.summed(x)
+            return self._summed(x)
         if self.whole:
             return x
         return _Share.apply(_padded(x, self.ranks), self.ranks)
 
     def gathered(self, x: Tensor, *, alone: bool) -> Tensor:
-        """The rank's [1, n, C] -> [B, T, C], which each rank uses for a part of the loss.
+        """Local tokens [1, n, C] -> [B, T, C]; gradients are partial, summed over the ranks.
 
-        `alone`: one product is to read it. If others do, it takes longer.
+        `alone`: one GEMM reads it. If others do too, the result is the same, but slower.
         """
         if self.whole:
             return x
@@ -186,19 +201,22 @@ class Stream:
         note(y, gathering.values, kept, remote=gathering)
         return y
 
-    def summed(self, x: Tensor) -> Tensor:
-        """Each rank's summands [B, T, C] -> of the sum, the rank's [1, n, C]."""
+    def summed(self, x: Tensor) -> Tensor | Summands:
+        """Partial sums [B, T, C] -> local tokens of the sum [1, n, C], or yet to be summed."""
+        return Summands(x, self.ranks) if self.whole and self.defers else self._summed(x)
+
+    def _summed(self, x: Tensor) -> Tensor:
         if self.whole:
             return sum_few(x, self.ranks)
         return _ShareOfSum.apply(_padded(x, self.ranks), self.ranks)
 
     def own(self, x: Tensor) -> Tensor:
-        """The stream on this rank -> [1, m, C]: m tokens that no other rank has, without what fills
-        up the last shares. A rank may have none."""
+        """The stream on this rank -> [1, m, C]: its m tokens, without padding, each of them on one
+        rank only. m may be 0."""
         return self.part(x) if self.whole else x[:, : self._own.stop - self._own.start]
 
     def part(self, x: Tensor) -> Tensor:
-        """What all have [B, T, ...] -> [1, m, ...], of the tokens that `own` gives."""
+        """Replicated [B, T, ...] -> [1, m, ...], the rows of the tokens that `own` gives."""
         return x.flatten(0, 1)[None, self._own]
 
     def joined(self, x: Tensor) -> Tensor:
@@ -216,15 +234,15 @@ class Stream:
 
     @property
     def _own(self) -> slice:
-        """Of the N tokens, this rank's."""
+        """This rank's slice of the N tokens."""
         every = self.shape[0] * self.shape[1]
         first = self.ranks.rank * self._share
         return slice(min(first, every), min(first + self._share, every))
 
     def sum(self, x: Tensor) -> Tensor:
-        """Over the ranks, of which all make the same."""
+        """The sum over ranks, used identically on every rank."""
         return sum_over(x, self.ranks)
 
     def alike(self, x: Tensor) -> Tensor:
-        """What all ranks computed alike, so that its gradient is counted once."""
+        """A tensor computed identically on every rank, whose gradient is to be counted once."""
         return alike(x, self.ranks)

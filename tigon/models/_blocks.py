@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from tigon.kernels._norm import Cast
@@ -22,11 +23,15 @@ from tigon.layers import (
     State,
     tally,
 )
+from tigon.layers.linear import observed
 from tigon.layers.stream import Stream as Divided
+from tigon.layers.stream import Summands
 from tigon.models._config import SLIDING, Config, WindowedConfig, activation
+from tigon.models._watched import has_hooks, summing
 
 # The branch that is yet to be added to the stream, the stream, and the routing statistics
-Stream = tuple[Tensor, Tensor, Tensor | None]
+Branch = Tensor | Summands
+Stream = tuple[Branch, Tensor, Tensor | None]
 
 
 class Block(nn.Module):
@@ -78,18 +83,22 @@ class Block(nn.Module):
         options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
         return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
 
-    def feed(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+    def feed(self, x: Tensor, ctx: Context) -> tuple[Branch, Tensor | None]:
         """The MLP's branch, and its tally."""
         if ctx.stream is not None and isinstance(self.mlp, SparseMoE) and self.mlp.divided:
             return self._dispatch(self.mlp, x, ctx, ctx.stream)
         x = ctx.gathered(x, alone=isinstance(self.mlp, GatedMLP))
-        y = self.mlp(x, *ctx.drawn)
-        if not isinstance(y, Routed):
-            return ctx.summed(y), None
-        if not ctx.routing:
-            return ctx.summed(y.x), None
+        if ctx.stream is not None and has_hooks(self.mlp):
+            with summing(self.mlp, ctx):
+                y = self.mlp(x, *ctx.drawn)
+            total = y.x if isinstance(y, Routed) else y
+        else:
+            y = self.mlp(x, *ctx.drawn)
+            total = ctx.summed(y.x if isinstance(y, Routed) else y)
+        if not (isinstance(y, Routed) and ctx.routing):
+            return total, None
         counts = tally(y, ctx.real)
-        return ctx.summed(y.x), counts if ctx.stream is None else ctx.stream.alike(counts)
+        return total, counts if ctx.stream is None else ctx.stream.alike(counts)
 
     def _dispatch(
         self, mlp: SparseMoE, x: Tensor, ctx: Context, stream: Divided
@@ -137,14 +146,54 @@ class PreNormBlock(Block):
         self.mlp = self.make_mlp(c, layer)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
+        self, x: Branch, residual: Tensor | None, rotation: Rotation, state: Any, ctx: Context
     ) -> Stream:
-        scale = self.branch_scale
-        x, residual = self.input_layernorm(x, residual)
-        x = self.mixer(x, rotation, state, ctx)
-        x, residual = self.post_attention_layernorm(x if scale == 1 else x * scale, residual)
-        y, routing = self.feed(x, ctx)
-        return y if scale == 1 else y * scale, residual, routing
+        normed, residual = self.input_layernorm(x, residual)
+        branch = self.mixer(normed, rotation, state, ctx)
+        normed, residual = self.post_attention_layernorm(self._scaled(branch), residual)
+        branch, routing = self.feed(normed, ctx)
+        return _unview(self._scaled(branch)), residual, routing
+
+    def _scaled(self, branch: Branch) -> Branch:
+        if self.branch_scale == 1:
+            return branch
+        return self.branch_scale * (branch.total if isinstance(branch, Summands) else branch)
+
+
+# As they are here: others may take their place, in the classes too
+_OWN = PreNormBlock.forward, Block.feed, PreNormBlock._scaled, Block.mixer
+_OF_BLOCKS = "forward", "feed", "_scaled", "mixer"
+_ATTENTION, _NORM = Attention.forward, AddRMSNorm.forward
+
+
+def sums_branches(norm: nn.Module) -> bool:
+    """Whether it takes Summands, and nobody else sees them."""
+    return type(norm).forward is _NORM and not observed(norm)
+
+
+def defers_sums(block: nn.Module) -> bool:
+    """Whether its branches may be Summands, which its own norms and the next block's sum: they come
+    from its modules as they are, and nobody else sees them."""
+    if not isinstance(block, PreNormBlock):  # a wrapper may be around one
+        return False
+    if tuple(getattr(type(block), name) for name in _OF_BLOCKS) != _OWN:
+        return False
+    mixer = block.mixer
+    if type(mixer).forward is not _ATTENTION or not block.__dict__.keys().isdisjoint(_OF_BLOCKS):
+        return False
+    if any(map(observed, (block, mixer, block.mlp))):
+        return False
+    return sums_branches(block.input_layernorm) and sums_branches(block.post_attention_layernorm)
+
+
+def _unview(x: Branch) -> Branch:
+    """Itself, no view to autograd, as a product with a bias is: FSDP2 warns of views among what a
+    block returns."""
+    if isinstance(x, Summands):
+        return x
+    if torch.compiler.is_compiling() or not x._is_view():
+        return x
+    return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 class SandwichBlock(Block):

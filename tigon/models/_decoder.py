@@ -28,8 +28,9 @@ from tigon.layers.collectives import Ranks
 from tigon.layers.offload import Offload
 from tigon.layers.state import KVState
 from tigon.layers.stream import Stream
-from tigon.models._blocks import Block
+from tigon.models._blocks import Block, defers_sums, sums_branches
 from tigon.models._config import Config
+from tigon.models._watched import has_hooks, warn_of_parts
 from tigon.splitmix import mixed, signed
 
 
@@ -105,6 +106,13 @@ class Decoder(nn.Module):
         """An empty state for each layer; see MakeStates."""
         return [cast(Block, layer).make_state(rows, capacity, **options) for layer in self.layers]
 
+    def embed(self, ids: Tensor) -> tuple[Tensor, bool]:
+        """[B, T] -> [B, T, C], and whether that is to be added up over ranks, as `summands`. Hooks
+        of the embedding see the sum."""
+        if self.tensor is None or has_hooks(self.embed_tokens):
+            return self.embed_tokens(ids), False
+        return self.embed_tokens(ids, summands=True), True
+
     def forward(
         self,
         x: Tensor,  # [B, T, C]
@@ -133,8 +141,11 @@ class Decoder(nn.Module):
         ropes = [rope(position_ids, dtype, of) for rope in self.rotary_embs]
         stream = None
         if self.tensor is not None:
+            if not torch.compiler.is_compiling():
+                warn_of_parts(self.layers, self.tensor.size)
             whole = cache is not None and not torch.is_grad_enabled()
-            stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole)
+            defers = whole and sums_branches(self.norm) and all(map(defers_sums, self.layers))
+            stream = Stream(self.tensor, (x.shape[0], x.shape[1]), whole, defers=defers)
             x = stream.begin(x, summands=summands)
         append = None if cache is None else cache.append
         ctx = Context(position_ids, mask, routing, append, shard=shard, stream=stream)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
@@ -56,14 +57,15 @@ class LanguageModel(nn.Module):
         self.attention: Backend = "auto"
         self.context: Ranks | None = None  # the ranks that share the tokens of each row
         self.weights: Ranks | None = None  # those that gather weights for the same calls
-        # Drop padding before the blocks and scatter zeros back after them: True wherever it changes
-        # no number, False never, None where it is faster: in 16 bits on a GPU, with
-        # variable-length attention
+        # Drop padding before the blocks, with zeros in its place after: True wherever it changes
+        # no number, False never, None where it is faster: 16 bits, a GPU, variable-length attention
         self.drop_padding: bool | None = None
         self.adapters: dict[str, Any] = {}  # by name, the LoraConfig of each
         self.active_adapter: str | None = None  # the one that is added
         self.trained_without: set[str] = set()  # what trained before there were any
         self.cuts: dict[str, Cut] = {}  # by parameter, what this rank has of it
+        self.files = ""  # a digest of what was read; ranks that share the model compare theirs
+        self.unchecked: RemovableHandle | None = None  # the hook that does, until the first call
         self.model = self.make_decoder(config)
         if config.labels:
             self.lm_head = LMHead(config.hidden_size, config.labels)
@@ -267,8 +269,8 @@ class LanguageModel(nn.Module):
         """[B, T, C], and whether the decoder is to add it up over ranks, where it divides it."""
         if batch.inputs_embeds is not None:
             return batch.inputs_embeds, {}
-        partly = {} if self.tensor_ranks is None else {"summands": True}
-        return self.model.embed_tokens(batch.input_ids, **partly), partly
+        x, summands = self.model.embed(cast(Tensor, batch.input_ids))
+        return x, {"summands": True} if summands else {}
 
     def _dropout(self, batch: Batch, part: Whole, places: Tensor | None) -> dict[str, Any]:
         """Keys of x: those of the batch, or of torch's generator; none where nothing is dropped.

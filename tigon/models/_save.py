@@ -62,6 +62,12 @@ def save_pretrained(
     with ranks.together():
         if ranks.first:
             check_target(expanded(directory), replace)
+    files = ranks.gather(model.files)
+    if others := [rank for rank, of in enumerate(files) if of != files[0]]:
+        raise ValueError(
+            f"rank {others[0]} has read other files of the model than rank 0, and would write a "
+            "part of another model: give all hosts the same files"
+        )
     dtype = _named_dtype(model, dtype)
     if model.adapters:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Models divided over ranks, in dimensions of a mesh."""
+"""Models split and sharded over the dimensions of a device mesh."""
 
 from tigon.parallel.context import check_context, share_context
 from tigon.parallel.expert import check_experts, share_experts

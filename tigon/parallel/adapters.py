@@ -1,9 +1,9 @@
-"""What each rank of tensor parallelism has of low-rank adapters, which were added before.
+"""Tensor parallelism of low-rank adapters, which are added before the model is split.
 
-An adapter is cut as its weight is: B and DoRA's lengths by rows where that is cut by its outputs, A
-by columns where it is by its inputs, and an embedding's A by tokens. Every rank has all of the
-rest, and finds a part of its gradient. Lengths of rows of which ranks have some columns each, or of
-columns of some tokens, take a sum over the ranks.
+An adapter is split like its weight: B and DoRA's magnitudes by rows if the weight is column-wise
+parallel (split by its outputs), A by columns if it is row-wise parallel (split by its inputs), and
+an embedding's A by vocabulary. The rest is replicated, with partial gradients. Norms of rows that
+are split over ranks take a sum over the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,24 +16,24 @@ from tigon.splitmix import GOLDEN, WORD, signed
 from tigon.weights import Copy, Cut, Rows
 
 Pieces = tuple[tuple[Rows, Copy], ...]
-DRAWN = 4  # columns of dropout that share 64 random bits
+DRAWN = 4  # columns of a dropout mask that share 64 random bits
 
 
 def check_dropout(model: CausalLM, cuts_of: Iterable[Mapping[str, Cut]]) -> None:
-    """Raises ValueError for adapters whose dropout ranks cannot draw alike; `cuts_of`: how the
-    weights are cut of each rank."""
+    """Raises ValueError for adapters whose dropout masks would differ from those of one process;
+    `cuts_of`: for each rank, how the weights are split."""
     for cuts in cuts_of:
         for at, low, (weight, *_) in _adapters(model, cuts):
             first = weight.pieces[0][0].source
             if isinstance(low, LowRank) and low.dropout and _by_inputs(weight) and first % DRAWN:
                 raise ValueError(
-                    f"dropout={low.dropout} is not there where a rank's columns begin at {first} "
+                    f"dropout={low.dropout} does not work where a rank's columns begin at {first} "
                     f"({at}), which {DRAWN} does not divide: give 0, or another number of ranks"
                 )
 
 
 def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Cut]]:
-    """Of the parameters of adapters that ranks divide; `cuts` are those of the weights."""
+    """The cuts of adapter parameters that are split; `cuts` are those of the weights."""
     for at, low, weights in _adapters(model, cuts):
         for part, weight in zip(low.parts, weights, strict=True):
             if isinstance(low, LowRankEmbedding):
@@ -48,7 +48,7 @@ def adapter_cuts(model: CausalLM, cuts: Mapping[str, Cut]) -> Iterator[tuple[str
 
 
 def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> None:
-    """The columns of each part that the rank has, and where their dropout is drawn."""
+    """Tell adapters which columns of their parts are local, and where dropout masks begin."""
     for _, low, weights in _adapters(model, cuts):
         if isinstance(low, LowRankEmbedding):
             low.token_ranks = ranks
@@ -67,7 +67,7 @@ def share_adapters(model: CausalLM, cuts: Mapping[str, Cut], ranks: Ranks) -> No
 def _adapters(
     model: CausalLM, cuts: Mapping[str, Cut]
 ) -> Iterator[tuple[str, LowRank | LowRankEmbedding | LowRankExperts, Sequence[Cut]]]:
-    """Each layer's, by its path, and how the weight of each of its parts is cut."""
+    """Each adapter with its path, and how the weight of each of its parts is split."""
     for path, low in model.named_modules():
         if isinstance(low, LowRank | LowRankEmbedding | LowRankExperts):
             layer = path.rpartition(".lora.")[0]
@@ -85,7 +85,7 @@ def _by_inputs(weight: Cut) -> bool:
 
 
 def _within(weight: Cut, part: LoRAPart) -> Pieces:
-    """The pieces of the weight's rows that are the part's, counted from its first one."""
+    """The pieces of the weight's rows that belong to the part, counted from its first row."""
     found = []
     for rows, copy in weight.pieces:
         begin = max(rows.source, part.first)
@@ -100,7 +100,7 @@ def _own(part: LoRAPart, weight: Cut) -> LoRAPart:
     if _by_inputs(weight):
         return part
     pieces = _within(weight, part)
-    # Where the first of them is in the rank's own weight
+    # The position of the first of them in the local weight
     source = part.first + pieces[0][0].source
     (first,) = (
         rows.target + source - rows.source

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group have the same rows, and each computes some tokens."""
+"""Context parallelism: the ranks of a group have the same rows, each with a shard of the tokens."""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -8,18 +8,18 @@ from tigon.models import CausalLM
 
 
 def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
-    """From now on every pass without a cache divides the tokens of its rows over the mesh.
+    """From now on every pass without a cache shards the tokens of its rows over the mesh.
 
     All its ranks make the same passes over the same rows, and get losses, log-probabilities and
-    logits of all tokens; gradients are each rank's part of a sum. `mesh` has one dimension.
-    ValueError for a model that cannot be divided so.
+    logits of all tokens; gradients are partial, to be summed over the ranks. `mesh` has one
+    dimension. ValueError for a model that does not support it.
     """
     check_context(model, mesh.size())
     model.context = Ranks.of(mesh.get_group())
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError unless so many ranks can share the tokens of the model's rows."""
+    """Raises ValueError if the model does not support so many context ranks."""
     if ranks == 1:
         return
     for i, block in enumerate(model.model.layers):

@@ -1,4 +1,4 @@
-"""Expert parallelism: the ranks of a group divide the experts of each layer, and have all else."""
+"""Expert parallelism: each rank of a group has some whole experts of each layer."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,18 +11,18 @@ from tigon.weights import Copy, Cut, Rows
 
 
 def share_experts(model: CausalLM, mesh: DeviceMesh) -> None:
-    """Leave to each rank of the mesh its experts: rank r of N has those from r E / N on.
+    """Keep only this rank's experts: rank r of N has E / N of them, from expert r E / N on.
 
-    On the meta device, before the weights are read, or of a model that is the same on all ranks.
-    From then on all ranks make as many passes, each over rows of its own; an expert's gradient is
-    the sum over the rows of all of them. `mesh` has one dimension. ValueError for a model that
-    cannot be divided so.
+    Call it on the meta device, before the weights are read, or with identical weights on all ranks.
+    From then on all ranks make the same number of passes, each over its own rows; an expert's
+    gradient is the sum over the rows of all ranks. `mesh` has one dimension. ValueError for a model
+    whose experts the ranks do not divide.
     """
     divide_experts(model, Ranks.of(mesh.get_group()))
 
 
 def divide_experts(model: CausalLM, ranks: Ranks) -> None:
-    """As `share_experts`."""
+    """As `share_experts`, without a mesh."""
     check_experts(model, ranks.size)
     for path, module in model.named_modules():
         if not isinstance(module, Experts):
@@ -42,13 +42,13 @@ def divide_experts(model: CausalLM, ranks: Ranks) -> None:
 
 
 def _own(shard: ExpertShard, unit: int = 1, before: int = 0) -> Rows:
-    """This rank's of all experts, of each so many rows; `before`: those of so many times all."""
+    """This rank's experts, `unit` rows each, in block `before` of several blocks of all experts."""
     first = before * shard.experts + shard.ranks.rank * shard.own
     return Rows(first * unit, before * shard.own * unit, shard.own * unit)
 
 
 def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[Rows]]:
-    """The dimension of A or B that experts divide, and what the rank has of it."""
+    """The dimension of A or B that is split by experts, and this rank's rows of it."""
     (part,) = (part for part in low.parts if name.endswith(f"_{part.name}"))
     if name == low.name_of_a(part):
         return 0, [_own(shard, part.rank)]
@@ -56,7 +56,7 @@ def _of_adapter(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError unless so many ranks can share the model's experts."""
+    """Raises ValueError if the model has no experts, or so many ranks do not divide them."""
     if ranks == 1:
         return
     counts = [len(m.down_proj) for m in model.modules() if isinstance(m, Experts)]

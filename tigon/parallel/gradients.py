@@ -1,6 +1,6 @@
-"""Gradients of what several ranks of tensor parallelism have alike: norms, routers, kv heads.
+"""Gradients of parameters that tensor parallelism replicates: norms, routers, kv heads.
 
-Each of them finds a part, of its tokens or its heads.
+Each rank has a partial gradient, that of its tokens or heads; they are summed once a step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,15 +17,17 @@ from tigon.weights import Copy, own_rows, own_slices
 
 
 class TensorParallel:
-    """Of a model that is cut: the ranks, and those with the same by how many they are."""
+    """The tensor ranks of a split model, and its groups of replicas, by their size."""
 
     def __init__(self, model: CausalLM, mesh: DeviceMesh) -> None:
         self.ranks = Ranks.of(mesh.get_group())
         self.layout = model.layout(stacked_experts=True)
         of = {n: {p.copy.of for p in parts if p.copy} - {1} for n, parts in self.layout.items()}
-        self.copied = {name for name, counts in of.items() if counts}  # in part, perhaps
+        self.copied = {
+            name for name, counts in of.items() if counts
+        }  # wholly, or some of their rows
         counts: set[int] = set().union(*of.values())
-        self.members: list[int] = mesh.mesh.tolist()  # of the process group
+        self.members: list[int] = mesh.mesh.tolist()  # global ranks
         self.alike = {self.ranks.size: self.ranks}
         for count in sorted(counts - {self.ranks.size}):
             self.alike[count] = self._neighbours(count)
@@ -38,12 +40,13 @@ class TensorParallel:
         return Ranks.of(group)
 
     def sum_apart(self) -> None:
-        """Of a model whose gradients are summed while backward goes on: by messages that neither
-        wait for those of the pass nor hold them up. Every rank calls this."""
+        """Sum gradients in a process group of their own, for a model that sums in backward: its
+        collectives then do not queue behind those of the pass, nor delay them. Every rank calls
+        this."""
         self.alike[self.ranks.size] = self._neighbours(self.ranks.size)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Once a step, after its last backward pass, and before anything is made of gradients.
+        """Once a step, after its last backward pass, before clipping and the optimizer.
 
         Every rank calls this.
         """
@@ -51,7 +54,7 @@ class TensorParallel:
 
     @torch.no_grad()
     def sum_some(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """As `sum_gradients`, of some of the model's parameters, the same on all ranks."""
+        """`sum_gradients` of some parameters, the same ones on all ranks."""
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.alike}
         for name, p, gradient in _gradients(named):
             if name in self.copied:
@@ -68,8 +71,8 @@ class TensorParallel:
                 )
 
     def counted(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients on this rank, and none that an earlier one has too; each with its
-        parameter, which may have several."""
+        """This rank's gradients, without those that an earlier rank has too, so that a norm over
+        all ranks counts each once; paired with their parameter, which may have several."""
         for name, p, gradient in _gradients(named):
             if name in self.copied:
                 for copy, block in self._blocks(name, p, gradient):
@@ -86,7 +89,7 @@ class TensorParallel:
 
 
 def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of each parameter that has one: its name, it, and what this rank has of its gradient."""
+    """Name, parameter and local gradient of each parameter that has one."""
     for name, p in named:
         if p.grad is not None:
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad

@@ -1,4 +1,4 @@
-"""Checkpoints to models that ranks share."""
+"""Loads a checkpoint into a model that is split or sharded over ranks."""
 
 import os
 from dataclasses import replace
@@ -8,7 +8,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon import models
-from tigon.generation.alike import check_alike
 from tigon.layers.collectives import Ranks
 from tigon.models import (
     MODELS,
@@ -21,12 +20,13 @@ from tigon.models import (
     split_gguf,
 )
 from tigon.parallel.expert import share_experts
+from tigon.parallel.first_call import check_first_call
 from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.plan import cut_model
 from tigon.weights import STAGING_BYTES, Copy, Repository
 
 NAMES = ("replicate", "fsdp", "tensor")  # of a mesh of several dimensions
-ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call ranks of tensor so
+ALONE = ("fsdp", "tensor", "tp")  # of one dimension; others call tensor ranks "tp"
 
 
 class MeshOptions(LoadOptions, total=False):
@@ -41,13 +41,14 @@ def from_pretrained(
 ) -> CausalLM:
     """As `tigon.models.from_pretrained`; with `mesh`, each of its ranks gets a part of each layer.
 
-    `mesh`: of one dimension, or of those that are named "tensor", which divides each layer, "fsdp",
-    which divides the weights and gathers them block by block, and "replicate", whose ranks have the
-    same. Every rank calls this, and reads its part alone, to the mesh's kind of device unless
-    `device` is given; all make the same calls of the model, whose losses, logits and tokens are
-    those of the whole one (docs/parallel.md). `expert_parallel`: a rank of "tensor" has some
-    experts of each layer, whole, in place of a part of every expert. Raises ValueError for what
-    ranks cannot share: `mmap` and `quantize`, and heads, or whole experts, that they do not divide.
+    `mesh` has one dimension, or several with the names "tensor", which splits each layer, "fsdp",
+    which shards the weights and gathers them block by block, and "replicate", whose ranks have the
+    same weights. Every rank calls this, and reads only its part, to the mesh's type of device
+    unless `device` is given. All ranks then make the same calls of the model, and get the losses,
+    logits and tokens of the whole model (docs/parallel.md). `expert_parallel`: a "tensor" rank has
+    some whole experts of each layer instead of a part of every expert. Raises ValueError for what
+    is not supported on several ranks, `mmap` and `quantize`, and for heads, or whole experts, that
+    the ranks do not divide.
     """
     given: dict[str, Any] = dict(options)
     check_keywords("from_pretrained", given, frozenset(MeshOptions.__annotations__))
@@ -59,7 +60,7 @@ def from_pretrained(
     tensor, fsdp = _divided(mesh)
     for name in ("mmap", "quantize"):
         if value := given.pop(name, None):
-            raise ValueError(f"{name}={value!r} is not there for a model that ranks share (mesh=)")
+            raise ValueError(f"{name}={value!r} does not work with mesh=: leave one of them out")
     device = torch.device(given.pop("device", mesh.device_type))
     if device.type != mesh.device_type:
         raise ValueError(f"device={str(device)!r}, but the mesh is one of {mesh.device_type!r}")
@@ -80,36 +81,23 @@ def from_pretrained(
         _share_writing(model, mesh, tensor)
     materialize(model, device)
     load_weights(model, checkpoint, staging_bytes=staging)
-    if model.tensor_ranks is not None:
-        _check_first_call(model)
+    model.files = repr(model.config) + checkpoint.sampled_digest()
+    if model.together:
+        check_first_call(model)
     return model.eval()
 
 
-def _check_first_call(model: CausalLM) -> None:
-    """Rows of a rank's own, such as a DistributedSampler's, would give numbers of no rows at all.
-    One message, in the first call alone."""
-
-    def check(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hook.remove()
-        given = named | dict(zip(("input_ids",), arguments, strict=False))
-        rows = {name: given.get(name) for name in ("input_ids", "attention_mask", "labels")}
-        ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
-        check_alike(ranks, "the first call of the model", rows, model.device)
-
-    hook = model.register_forward_pre_hook(check, with_kwargs=True)
-
-
 def cut_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
-    """Leave each rank of `mesh`, of one dimension, its part of each layer, with whole experts or a
-    part of every one; `model` is on the meta device."""
+    """Keep only this rank's part of each layer, with some whole experts or a part of every expert.
+    `mesh` has one dimension; `model` is on the meta device."""
     if expert_parallel and mesh.size() > 1:
         share_experts(model, mesh)
     cut_model(model, mesh)
 
 
 def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The dimension that divides each layer, and those for FSDP: of replicas, and the one that
-    divides the weights. ValueError if it is not clear which do."""
+    """The dimension of tensor parallelism, and those of FSDP: the one that shards the weights, with
+    that of replicas before it. ValueError for a mesh whose dimensions have other names."""
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f'mesh={mesh!r} is no DeviceMesh: give init_device_mesh("cuda", (2,))')
     if mesh.get_coordinate() is None:
@@ -122,9 +110,9 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         known = name in (NAMES if mesh.ndim > 1 else ALONE)
         if size > 1 and not known:
             raise ValueError(
-                f"mesh has {size} ranks for {name!r}, which divide nothing of a model that is "
-                'loaded so: name a dimension "tensor" or "fsdp", and beside it "replicate", whose '
-                "ranks have the same; expert_parallel=True gives the ranks of a tensor dimension "
+                f"mesh has {size} ranks in the dimension {name!r}, which does nothing here: "
+                'name a dimension "tensor" or "fsdp", and one before "fsdp" "replicate", whose '
+                "ranks have copies; expert_parallel=True gives the ranks of a tensor dimension "
                 "whole experts"
             )
     fsdp = None
@@ -145,7 +133,7 @@ def _divided(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
 
 
 def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Of ranks with the same part of each layer, each writes some of it."""
+    """Ranks with the same part of each layer each write a share of it when saving."""
     coordinate, count, own = mesh.get_coordinate(), mesh.size() // tensor.size(), 0
     assert coordinate is not None
     names = mesh.mesh_dim_names or ("tensor",)

@@ -1,4 +1,4 @@
-"""Which ranks do what together: the dimensions of the device mesh."""
+"""The device mesh: sizes and process groups of its dimensions."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 class Place(NamedTuple):
-    """One of several."""
+    """A rank among `size`."""
 
     rank: int
     size: int
@@ -17,14 +17,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Ranks of each dimension. Ranks that differ in the last one alone are neighbours, as those of
-    tensor parallelism talk the most."""
+    """Ranks of each dimension. The innermost is tensor, whose ranks are neighbours, since tensor
+    parallelism communicates the most."""
 
     replicate: int = 1
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    expert: int = 1  # neighbours that divide experts, within a replica; no factor of the ranks
+    expert: int = 1  # neighbours within a replica; no factor of the number of ranks
 
     @property
     def data(self) -> int:
@@ -33,7 +33,7 @@ class MeshSizes:
 
     @property
     def shards(self) -> int:
-        """Ranks that divide the weights, besides those of tensor parallelism."""
+        """Ranks that FSDP shards the weights over; each has a tensor rank's part of them."""
         return self.fsdp * self.context
 
     @property
@@ -43,30 +43,39 @@ class MeshSizes:
 
     @property
     def dividing(self) -> int:
-        """Ranks that FSDP is for: one where tensor parallelism divides all there is."""
+        """Ranks that FSDP shards or replicates over; 1 if tensor parallelism has all ranks."""
         return self.replicate * max(self.shards, self.same if self.expert > 1 else 1)
 
     @property
     def ranks(self) -> int:
         return self.replicate * self.shards * self.tensor
 
+    @property
+    def shown(self) -> str:
+        """For a person: the dimensions with more than one rank."""
+        sizes = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
+        sizes["tensor"] = self.tensor
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return product + (f", expert {self.expert}" if self.expert > 1 else "")
+
 
 @dataclass(frozen=True)
 class Meshes:
-    """The ranks of a process group, as `sizes` divide them."""
+    """Device meshes and process groups of the default process group, by `sizes`."""
 
     sizes: MeshSizes
     data: Place  # among the ranks with different rows of the data
-    weights: DeviceMesh  # for fully_shard: the ranks that divide the weights, or (replicate, those)
-    tensor: DeviceMesh | None  # of one dimension; None where it has one rank
+    weights: DeviceMesh  # for fully_shard: (shard,) or, for HSDP, (replicate, shard)
+    tensor: DeviceMesh | None  # of one dimension; None for one rank
     context: DeviceMesh | None
-    expert: DeviceMesh | None  # neighbours that divide the experts of each layer
-    experts: DeviceMesh  # for fully_shard, of experts: the ranks that have the same of them
-    loss: dist.ProcessGroup  # the ranks with different rows, whose sums are added up
+    expert: DeviceMesh | None  # neighbours with different experts of each layer
+    experts: DeviceMesh  # for fully_shard of experts: the ranks with the same experts
+    # The ranks with different rows, over which the sums of a loss are all-reduced
+    loss: dist.ProcessGroup
 
     @classmethod
     def of(cls, device: str, sizes: MeshSizes) -> "Meshes":
-        """`device`: the type. Every rank of the process group calls this, at the same time."""
+        """`device`: the type. A collective call: every rank of the process group makes it."""
         dims = {"replicate": sizes.replicate, "shard": sizes.shards, "tensor": sizes.tensor}
         whole = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         context = None
@@ -77,7 +86,7 @@ class Meshes:
         weights = whole["replicate", "shard"] if sizes.replicate > 1 else whole["shard"]
         expert, experts = None, weights
         if sizes.expert > 1:
-            # Neighbours across dimensions: those of tensor parallelism are the first of them
+            # Neighbours across dimensions, tensor ranks the nearest
             names = ("replicate", "same", "expert")
             shape = (sizes.replicate, sizes.same, sizes.expert)
             apart = init_device_mesh(device, shape, mesh_dim_names=names)

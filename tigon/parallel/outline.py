@@ -1,4 +1,4 @@
-"""One rank's part of a model, where no other rank is."""
+"""One rank's part of a model, without process groups."""
 
 from tigon.layers.collectives import Ranks
 from tigon.models import CausalLM
@@ -9,10 +9,10 @@ from tigon.parallel.plan import cut_parts
 
 
 def take_part(model: CausalLM, sizes: MeshSizes) -> None:
-    """Leave to a model on the meta device what the first of so many ranks computes with, before
-    FSDP. What it receives from the others has a size and no numbers; experts are chosen evenly.
+    """Reduce a model on the meta device to the part of rank 0, before FSDP. Collectives return meta
+    tensors of the right size; experts get equally many tokens.
 
-    ValueError for a model that cannot be divided so.
+    ValueError for a model that the sizes do not divide.
     """
     if sizes.expert > 1:
         divide_experts(model, Ranks("", 0, sizes.expert))

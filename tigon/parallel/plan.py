@@ -1,12 +1,13 @@
-"""Tensor parallelism (Shoeybi et al., 2019), with the stream's tokens divided between blocks
-(Korthikanti et al., 2022): what each rank has of which parameter, as data.
+"""Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism between blocks (Korthikanti
+et al., 2022): how each parameter is split, as data.
 
-Projections into a block are cut by their outputs: by heads, by units of the MLP and of each expert.
-Those out of it are cut by their inputs, so that ranks have summands of what the block adds to the
-stream. Embedding and head are cut by tokens. All else every rank has whole, and so a mixture whose
-experts are divided whole: it computes with the rank's own tokens. Packed projections are
-cut part by part, [q; k; v] to [q_r; k_r; v_r], which is no placement of a DTensor: parameters are
-plain ones of the rank's own, which the model's layout describes, and fully_shard divides further.
+Projections into a block are column-wise parallel: split by their outputs, which are heads, or units
+of the MLP and of each expert. Those out of it are row-wise parallel: split by their inputs, with
+partial sums of the block's output on each rank. Embedding and head are split by vocabulary. All
+else is replicated, also the MoE layer itself if ranks have whole experts: it computes with the
+rank's own tokens. Packed projections are split part by part, [q; k; v] to [q_r; k_r; v_r], which no
+DTensor placement expresses: parameters are plain local ones, which the model's layout describes,
+and which fully_shard shards further.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -23,32 +24,32 @@ from tigon.parallel.adapters import Pieces, adapter_cuts, check_dropout, share_a
 from tigon.parallel.gradients import set_tensor
 from tigon.weights import Copy, Cut, Rows
 
-# Outputs are cut at multiples of it where that leaves each rank some: kernels align, and products
-# of 8-bit floats need it
+# Outputs are split at multiples of it if each rank then gets some: loads are aligned, and fp8 GEMMs
+# need it
 UNIT = 16
 
 
 class How(NamedTuple):
-    """A parameter's dimension, and what a rank has of it."""
+    """The dimension that a parameter is split in, and which of its rows a rank has."""
 
     dim: int
     pieces: Callable[[nn.Module, int, Ranks], Pieces]  # of the module, the size and the rank
 
 
 def queries(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """Of [H, D]."""
+    """Rows [H, D] of heads."""
     return (_heads(0, size, 0, ranks),)
 
 
 def keys(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """Of [K, D]; a head that several ranks need is on each of them."""
+    """Rows [K, D] of kv heads; a head that several ranks need is replicated on them."""
     assert isinstance(module, Attention)
     kv_heads = size // module.head_dim
     return (_kv(0, kv_heads, module.head_dim, 0, ranks),)
 
 
 def heads(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """Of [(H + K + K), D]."""
+    """Rows [(H + K + K), D] of packed q, k and v."""
     assert isinstance(module, Attention)
     d = module.head_dim
     q, k, _ = module.qkv_proj.parts
@@ -58,7 +59,7 @@ def heads(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def halves(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """Of gate and up, the same units."""
+    """Packed gate and up: the same units of both."""
     gate = _own(0, size // 2, 0, ranks)
     return gate, _own(size // 2, size // 2, gate[0].length, ranks)
 
@@ -68,13 +69,13 @@ def units(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def tokens(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """As many on each rank, but fewer on the last."""
+    """The vocabulary: equally many rows on each rank, but fewer on the last."""
     share = -(-size // ranks.size)
     first = ranks.rank * share
     return ((Rows(first, 0, min(share, size - first)), Copy()),)
 
 
-# Of the modules of a kind, the parameters that are cut, by their names in it
+# For each kind of module, the parameters that are split, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, How]] = {
     Attention: {
         "qkv_proj.weight": How(0, heads),
@@ -92,30 +93,31 @@ PLAN: Mapping[type[nn.Module], Mapping[str, How]] = {
 }
 # Norms over all heads together
 FLAT = {"q_norm.weight": How(0, queries), "k_norm.weight": How(0, keys)}
-SUMMANDS = {Attention: "o_proj", GatedMLP: "down_proj"}  # the products that ranks add up
+# The projections whose outputs are partial sums
+SUMMANDS = {Attention: "o_proj", GatedMLP: "down_proj"}
 
 
 def bounds(size: int, ranks: int) -> tuple[int, ...]:
-    """Where each rank's part of so many begins, and the end."""
+    """The bounds of the ranks' parts of `size`: R + 1 of them."""
     unit = UNIT if size >= UNIT * ranks else 1
     return *(size // unit * r // ranks * unit for r in range(ranks)), size
 
 
 def _own(begin: int, size: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
-    """Of `size` from `begin` on, the rank's part."""
+    """The rank's part of `size` rows from `begin` on."""
     at = bounds(size, ranks.size)
     first, end = at[ranks.rank], at[ranks.rank + 1]
     return Rows(begin + first, target, end - first), Copy()
 
 
 def _heads(begin: int, size: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
-    """As `_own`, of what ranks divide evenly."""
+    """As `_own`, for a size that the ranks divide."""
     own = size // ranks.size
     return Rows(begin + ranks.rank * own, target, own), Copy()
 
 
 def _kv(begin: int, count: int, dim: int, target: int, ranks: Ranks) -> tuple[Rows, Copy]:
-    """Of `count` heads from `begin` on, those that the rank's queries read."""
+    """Of `count` kv heads from `begin` on, those that the rank's queries read."""
     if count >= ranks.size:
         own = count // ranks.size
         return Rows(begin + ranks.rank * own * dim, target, own * dim), Copy()
@@ -125,17 +127,17 @@ def _kv(begin: int, count: int, dim: int, target: int, ranks: Ranks) -> tuple[Ro
 
 
 def cut_model(model: CausalLM, mesh: DeviceMesh) -> None:
-    """Leave to each rank of the mesh its part; on the meta device, before the weights are read.
+    """Keep only this rank's part of each layer; on the meta device, before the weights are read.
 
-    Experts that ranks are to have whole are divided before (`share_experts`), and stay as they are.
-    ValueError for what ranks cannot share.
+    With expert parallelism call `share_experts` first: experts that are already distributed stay as
+    they are. ValueError for a model that so many ranks cannot split.
     """
     cut_parts(model, Ranks.of(mesh.get_group()))
     set_tensor(model, mesh)
 
 
 def cut_parts(model: CausalLM, ranks: Ranks) -> None:
-    """As `cut_model`, but for what is set up with the other ranks before the first step."""
+    """As `cut_model`, without the process groups that sum replicated gradients."""
     check(model, ranks.size)
     tied, before = model.ties_head, set(model.cuts)
     apart = _apart(model)
@@ -175,13 +177,13 @@ def cut_parts(model: CausalLM, ranks: Ranks) -> None:
 
 
 def check(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError for a model that so many ranks cannot share."""
+    """Raises ValueError for a model that so many ranks cannot split."""
     size = model.config.vocab_size
     if (ranks - 1) * -(-size // ranks) >= size:
         raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
         if isinstance(module, Linear) and module.quantised is not None:
-            raise ValueError("tensor parallelism is not there for quantised weights")
+            raise ValueError("tensor parallelism does not work with quantised weights")
         if isinstance(module, Attention):
             q, kv = module.heads, module.kv_heads
             if q % ranks or (kv % ranks and ranks % kv):
@@ -196,13 +198,13 @@ def check(model: CausalLM, ranks: int) -> None:
 
 
 def _apart(model: CausalLM) -> set[nn.Module]:
-    """Mixtures whose experts are divided whole, and what is in them."""
+    """MoE layers whose experts are distributed whole, and their submodules."""
     moes = [m for m in model.modules() if isinstance(m, SparseMoE) and m.divided]
     return {inner for moe in moes for inner in moe.modules()}
 
 
 def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterator[tuple[str, Cut]]:
-    """Of every parameter."""
+    """The cut of every parameter."""
     hows: dict[str, tuple[nn.Module, How]] = {}
     for path, module in model.named_modules():
         if module in apart:
@@ -230,7 +232,7 @@ def _cuts(model: CausalLM, ranks: Ranks, apart: Container[nn.Module]) -> Iterato
 
 
 def _share_heads(module: Attention, ranks: Ranks) -> None:
-    """The numbers of the rank's own heads."""
+    """Set the numbers of local heads."""
     if module.flat_qk_norm and module.q_norm is not None and module.k_norm is not None:
         copies = max(1, ranks.size // module.kv_heads)
         module.q_norm.shared = ranks, module.heads * module.head_dim

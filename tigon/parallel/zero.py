@@ -1,31 +1,31 @@
-"""ZeRO-2 (Rajbhandari et al., 2020): every rank has all weights and computes as one rank would;
-gradients and optimizer states are divided among the ranks.
+"""ZeRO-2 (Rajbhandari et al., 2020): weights are replicated during passes; gradients and optimizer
+states are sharded.
 
 For models that fit. FSDP2 gathers weights in forward and again in backward, through buffers that it
-copies into and out of. Here a step has one gather of the weights, behind its forward, and one
-reduction of the gradients, behind its last backward, and nothing is copied:
+copies into and out of. Here a step has one all-gather of the weights, which overlaps with its first
+forward, and one reduce-scatter of the gradients, which overlaps with its last backward, and nothing
+is copied:
 
-- Each rank has the rows of every parameter that FSDP2 would give it, Shard(0). They lie one after
-  the other in the parameter's own memory, so that an all-gather can write every row to its place,
-  and a reduce-scatter can read from the gradient as autograd left it. Parameters are parts of one
-  message nonetheless: those of a block are one group of NCCL calls, which is one kernel. Flat
-  buffers would need a copy for each gather (with rank r's rows of all parameters together) or
-  shares that begin and end within rows (without), and with these neither states of 8 bits, whose
-  blocks are within rows, nor Muon, nor checkpoints of rows would do.
-- Between steps the model's parameters are DTensors of these rows, as FSDP2's are: optimizers,
-  clipping, averages, checkpoints and exports do not know the difference. During passes they are the
-  whole ones. Where both have one dtype, the rows are a part of the whole parameter's memory.
-- Autograd gives a parameter without a gradient the tensor that backward made, so nothing is added
-  and nothing needs to be zero. Once the rows are reduced the whole gradient is freed. To keep it
-  (ZeRO-1) would cost memory and save nothing.
+- Each rank has the same rows of every parameter as with FSDP2, Shard(0). They are contiguous in the
+  whole parameter's memory, so that an all-gather writes every row to its place, and a
+  reduce-scatter reads the gradient as autograd left it. Parameters of a block are still
+  communicated together: their NCCL calls are coalesced into one kernel. A flat buffer would need a
+  copy for each gather (with rank r's rows of all parameters together) or shards that begin and end
+  within rows (without), which 8-bit states, whose blocks lie within rows, Muon, and checkpoints of
+  rows do not support.
+- Between steps the model's parameters are DTensors of these rows, as with FSDP2, so optimizers,
+  clipping, weight averages, checkpoints and exports need no special case. During passes they are
+  the whole parameters. If both have the same dtype, the rows are a view of the whole memory.
+- Autograd makes the tensor that backward computes the gradient of a parameter without one, so
+  nothing is added and nothing needs to be zeroed. The whole gradient is freed once it is reduced:
+  to keep it (ZeRO-1) would cost memory and save nothing.
 
-What torch has does not do. DistributedDataParallel gives every rank all of a gradient, twice the
-bytes, and means instead of sums; ZeroRedundancyOptimizer deals out whole parameters, so that shares
-are uneven and no checkpoint of rows, and broadcasts them after the step, while nothing else runs.
-fully_shard with reshard_after_forward=False saves the second gather and none of the copies, for the
-memory that this takes; prefetching further ahead saves neither. Symmetric memory
-(torch.distributed._symmetric_memory) moves rows by copy engines instead of SMs, among the GPUs of
-one host: `_gather` and `_reduce` are where it would go.
+Alternatives in torch: DistributedDataParallel all-reduces gradients, twice the bytes, and to means
+instead of sums. ZeroRedundancyOptimizer distributes whole parameters, so that shards are uneven and
+not rows, and broadcasts them after the step, without overlap. fully_shard with
+reshard_after_forward=False saves the second gather but no copies, for the same memory;
+prefetching further ahead saves neither. Symmetric memory (torch.distributed._symmetric_memory)
+would move rows by copy engines instead of SMs within a host, in `_gather` and `_reduce`.
 
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """
@@ -51,10 +51,10 @@ IN_FLIGHT = 2  # reductions whose gradients are still held when the next one beg
 
 
 class Weight:
-    """A parameter: `rows`, those of this rank, between passes, and `whole` during them."""
+    """A parameter: `rows`, the local shard, between passes, and `whole` during them."""
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.places: list[tuple[nn.Module, str]] = []  # several where it is tied
+        self.places: list[tuple[nn.Module, str]] = []  # several if it is tied
         self.mesh, self.shape = mesh, parameter.shape
         self.each = -(-self.shape[0] // mesh.size())  # r
         first = mesh.get_local_rank() * self.each
@@ -63,10 +63,10 @@ class Weight:
             own, mesh, [Shard(0)], run_check=False, shape=self.shape, stride=parameter.stride()
         )
         self.rows: Any = nn.Parameter(shard, parameter.requires_grad)
-        self.sum: Tensor | None = None  # of gradients, where their own dtype is too narrow
+        self.sum: Tensor | None = None  # of gradients, if their own dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
-        """The whole parameter."""
+        """Allocate the whole parameter."""
         own, ranks = self.rows.detach().to_local(), self.mesh.size()
         self.memory = own.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
         self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
@@ -75,7 +75,7 @@ class Weight:
         self.target = self.part[: len(own)]
         if self.source is None:
             self.target.copy_(own)
-            # As FSDP2 does it: optimizers know the parameter already
+            # As FSDP2 does: optimizers may already hold the parameter
             self.rows._local_tensor = self.target
 
     def register(self, parameter: nn.Parameter) -> None:
@@ -83,7 +83,7 @@ class Weight:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
-        """The gradient of this backward to those before it, in `dtype`."""
+        """Add this backward's gradient to the earlier ones, in `dtype`."""
         gradient = self.whole.grad
         if gradient is None or gradient.dtype == dtype:
             return
@@ -91,7 +91,7 @@ class Weight:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """[n r, ...]; zeros where the loss of this rank did not depend on the parameter."""
+        """[n r, ...]; zeros if this rank's loss does not depend on the parameter."""
         found = self.whole.grad if self.sum is None else self.sum
         self.whole.grad = self.sum = None
         if found is None:
@@ -100,9 +100,9 @@ class Weight:
         return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
 
     def give_gradient(self, part: Tensor) -> None:
-        """[r, ...], of this rank's rows."""
+        """`part` [r, ...]: the reduced gradient of the local rows."""
         own = part[: len(self.target)].to(self.rows.dtype)
-        # As FSDP2 does it: from_local takes ten times as long
+        # As FSDP2 does: from_local takes ten times as long
         gradient = DTensor(own, self.rows._spec, requires_grad=False)
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
 
@@ -113,13 +113,13 @@ class Group:
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = weights
         self.trained: list[Weight] = []
-        self.missing = 0  # gradients of this backward that are to come
-        self.gathering: Any = None  # the message that is on its way
+        self.missing = 0  # gradients that this backward has yet to compute
+        self.gathering: Any = None  # the all-gather in flight
 
 
 class Reduction(NamedTuple):
     weights: Sequence[Weight]
-    gradients: Sequence[Tensor]  # must live until the message has gone
+    gradients: Sequence[Tensor]  # kept alive until the collective is done
     parts: Sequence[Tensor]
     message: Any
 
@@ -131,11 +131,11 @@ class Zero:
         self, model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
     ) -> None:
         self.mesh, self.compute, self.sums = mesh, compute, sums
-        self.reduces = True  # the gradients of the next backward, else they only add up here
+        self.reduces = True  # in the next backward; otherwise gradients accumulate locally
         self.gathered = self.allocated = False
         self.running: deque[Reduction] = deque()
-        self.waiting: list[Group] | None = None  # in a backward: groups still to be reduced
-        self.weights: dict[nn.Parameter, Weight] = {}  # by their whole parameters, once allocated
+        self.waiting: list[Group] | None = None  # during backward: groups still to be reduced
+        self.weights: dict[nn.Parameter, Weight] = {}  # by whole parameter, once allocated
         self.hooked: set[Weight] = set()
         self.groups: list[Group] = []
         seen: dict[nn.Parameter, Weight] = {}
@@ -159,7 +159,8 @@ class Zero:
             weight.register(weight.rows)
         model.register_state_dict_pre_hook(lambda *_: self.release())
         model.register_load_state_dict_pre_hook(lambda *_: self.release())
-        # Or the next forward would not gather, after one without a backward, what a step changes
+        # After a forward without a backward, weights are still gathered: without this the next
+        # forward would not see an optimizer step in between
         own = weakref.ref(self)
 
         def release(*_: Any) -> None:
@@ -170,9 +171,8 @@ class Zero:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Begin to make all weights whole, for passes until `release` or the last backward's end.
-
-        Groups come in the order in which forward needs them, and it waits for each one apart.
+        """Start the all-gathers of all weights, for passes until `release` or the end of the last
+        backward, in the order in which forward needs them; it waits for each group on entry.
         """
         if self.gathered:
             return
@@ -195,7 +195,7 @@ class Zero:
                 )
 
     def _begin(self) -> None:
-        """Before a forward of the model."""
+        """Before a forward pass of the model."""
         if self.waiting is not None:
             raise RuntimeError(
                 "a backward pass before this one has failed, and left gradients that are reduced "
@@ -204,7 +204,7 @@ class Zero:
         self.gather()
 
     def release(self) -> None:
-        """Parameters are this rank's rows again, which optimizers may change."""
+        """Make the local rows the model's parameters again, for optimizers to update."""
         if not self.gathered:
             return
         self.gathered = False
@@ -214,40 +214,40 @@ class Zero:
                 weight.register(weight.rows)
 
     def allocate(self) -> None:
-        """Memory of whole weights, once: when the rows are allocated, and before an optimizer may
-        take note of where they are; at the latest the first pass does it."""
+        """Allocate the whole weights, once: after the rows, and before an optimizer takes pointers
+        to them; at the latest in the first pass."""
         if self.allocated:
             return
         with torch.inference_mode(False), torch.no_grad():
             for weight in (w for group in self.groups for w in group.weights):
                 module, name = weight.places[0]
-                weight.rows = module._parameters[name]  # a loader's, perhaps
+                weight.rows = module._parameters[name]  # which a loader may have replaced
                 weight.allocate(self.compute)
                 self.weights[weight.whole] = weight
         self.allocated = True
 
     def _enter(self, group: Group) -> None:
-        self.gather()  # unless the model's forward has: a module may be called by itself
+        self.gather()  # a module may be called without the model's forward
         self._wait(group)
 
     def _wait(self, group: Group) -> None:
         if group.gathering is not None:
-            group.gathering.wait()  # the stream does; Python goes on
+            group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
     def _accumulated(self, group: Group, weight: Weight) -> None:
-        """After a parameter has its gradient of a backward."""
+        """Hook: a parameter has its gradient of this backward."""
         weight.add_up(self.sums)
         if not self.reduces:
             return
         self.arrived()
         group.missing -= 1
-        # All ranks in one order, from the head to the embedding
+        # In the same order on all ranks, from the head to the embedding
         while self.waiting and not self.waiting[-1].missing:
             self._begin_reduction(self.waiting.pop())
 
     def arrived(self) -> None:
-        """In a backward, when the first gradient is there: at its end all are reduced."""
+        """At the first gradient of a backward: have all groups reduced by its end."""
         if not self.reduces or self.waiting is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -256,8 +256,8 @@ class Zero:
             group.missing = len(group.trained)
 
     def holder(self, whole: nn.Parameter) -> tuple[Any, str]:
-        """The object and the attribute that hold a whole parameter's gradient between the backwards
-        of a step."""
+        """The object and the attribute that hold a whole parameter's gradient between the backward
+        passes of a step."""
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
@@ -281,7 +281,7 @@ class Zero:
             weight.give_gradient(part)
 
     def _finish(self) -> None:
-        """After a backward that reduces."""
+        """At the end of a backward that reduces."""
         waiting, self.waiting = self.waiting or [], None
         while waiting:
             self._begin_reduction(waiting.pop())
@@ -290,7 +290,7 @@ class Zero:
         self.release()
 
     def _gather(self, weights: Sequence[Weight]) -> Any:
-        """All ranks' rows to all; what to wait for."""
+        """Start the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as message:
             for weight in weights:
@@ -298,7 +298,7 @@ class Zero:
         return message
 
     def _reduce(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-        """The sum over all ranks of their gradients, to each its rows; what to wait for."""
+        """Start the reduce-scatter of the gradients; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as message:
             for part, gradient in zip(parts, gradients, strict=True):
@@ -309,10 +309,11 @@ class Zero:
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
 ) -> Zero:
-    """Divide the model's parameters, which may be on the meta device, between passes.
+    """Shard the model's parameters, which may be on the meta device, between passes.
 
-    `compute` is the dtype of the whole weights, `sums` that in which gradients add up over
-    micro-batches and ranks. Gradients are summed, not averaged, in the dtype of the rows.
+    `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over
+    micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
+    dtype of the rows.
     """
     model._zero = Zero(model, mesh, compute, sums)  # type: ignore[assignment]
     return find_zero(model)  # type: ignore[return-value]
@@ -323,7 +324,7 @@ def find_zero(model: nn.Module) -> Zero | None:
 
 
 def in_order(model: CausalLM) -> Iterator[list[nn.Module]]:
-    """What is gathered together, in the order in which forward needs it."""
+    """The modules of each group, in the order in which forward needs them."""
     yield [model.model.embed_tokens]
     for block in model.model.layers:
         yield [block]

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -36,15 +37,17 @@ class Checkpoint:
         Training changes values everywhere, so that these tell models of one shape apart, and little
         is read of the files. The same tensors in other files have the same digest.
         """
+        values: dict[str, bytes] = {}
+        of_files: dict[Path, list[str]] = {}
+        for name, info in self.tensors.items():
+            of_files.setdefault(info.path, []).append(name)
+        for path, names in of_files.items():
+            with path.open("rb") as file:
+                values |= {name: _sample(self.tensors[name], file) for name in names}
         total = hashlib.sha256()
         for name, info in sorted(self.tensors.items()):
-            plain = isinstance(info, TensorInfo)
-            size = min(SAMPLED, info.nbytes) if plain else SAMPLED  # of others: those that follow
-            with info.path.open("rb") as file:
-                file.seek(info.offset + ((info.nbytes - size) // 2 if plain else 0))
-                values = file.read(size)
             total.update(repr((name, tuple(info.shape), str(info.dtype))).encode())
-            total.update(hashlib.sha256(values).digest())
+            total.update(values[name])
         return total.hexdigest()
 
     @classmethod
@@ -91,6 +94,14 @@ class Checkpoint:
             raise ValueError(f"tensor {name!r} cannot be read into a meta tensor: allocate it")
         with Reader() as reader:
             read_rows(reader, info, out.detach(), row)
+
+
+def _sample(info: TensorInfo | Decoded, file: IO[bytes]) -> bytes:
+    """A digest of the values in its middle; of encoded ones, of those that begin it."""
+    plain = isinstance(info, TensorInfo)
+    size = min(SAMPLED, info.nbytes) if plain else SAMPLED  # of others: those that follow
+    file.seek(info.offset + ((info.nbytes - size) // 2 if plain else 0))
+    return hashlib.sha256(file.read(size)).digest()
 
 
 def read_rows(reader: Reader, info: TensorInfo | Decoded, out: Tensor, row: int) -> None:

@@ -1,0 +1,111 @@
+"""Branches that are yet to be summed over ranks, of blocks whose norms sum them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from tests.small import LLAMA
+from tigon.layers import AddRMSNorm, Attention
+from tigon.layers.collectives import Ranks
+from tigon.layers.stream import Stream, Summands
+from tigon.models._blocks import (
+    PostNormBlock,
+    PreNormBlock,
+    SandwichBlock,
+    defers_sums,
+    sums_branches,
+)
+
+
+class OwnForward(PreNormBlock):
+    def forward(self, *given):
+        return super().forward(*given)
+
+
+class OwnFeed(PreNormBlock):
+    def feed(self, *given):
+        return super().feed(*given)
+
+
+class OwnScale(PreNormBlock):
+    def _scaled(self, branch):
+        return 0.5 * branch
+
+
+class OwnMixer(PreNormBlock):
+    @property
+    def mixer(self):
+        return self.self_attn.forward
+
+
+def config():
+    return tigon.Llama.from_config(LLAMA, device="meta").config
+
+
+def test_whose_norms_sum():
+    kinds = PreNormBlock, OwnForward, OwnFeed, OwnScale, OwnMixer, SandwichBlock, PostNormBlock
+    assert [defers_sums(kind(config(), 0)) for kind in kinds] == [True, *6 * [False]]
+    block = PreNormBlock(config(), 0)
+    block._scaled = lambda branch: 0.5 * branch
+    assert not defers_sums(block)
+
+
+@pytest.mark.parametrize("name", ["", "self_attn", "mlp", "post_attention_layernorm"])
+def test_who_is_watched_sees_sums(name):
+    block = PreNormBlock(config(), 0)
+    handle = block.get_submodule(name).register_forward_hook(lambda *_: None)
+    assert not defers_sums(block)
+    handle.remove()
+    assert defers_sums(block)
+    everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not defers_sums(block)
+    everywhere.remove()
+
+
+class OwnNorm(AddRMSNorm):
+    def forward(self, x, residual, post=None):
+        return super().forward(x * 1, residual, post)
+
+
+def test_modules_of_others_get_sums(monkeypatch):
+    """In place of ours, around them, or in the classes."""
+    assert not sums_branches(OwnNorm(8, 1e-5))
+    for name in "input_layernorm", "post_attention_layernorm":
+        block = PreNormBlock(config(), 0)
+        setattr(block, name, OwnNorm(8, 1e-5))
+        assert not defers_sums(block)
+    block = PreNormBlock(config(), 0)
+    assert not defers_sums(nn.Sequential(block))
+    assert not defers_sums(torch.compile(block))
+    block.feed = lambda *given: PreNormBlock.feed(block, *given)
+    assert not defers_sums(block)
+    for kind in PreNormBlock, Attention, AddRMSNorm:
+        with monkeypatch.context() as patch:
+            own = kind.forward
+            patch.setattr(kind, "forward", lambda *given, own=own: own(*given))
+            assert not defers_sums(PreNormBlock(config(), 0))
+
+
+class Two(Ranks):
+    """Two ranks that have the same."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_norm_sums():
+    ranks, norm = Two("none", 0, 2), AddRMSNorm(8, 1e-5)
+    norm.init_weights()
+    x, residual = torch.randn(2, 1, 3, 8).unbind()
+    with torch.no_grad():
+        branch = Stream(ranks, (1, 3), whole=True, defers=True).summed(x)
+        assert isinstance(branch, Summands)
+        for given in residual, None:
+            for found, expected in zip(norm(branch, given), norm(2 * x, given), strict=True):
+                assert torch.equal(found, expected)
+        block = PreNormBlock(config(), 0)
+        assert block._scaled(branch) is branch
+        block.branch_scale = 0.5
+        assert torch.equal(block._scaled(branch), x)
+    assert torch.equal(Stream(ranks, (1, 3), whole=True).summed(x), 2 * x)

@@ -1,0 +1,30 @@
+"""Kernels that read weights before they wait, where FSDP2 writes the weights just before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import tigon
+from tests.small import LLAMA
+from tests.train.ranks import Ranks
+from tigon.kernels import _triton
+from tigon.parallel import shard_blocks
+
+ROW: Any = SimpleNamespace(numel=lambda: 4096, device=SimpleNamespace(type="cuda", index=0))
+
+
+def gathered() -> None:
+    dist.init_process_group("gloo")
+    _triton.hopper = lambda _: True
+    assert _triton.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}
+    model = tigon.Llama.from_config(LLAMA)
+    shard_blocks(model, init_device_mesh("cpu", (2,)), compute=torch.float32, keeps_ends=False)
+    assert _triton.pdl_options(ROW) == {"PDL": False}
+    dist.destroy_process_group()
+
+
+def test_no_kernel_starts_early_where_weights_are_gathered() -> None:
+    Ranks(2, gathered).finish()

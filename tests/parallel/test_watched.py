@@ -1,0 +1,148 @@
+"""Hooks of a model that ranks share: they see and change what they would in one process."""
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel.test_tensor import MOE, random_model
+from tests.train.ranks import Ranks
+from tigon.models import CausalLM
+from tigon.parallel import cut_model
+
+FAMILIES = {"llama": {}, "qwen3_moe": MOE, "olmo2": {}}
+WHOLE = ("model.embed_tokens", "layers.1", "layers.0.self_attn", "layers.1.mlp", "model.norm")
+IDS = torch.randint(4, 200, (2, 9), generator=torch.Generator().manual_seed(2))
+
+
+class Doubled(nn.Module):
+    """Around a module, or a method of it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+def changed(_module: nn.Module, _given: object, y: object) -> object:
+    """No linear function: it has to see sums."""
+    if isinstance(y, tuple):
+        return type(y)(*(y[0].relu(), *y[1:])) if hasattr(y, "_fields") else (y[0].relu(), *y[1:])
+    return y.relu() if isinstance(y, Tensor) else y
+
+
+def logits(model: CausalLM) -> list[Tensor]:
+    """Of a pass that may be differentiated, and of cached ones: a prompt and a token."""
+    found = [model(IDS).logits]
+    with torch.no_grad():
+        cache = model.static_cache(2, 16)
+        found += [model(part, past_key_values=cache).logits for part in (IDS[:, :8], IDS[:, 8:])]
+    return found
+
+
+def named(model: nn.Module, end: str) -> nn.Module:
+    return next(module for name, module in model.named_modules() if name.endswith(end))
+
+
+def compare(directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for family, sizes in FAMILIES.items():
+        one = random_model(family, sizes).eval()
+        cut = copy.deepcopy(one)
+        cut_model(cut, mesh)
+        plain = logits(one)
+        for end in WHOLE:
+            handles = [named(m, end).register_forward_hook(changed) for m in (one, cut)]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                of_one, of_cut = logits(one), logits(cut)
+            for handle in handles:
+                handle.remove()
+            triples = [*zip(of_one, of_cut, plain, strict=True)]
+            apart = max(float((a - b).detach().abs().max()) for a, b, _ in triples)
+            acted = min(float((a - c).detach().abs().max()) for a, _, c in triples)
+            found[f"{family}, {end}"] = [apart, acted]
+    if dist.get_rank() == 0:
+        Path(directory, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_hooks_see_and_change_sums(tmp_path: Path) -> None:
+    Ranks(2, compare, str(tmp_path)).finish()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == len(FAMILIES) * len(WHOLE)
+    for name, (apart, acted) in found.items():
+        assert apart < 2e-5, name
+        assert acted > 1e-2, name  # the hook changes something
+
+
+def hook_o_proj(block: nn.Module) -> None:
+    block.self_attn.o_proj.register_forward_hook(changed)
+
+
+def hook_down_proj(block: nn.Module) -> None:
+    block.mlp.down_proj.register_forward_hook(changed)
+
+
+def hook_experts(block: nn.Module) -> None:
+    block.mlp.experts.register_forward_hook(changed)
+
+
+def wrap_mlp(block: nn.Module) -> None:
+    block.mlp = Doubled(block.mlp)
+
+
+def patch_mlp(block: nn.Module) -> None:
+    block.mlp.forward = Doubled(copy.copy(block.mlp)).forward
+
+
+PARTS: dict[Callable[[nn.Module], None], tuple[str, str]] = {
+    hook_o_proj: ("llama", "self_attn.o_proj: a hook on it"),
+    hook_down_proj: ("llama", "mlp.down_proj: a hook on it"),
+    hook_experts: ("qwen3_moe", "mlp.experts: a hook on it"),
+    wrap_mlp: ("llama", "mlp: what is in place of the MLP"),
+    patch_mlp: ("llama", "mlp: what is in place of the MLP"),
+}
+
+
+def warn(directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh, said = init_device_mesh("cpu", (2,)), {}
+    for change, (family, _) in PARTS.items():
+        model = random_model(family, FAMILIES[family]).eval()
+        cut_model(model, mesh)
+        change(model.model.layers[1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(IDS)
+        said[change.__name__] = [str(warning.message) for warning in caught]
+    if dist.get_rank() == 0:
+        Path(directory, "said.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    directory = tmp_path_factory.mktemp("said")
+    Ranks(2, warn, str(directory)).finish()
+    return json.loads((directory / "said.json").read_text())
+
+
+@pytest.mark.parametrize("change", PARTS)
+def test_what_gets_parts_of_sums_is_named(
+    said: dict[str, list[str]], change: Callable[[nn.Module], None]
+) -> None:
+    (text,) = said[change.__name__]
+    assert text.startswith(f"model.layers.1.{PARTS[change][1]} is given this rank's part")

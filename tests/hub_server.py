@@ -6,6 +6,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class HubServer:
             server.server_close()
         self._servers.clear()
         for connection in list(self.connections):  # those kept alive would be served on
-            connection.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
 
     def push(self, repository: str, directory: Path, revision: str = "main") -> str:
         """Makes the directory's files a new commit, which the branch or tag then names."""

@@ -62,6 +62,14 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert found["error"] == "not at its end after 1 s: at work"
 
 
+def test_first_losses_of_one_run_are_compared() -> None:
+    rows = {parallel.FSDP: [{"ms": 1.0, "run": "a", "losses": [12.3]}]}
+    rows[parallel.EXPERT] = [{"ms": 1.0, "run": "b", "losses": [12.4]}]
+    assert not [said for said in parallel.verdicts({"sides": rows}) if said.startswith("WRONG")]
+    rows[parallel.EXPERT][0]["run"] = "a"
+    assert parallel.verdicts({"sides": rows})[-1].startswith("WRONG: first losses differ")
+
+
 def test_what_two_gpus_are_still_needed_for(tmp_path: Path) -> None:
     side, peer = "tigon, tensor", parallel.TORCH
     row = a_row(500.0) | {"run": "a", "commit": "c"}

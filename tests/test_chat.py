@@ -230,18 +230,25 @@ def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
     signal.signal(number, signal.SIG_DFL)  # which nohup has ignored
     ours, theirs = pty.openpty()
     program = "from tigon.chat import lines; next(lines(True))"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs) as process:
-        while not os.read(ours, 100).endswith(b"> "):
-            pass
-        while termios.tcgetattr(theirs)[3] & termios.ECHO:  # readline has begun
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=theirs, stdout=theirs)
+    try:
+        seen, end = b"", time.monotonic() + 120
+        while not seen.endswith(b"> "):
+            assert select.select([ours], [], [], end - time.monotonic())[0], seen
+            seen += os.read(ours, 100)
+        while termios.tcgetattr(theirs)[3] & termios.ECHO:  # until readline has begun
+            assert time.monotonic() < end
             time.sleep(0.01)
         for _ in range(60):  # readline misses one that comes just before it waits
             process.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(1)
+                assert process.wait(1) == -number
                 break
-        process.kill()  # one that does not end
-        assert process.wait() == -number
+        else:
+            pytest.fail(f"signal {number} does not end the prompt")
+    finally:
+        process.kill()
+        process.wait()
     assert termios.tcgetattr(theirs)[3] & termios.ECHO
     os.close(ours)
     os.close(theirs)

@@ -256,3 +256,15 @@ def test_warnings_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == (
         "tigon: attention_dropout=0.5 is not applied: Tigon trains without dropout\n"
     )
+
+
+def test_help_of_plan_has_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "--gpus N GPUs of the run, over all hosts", "(default: h200)", "--seq-len T tokens in",
+        "tokens in a step, over all GPUs", "(default: a row for each GPU)",
+        "(default: tigon train's defaults)", "(default: 8)",
+    ):  # fmt: skip
+        assert text in said

@@ -15,12 +15,12 @@ from tigon.chat import terminal_modes
 from tigon.model_arguments import dtype_of, refused_on_ranks, tokenizer_of
 from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
-from tigon.train.board import LAUNCHED, Failure, report
+from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint
 from tigon.train.merge import is_adapter
 from tigon.train.parallel import World, launched, start
 from tigon.train.parallel_settings import Parallel
-from tigon.train.processes import run_ranks
+from tigon.train.processes import GRACE, run_ranks
 from tigon.weights import Repository
 
 CLOSED, INTERRUPTED = 141, 130  # exit codes, as in cli.py: of `| head`, and of Ctrl-C
@@ -33,7 +33,8 @@ def run_shared(args: Namespace, command: Command) -> int:
     torchrun has started, or that are started here."""
     try:
         _check(args)
-    except ValueError:
+    except ValueError as error:
+        report(Failure(str(error)))
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return 1  # every rank knows it: one of a host says it
         raise
@@ -60,14 +61,15 @@ def _check(args: Namespace) -> None:
     if (args.tp > 1 or dist.is_torchelastic_launched()) and launched():
         ranks = int(os.environ["WORLD_SIZE"])
     if ranks != args.tp:
+        given = f"--tp {args.tp}" if args.tp > 1 else "no --tp"
         raise ValueError(
-            f"--tp {args.tp}, but torchrun has started {ranks} processes: give --tp {ranks}, "
+            f"{given}, but torchrun has started {ranks} processes: give --tp {ranks}, "
             f"or --nproc-per-node {args.tp} to torchrun"
         )
     if args.tp == 1:
         return
     if getattr(args, "assistant", None) is not None:
-        raise ValueError(f"--assistant is not there for --tp {args.tp}: leave one out")
+        raise ValueError(f"--assistant does not work with --tp {args.tp}: leave one out")
     if found := find_checkpoint(args.model):
         check_shareable(found)
 
@@ -91,7 +93,9 @@ def _start_ranks(args: Namespace) -> int:
             tokenizer_of(args)
         take_part(model, MeshSizes(tensor=args.tp, expert=args.tp if args.expert_parallel else 1))
     with _terminal():
-        code, problem = run_ranks(args.tp, args.arguments_given, module="tigon.cli")
+        code, problem = run_ranks(
+            args.tp, args.arguments_given, module="tigon.cli", stop_within=GRACE
+        )
     # A pipe that is closed is no fault, and rank 0 has said why it ended
     if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
         print(f"tigon {args.command}: {problem}", file=sys.stderr)
@@ -128,9 +132,11 @@ def _run_rank(args: Namespace, command: Command, world: World) -> int:
         same = isinstance(error, ValueError)  # on all ranks: the first of them says it
         if not same and (other := world.board.failure()):  # what its end looks like from here
             world.board.say(other)
+            end_soon(other.code)
             return other.code
         text = str(error) if same else f"rank {world.rank}: {type(error).__name__}: {error}"
         report(Failure(text))
+        end_soon(1)
         if world.board.fail(text) and not (same and LAUNCHED in os.environ):
             raise
         return 1

@@ -83,13 +83,18 @@ def read(
                 found[first] = make(inner, {})
         elif key not in kinds:
             known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
+            if ":" in str(key):  # {tensor:2} has the one key tensor:2
+                known = f"a colon needs a space after it: {str(key).replace(':', ': ')}"
             raise ConfigError(f"unknown setting {name!r}; {known}")
         else:
             try:
                 found[name] = check(name, value, kinds[key], parse)
             except ConfigTypeError as error:
                 if inner is None:
-                    raise
+                    facts = settings[key].metadata
+                    if facts.get("least") is None or value not in (None, "null"):
+                        raise
+                    raise ConfigTypeError(f"{error}: {facts['help']}") from None  # 0: never
                 example = f"{name}.{fields(inner)[0].name}={shown(fields(inner)[0].default)}"
                 raise ConfigTypeError(
                     f"{error}; its settings have its name, as {example}"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tigon.train import main
+from tigon.train.board import LAUNCHED
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -104,7 +105,7 @@ class Ranks:
                 break
         if any(self.codes):
             for process in self.processes:  # the others say why, if they know
-                process.join(15)
+                process.join(30)
         codes = self.codes
         self.kill()
         assert codes == [0] * len(codes), f"exit codes {codes}: {self.errors[-3000:]}"
@@ -204,6 +205,8 @@ def _rank(
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # have these ignored
     os.environ.clear()
     os.environ.update(environment)
+    if LAUNCHED in environment:
+        os.environ[LAUNCHED] = str(os.getppid())  # the server of forks
     for number, name in ((1, OUT), (2, ERR)):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):  # lines are whole, also under PYTHONUNBUFFERED

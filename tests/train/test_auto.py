@@ -76,7 +76,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     limit(monkeypatch, lambda x: x.tensor > 1)
     auto.choose(configured(), CUDA, 8, ROOM)
     for changes, why in (
-        ({"cuda_graphs": "true"}, "cuda_graphs=true is not there for parallel.tensor=2"),
+        ({"cuda_graphs": "true"}, "cuda_graphs=true does not work with parallel.tensor=2"),
         ({"batch_size": 1}, "replicate x fsdp=2 is more than the 1 row of a step"),
     ):
         if "batch_size" in changes:
@@ -87,7 +87,7 @@ def test_what_the_settings_exclude_is_never_chosen(configured, monkeypatch) -> N
     parallel, _ = auto.choose(configured(sharding="gradients"), CUDA, 8, ROOM)
     assert parallel.tensor > 1 and parallel.replicate == 1
     limit(monkeypatch, lambda x: x.replicate > 1)
-    with pytest.raises(ValueError, match=r"parallel.replicate=2 is not there for sharding=grad"):
+    with pytest.raises(ValueError, match=r"parallel.replicate=2 does not work with sharding=grad"):
         auto.choose(configured(sharding="gradients"), CUDA, 8, ROOM)
     limit(monkeypatch, lambda x: x.tensor > 1)
     with pytest.raises(ValueError, match="tensor is above 1, the number of GPUs"):
@@ -119,10 +119,10 @@ def test_the_settings_of_a_step_stay(configured) -> None:
 
 
 def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
-    with pytest.raises(ValueError, match=r"needs a GPU to plan for.* give parallel itself") as no:
+    with pytest.raises(ValueError, match=r"chooses a layout for GPUs, .* set the dim") as no:
         auto.choose(configured(), torch.device("cpu"), 8, ROOM)
-    assert "--gpus 8 --seq-len 4096` plans for one that is elsewhere" in str(no.value)
-    with pytest.raises(ValueError, match=r"parallel=auto: lora: its time is not modelled.* give"):
+    assert "--gpus 8 --gpu NAME --seq-len 4096` plans for GPUs elsewhere" in str(no.value)
+    with pytest.raises(ValueError, match=r"parallel=auto: lora: its time is not modelled.* set"):
         auto.choose(configured(**{"lora.rank": 4}), CUDA, 8, ROOM)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GH200 480GB")
     with pytest.raises(ValueError, match="nothing is known of NVIDIA GH200 480GB, but of NVIDIA H"):
@@ -132,7 +132,7 @@ def test_where_nothing_can_be_planned(configured, monkeypatch) -> None:
 def test_a_run_on_one_rank_has_no_choice(workspace, capsys) -> None:
     main(workspace.settings("one", steps=1, parallel="auto"))
     assert "fsdp: 1" in (workspace.root / "one/config.yaml").read_text()
-    with pytest.raises(SystemExit, match="parallel=auto needs a GPU to plan for"):
+    with pytest.raises(SystemExit, match="parallel=auto chooses a layout for GPUs"):
         main(
             ["--dry-run", "--nproc", "8", *workspace.settings("x", parallel="auto", device="auto")]
         )

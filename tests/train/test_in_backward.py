@@ -15,7 +15,7 @@ import torch
 import tigon.kernels
 from tests.small import EXPERTS, LLAMA
 from tests.train.checkpoints import assert_equal
-from tests.train.ranks import train_on
+from tests.train.ranks import Ranks, train_on
 from tests.train.test_estimate import planned, tiny
 from tests.train.test_precision import states
 from tests.train.test_precision_runs import step, tensors
@@ -287,6 +287,30 @@ def test_a_loss_that_is_not_finite_is_skipped(workspace, poisoned, monkeypatch):
     found = tensors(step(workspace.root / "skipping-in", 4))
     assert_equal(found, tensors(step(workspace.root / "skipping", 4)))
     assert found["optimizer.step.model.norm.weight"] == 3
+
+
+def one_is_wrong(settings: list[str]) -> None:
+    """In the second step the loss is NaN on the second of two ranks, which have the same rows."""
+    loss, calls = CrossEntropyObjective.loss, []
+
+    def bad(self, model, inputs, sums):
+        part = loss(self, model, inputs, sums)
+        calls.append(1)
+        wrong = len(calls) == 2 and os.environ["RANK"] == "1"
+        return Part(part.loss * math.nan, part.metrics) if wrong else part
+
+    CrossEntropyObjective.loss = bad
+    main(settings)
+
+
+@pytest.mark.parametrize("dimension", ["tensor", "context"])
+def test_ranks_with_the_same_rows_skip_together(workspace, dimension):
+    run = f"skipping-{dimension}"
+    its = RUN | ON | {"nonfinite": "skip", "eval_every": 0, "steps": 3}
+    settings = workspace.settings(run, **its, **{f"parallel.{dimension}": 2})
+    said = Ranks(2, one_is_wrong, settings).finish()
+    assert "step 2: loss nan" in said and "Skipped" in said
+    assert len(workspace.metrics(run, "skipped")) == 1 and workspace.metrics(run, "step")[-1] == 3
 
 
 def test_gradients_that_are_not_finite_stop_the_run_or_roll_back(workspace, poisoned, monkeypatch):

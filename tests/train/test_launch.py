@@ -1,7 +1,9 @@
 """How ranks start, and how all of them end when one cannot go on."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.ranks import ERR, OUT, Child
+from tests.train.ranks import ERR, OUT, Child, Ranks
+from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
+from tigon import cli
 from tigon.train import main
 from tigon.train.launch import take_count
 from tigon.train.processes import check_count, run_ranks
@@ -67,6 +71,50 @@ def test_an_input_that_one_rank_lacks_is_told_last(workspace, launch, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ranks_end_if_their_parent_is_killed(workspace, tmp_path, steps):
+    """As soon as it has started them, when they wait for it to meet in, and in a step, in which
+    rank 0 then waits for a rank that has ended."""
+    code = "from tigon.train import board\n    board.GRACE = 0.0"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nif os.environ.get('RANK') == '1':\n    {code}\n"
+    )
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = workspace.root / f"killed-{steps}"
+    settings = workspace.settings(run.name, steps=100_000, schedule="constant")
+    process = start(NPROC, settings, env=environment)
+    children, metrics = (
+        Path(f"/proc/{process.pid}/task/{process.pid}/children"),
+        run / "metrics.jsonl",
+    )
+    until = time.monotonic() + 60
+    while len(children.read_text().split()) < 2 or steps > (
+        metrics.read_text().count('"loss"') if metrics.exists() else 0
+    ):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    _, errors = process.communicate(timeout=60)  # when the ranks have closed it too
+    (line,) = [line for line in errors.splitlines() if line.startswith("tigon")]
+    said = "tigon.train: the process that started the ranks was killed; the last step of rank 0 was"
+    assert line.startswith(
+        said if steps else "tigon: the process that started the ranks was killed"
+    )
+    assert "Traceback" not in errors
+
+
+def test_a_port_that_is_taken(workspace):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        environment = {**FIRST_OF_TWO, "LOCAL_RANK": "0", "MASTER_PORT": port}
+        ranks = Ranks(1, main, workspace.settings("port", steps=1), environment=environment)
+        with pytest.raises(
+            AssertionError, match=rf"tigon.train: MASTER_PORT={port}: another program"
+        ):
+            ranks.finish(60)
+    assert "Traceback" not in ranks.errors
+
+
 def test_an_input_that_one_rank_lacks_is_in_torchruns_report(workspace, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import os\nif os.environ.get('RANK') == '1':\n    os.chdir({str(tmp_path)!r})\n"
@@ -80,6 +128,20 @@ def test_an_input_that_one_rank_lacks_is_in_torchruns_report(workspace, tmp_path
     assert LACKS in errors[errors.rindex("Root Cause") :]  # torchrun's own report comes last
     assert "tigon/train/launch.py" not in errors
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("start", ["train", "generate"])
+def test_what_is_refused_at_once_is_in_torchruns_report(start, tmp_path, monkeypatch):
+    """Before there is a group of ranks."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    if start == "train":
+        with pytest.raises(SystemExit):
+            main(["lr=fast"])
+    else:
+        assert cli.main(["generate", "model", "hello", "--tp", "0"]) == 1
+    said = {"train": "lr='fast' is not a number", "generate": "--tp 0 must be at least 1"}
+    assert said[start] in json.loads(report.read_text())["message"]
 
 
 FAIL_LATER = """
@@ -192,6 +254,19 @@ def test_one_rank_that_a_signal_ends_is_named():
     code, problem = run_ranks(2, ["-n1", "-r1", "-s", program, "pass"], module="timeit")
     assert code == 143 and problem is not None
     assert problem.startswith("rank 1 was killed by SIGTERM on ")
+
+
+def test_a_rank_that_does_not_end_when_another_is_stopped_is_killed():
+    """As one that waits for a GPU, where Python runs no handler."""
+    program = (
+        "import os, signal, time;"
+        "os.getenv('RANK') == '1' and os._exit(130);"
+        "signal.signal(2, signal.SIG_IGN); time.sleep(60)"
+    )
+    begun = time.monotonic()
+    arguments = ["-n1", "-r1", "-s", program, "pass"]
+    assert run_ranks(2, arguments, module="timeit", stop_within=0.5) == (130, None)
+    assert time.monotonic() - begun < 30
 
 
 def test_a_network_interface_that_is_not_here(workspace, monkeypatch):

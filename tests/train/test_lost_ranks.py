@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -118,3 +119,34 @@ def test_the_first_rank_that_is_left_on_a_host_says_it(monkeypatch) -> None:
             if board.first_left(board.Failure("", rank=rank, killed=killed)) == str(place):
                 said.setdefault((rank, killed), []).append(place)
     assert said == {(4, True): [1], (4, False): [0], (5, True): [0], (0, True): [0]}
+
+
+def test_what_a_rank_starts_is_no_rank_whose_parent_was_killed(monkeypatch) -> None:
+    monkeypatch.setenv(board.LAUNCHED, str(os.getpid()))  # of another process than its parent
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert not board.orphaned()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert board.orphaned()
+    monkeypatch.setenv(board.LAUNCHED, str(os.getppid()))
+    assert not board.orphaned()
+
+
+def test_a_store_that_is_gone_is_told_once(monkeypatch, capsys) -> None:
+    """A collective may fail, as another rank has ended of it, before this rank's watch ends it."""
+    monkeypatch.setattr(board, "connect", dist.HashStore)
+    monkeypatch.setattr(board, "POLL", 60.0)
+    monkeypatch.setenv(board.LAUNCHED, str(os.getpid()))  # of another process than its parent
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "there"}.items():
+        monkeypatch.setenv(name, value)
+    made = board.Board(0, 2)
+
+    def check(keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(made, "store", SimpleNamespace(check=check))
+    found = made.failure()
+    assert found == board.Failure(f"{board.ORPHANED}; the last step of rank 0 was 0")
+    made.say(found)
+    made.say(found)
+    assert capsys.readouterr().err == f"tigon.train: {found.text}\n"
+    made._closed.set()

@@ -15,7 +15,9 @@ from tigon.train.export import convert_checkpoint
 from tigon.train.matching import check_sizes
 from tigon.train.parallel_settings import Parallel
 
-STEPS = {"steps": 5, "warmup_steps": 2, "export": "true"}
+# Adam divides a gradient by its size: where that is near eps, as of a few weights in each run, its
+# rounding errors are as large as the step. They are not with a larger eps.
+STEPS = {"steps": 5, "warmup_steps": 2, "export": "true", "eps": 1e-6}
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -55,7 +57,8 @@ def test_tensor_parallel_runs_are_as_one_rank(workspace, family):
     assert_same_run(workspace, f"{name}-one", f"{name}-fewer", "hf-ema")
     two = steps | {"parallel.tensor": 2, "resume": workspace.root / f"{name}-one" / saved}
     said = train_on(2, workspace.settings(f"{name}-two", **two), OMP_NUM_THREADS="1")
-    assert " parameters, on 2 x cpu" in said  # none of them frozen
+    assert " parameters, on 2 x cpu: tensor 2\n" in said  # none of them frozen
+    assert "step-00000003: parallel.tensor 1 -> 2\n" in said
     assert_same_run(workspace, f"{name}-one", f"{name}-two", "hf-ema")
     # The same files as those that the run exported, from its checkpoint
     last = workspace.root / f"{name}-four/checkpoints/step-00000005"
@@ -177,6 +180,7 @@ def test_the_product_is_the_number_of_ranks():
             "replicate 3 does not divide the number of ranks, 4: start a multiple of 3",
         ),
         (Parallel(fsdp=2), 1, "fsdp 2 is not the number of ranks, 1: start 2 processes"),
+        (Parallel(expert=2), 1, r"expert=2 must divide .*, 1 \(.*: start more processes \(--nproc"),
     ):
         with pytest.raises(ValueError, match=said):
             settings.sizes(ranks)
@@ -228,7 +232,7 @@ def test_columns_without_draws_are_told_before_data_are_read(workspace):
     weights.unlink()
     lora = {"lora.rank": 2, "lora.dropout": 0.1}
     given = workspace.settings("none", model=thin, data="nowhere.jsonl", device="auto", **lora)
-    said = r"dropout=0.1 is not there where a rank's columns begin at 15 \(.*down_proj"
+    said = r"dropout=0.1 does not work where a rank's columns begin at 15 \(.*down_proj"
     with pytest.raises(SystemExit, match=said):
         main(["--dry-run", "--nproc", "4", *given, "parallel.tensor=4"])
     # Those of other layers begin where draws do
@@ -237,10 +241,10 @@ def test_columns_without_draws_are_told_before_data_are_read(workspace):
 
 
 def test_gradients_are_not_sharded_within_groups(workspace):
-    with pytest.raises(SystemExit, match=r"parallel\.replicate=2 is not there for sharding"):
+    with pytest.raises(SystemExit, match=r"parallel\.replicate=2 does not work with sharding"):
         main(workspace.settings("none", **{"parallel.replicate": 2, "sharding": "gradients"}))
 
 
 def test_what_tensor_parallelism_lacks_is_named(workspace):
-    with pytest.raises(SystemExit, match=r"lora\.quantize=nf4 is not there for .*tensor=2"):
+    with pytest.raises(SystemExit, match=r"lora\.quantize=nf4 does not work with .*tensor=2"):
         main(workspace.settings("none", **{"parallel.tensor": 2, "lora.quantize": "nf4"}))

@@ -30,10 +30,12 @@ from tigon.train.plan import (
     weigh,
 )
 from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
-from tigon.train.plan.layout import divisors, meshes, misfit
+from tigon.train.plan.layout import divisors, excluded, meshes, misfit
+from tigon.train.plan.report import USED
 from tigon.train.plan.search import Choice, always, by_memory, doubted
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
+from tigon.train.settings import ParameterGroup
 
 TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
@@ -101,9 +103,9 @@ def test_gpus_that_were_not_measured_have_the_shares_of_the_one_that_was() -> No
     for name in ("passes", "optimizer", "product_bytes"):
         share = getattr(measured, name) / h200.bandwidth
         assert getattr(other, name) == pytest.approx(share * h100.bandwidth)
-    with pytest.raises(ValueError, match="--gpu h2000: is not one of h100, h200; did you mean"):
+    with pytest.raises(ValueError, match="--gpu h2000 must be one of h100, h200; did you mean"):
         find_gpu("h2000")
-    with pytest.raises(ValueError, match=r"--gpu a100: is not one of h100, h200$"):
+    with pytest.raises(ValueError, match=r"--gpu a100 must be one of h100, h200$"):
         find_gpu("a100")
     assert all(gpu.source for gpu in gpus().values())
 
@@ -419,6 +421,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", str(path), *few, "--settings", "optimizer=adamw_bf16", "--most", "2"]) == 0
     said = capsys.readouterr().out
     assert "float32 weights, adamw_bf16" in said and "experts are assumed to be balanced" in said
+    assert "step times within 1 % of each other are ties" in said
     assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
     assert sorted(tmp_path.iterdir()) == [path]
     for wrong, why in (
@@ -432,9 +435,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
         ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
-        ([*few, "--settings", "sharding=full"], "sharding: a plan tries its values itself"),
+        ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
+        ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
+        ([*few, "--settings", "seq_len=64"], "seq_len=64: give --seq-len T instead"),
+        ([*few, "--settings", "model=x"], "model=x: give it as the argument MODEL"),
+        ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),
+        ([*few, "--settings", "run-dir=x"], "run_dir=x: a plan does not use it; leave it out"),
+        ([*few, "--settings", "tensor=2"], "(for `tigon train` it is parallel.tensor=2)"),
+        ([*few, "--settings", "parallel.tensor=2"], "a plan tries every layout itself; leave it"),
         ([*few, "--settings", "fp8=true"], "fp8: its time is not modelled"),
-        ([*few, "--gpu", "a"], "--gpu a: is not one of"),
+        ([*few, "--gpu", "a"], "--gpu a must be one of h100, h200"),
         ([*few, "--settings", "optimiser=adamw"], "optimizer"),
     ):
         assert main(["plan", str(path), *wrong]) == 1
@@ -448,3 +458,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["plan", model, *few]) == 1
         said = capsys.readouterr().err
         assert said.startswith(f"tigon plan: {why}") and said.count("\n") == 1
+
+
+def test_settings_of_a_plan_matter_to_it(job: Callable[..., Job]) -> None:
+    """Each setting that is accepted changes memory or time, or what others are allowed to be."""
+    base = job(2).config
+    layouts = [Layout(1, 2, rows=2), Layout(1, 2, rows=2, sharding="gradients")]
+    layouts += [replace(layout, rows=1, micro_batches=2) for layout in layouts]
+
+    def found(**settings: Any) -> list[Any]:
+        one = replace(job(2, rows=4, num_hidden_layers=1), config=replace(base, **settings))
+        return [(weigh(one, layout).kinds, step_of(one, layout).seconds) for layout in layouts]
+
+    values: dict[str, Any] = {
+        "param_dtype": "float32", "cuda_graphs": True, "optimizer": "adamw_8bit",
+        "accumulate_fp32": True, "loss_reduction": "sequence", "logits_bytes": 1000,
+        "parameter_groups": (ParameterGroup(("*.mlp.*",), freeze=True),),
+    }  # fmt: skip
+    plain = found()
+    for name, value in values.items():
+        assert found(**{name: value}) != plain, name
+    in_backward = replace(base, optimizer_in_backward=True, max_grad_norm=0.0)
+    several = replace(job(2, rows=4), config=in_backward)
+    assert "micro" in (excluded(several, layouts[2]) or "")
+    assert found(optimizer="sgd", momentum=0.9) != found(optimizer="sgd")
+    # Of models with experts; of hub repositories; of what others need
+    rest = {"router_aux_loss_coef", "revision", "dtype", "nesterov", "stochastic_rounding"}
+    assert values.keys() | rest | {"momentum", "optimizer_in_backward", "max_grad_norm"} == {*USED}
+
+
+def test_what_to_do_if_no_layout_fits(job: Callable[..., Job]) -> None:
+    """What is set already is not proposed."""
+
+    def said(**settings: Any) -> str:
+        one = job(2, rows=4)
+        one = replace(one, config=replace(one.config, **settings))
+        return show(make_plan(one, budget=1))
+
+    plain = said(param_dtype="float32")
+    assert "  --settings param_dtype=bfloat16 optimizer=adamw_8bit\n" in plain
+    assert "--gpus above 2" in plain and "fewer rows in a step" in plain
+    assert "activation_offload=true and optimizer_offload=true" in plain
+    assert "  --settings optimizer=adamw_8bit\n" in said(optimizer="adamw_bf16")
+    assert "  --settings" not in said(optimizer="adamw_8bit")
+    assert "are ties" not in plain

@@ -291,7 +291,7 @@ def test_without_accumulate_fp32_one_process_adds_up_in_bfloat16(workspace, worl
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true is not there"),
+        ({"optimizer": "muon", "optimizer_offload": "true"}, "optimizer_offload=true does"),
         ({"optimizer": "muon", "param_dtype": "bfloat16"}, "muon rounds bfloat16 weights to near"),
         ({"ema_decay": 1.0}, "ema_decay=1.0 must be below 1"),
         ({"ema_decay": -0.1}, "ema_decay"),

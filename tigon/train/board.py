@@ -7,20 +7,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose parent says what ended them
+LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks, the PID of the parent that reports
 POLL = 1.0  # seconds between two signs of life, and two looks for a failure of another rank
 SILENT = 45.0  # seconds without a sign of life after which a rank counts as dead
 ENDED = "ended"  # the last sign of a rank that does not need the others any more
 GRACE = 3.0  # seconds that a rank has to end by itself after another one failed
+LINGER = 10.0  # seconds for a failed rank to leave the process group
 LATE = timedelta(seconds=10)  # for other ranks to arrive where one has failed already
 FOREVER = timedelta(days=365)
+ORPHANED = "the process that started the ranks was killed"
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,9 @@ class Board:
         self.who = "tigon.train"  # begins what is said
         self.before_end: Callable[[], object] = lambda: None  # of a process that another rank ends
         self._signs = self._round = 0
-        self._closed, self._wake, self._lock = (
-            threading.Event(),
-            threading.Event(),
-            threading.Lock(),
-        )
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self._lock, self._saying = threading.Lock(), threading.Lock()
+        self._said = False
         if size > 1:
             self.store = connect()
             self._leave_sign(self.store)  # at once: it may be killed before the first poll
@@ -85,10 +85,11 @@ class Board:
 
     def failure(self) -> Failure | None:
         """Of another rank, after what looks like it from here: one that ends tells the others
-        within a second, and one that leaves no more signs of life has been killed."""
+        within a second, and one that leaves no more signs of life has been killed. If the store
+        is gone, that: another rank may have ended of it before this one has."""
         if self.size == 1:
             return None
-        with suppress(RuntimeError):
+        try:
             before = self._all_signs()
             until = time.monotonic() + 3 * self.poll
             while time.monotonic() < until:
@@ -99,13 +100,20 @@ class Board:
             for rank, sign in before.items():
                 if sign == now[rank] != ENDED and rank != self.rank:
                     return tell_silence(self.store, rank, "ended without a word")
+        except RuntimeError:
+            return self._without_store()
         return None
 
     def say(self, failure: Failure) -> None:
         """By a rank that another one ends: once on each host, unless a parent has the last word."""
-        report(failure)
-        if LAUNCHED not in os.environ and os.environ.get("LOCAL_RANK", "0") == first_left(failure):
-            print(f"{self.who}: {failure.text}", file=sys.stderr, flush=True)
+        with self._saying:  # the main thread and the one that watches may both find it
+            if self._said:
+                return
+            self._said = True
+            report(failure)
+            alone = LAUNCHED not in os.environ or orphaned()
+            if alone and os.environ.get("LOCAL_RANK", "0") == first_left(failure):
+                print(f"{self.who}: {failure.text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """This rank is ending: nobody else needs to end it."""
@@ -141,14 +149,47 @@ class Board:
                         return
                     self._leave_sign(store)
                 failure = read_failure(store) or silence.look()
+                lost = False
             except RuntimeError:
-                where = os.environ["MASTER_ADDR"]
-                text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
-                failure = Failure(f"{text}; the last step of rank {self.rank} was {self.step}")
-            if failure and not self._closed.wait(GRACE):
+                failure, lost = None, True
+            if (failure or lost) and not self._closed.wait(GRACE):
+                failure = failure or self._without_store()  # steps may have ended meanwhile
                 self.before_end()
                 self.say(failure)
                 end_process(failure.code)
+
+    def _without_store(self) -> Failure:
+        where = os.environ["MASTER_ADDR"]
+        text = f"the process on {where} that ranks meet in is gone, or cannot be reached"
+        text = ORPHANED if orphaned() else text
+        return Failure(f"{text}; the last step of rank {self.rank} was {self.step}")
+
+
+def orphaned() -> bool:
+    """Whether the process that has started the ranks of this host was killed."""
+    parent = os.environ.get(LAUNCHED, "")
+    # A command that a rank's hook starts inherits LAUNCHED, but without WORLD_SIZE is not a rank
+    return "WORLD_SIZE" in os.environ and parent.isdecimal() and os.getppid() != int(parent)
+
+
+@contextmanager
+def ended_with_parent() -> Iterator[None]:
+    """Ends this process if its parent is killed, while there is no board that would: the parent is
+    the server of the store that ranks connect to."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL):
+            if orphaned():
+                if os.environ.get("LOCAL_RANK") == "0":
+                    print(f"tigon: {ORPHANED} before the first step", file=sys.stderr, flush=True)
+                end_process(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class Silence:
@@ -224,6 +265,13 @@ def first_left(failure: Failure) -> str:
     """Of the ranks of this host the first, or the next one if that is the one that was killed."""
     own, place = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     return "1" if failure.killed and failure.rank == own - place else "0"
+
+
+def end_soon(code: int) -> None:
+    """At the latest after LINGER: leaving a group of which a rank is dead may take for ever."""
+    ending = threading.Timer(LINGER, end_process, (code,))
+    ending.daemon = True
+    ending.start()
 
 
 def end_process(code: int) -> None:

@@ -1,6 +1,5 @@
 """Everything that a run needs, from its settings."""
 
-import json
 import math
 import os
 import random
@@ -18,7 +17,8 @@ from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume, sharing
-from tigon.train.claim import claim
+from tigon.train.alike import check_beside, check_data, check_models, check_prompts
+from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.estimate.budget import budget_of, decide, memory_of
@@ -45,7 +45,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.schedule import count
-from tigon.train.parallel import InputError, World
+from tigon.train.parallel import World
 from tigon.train.plan.auto import settle
 from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
@@ -131,6 +131,7 @@ def read_inputs(
         objective = find_objective(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
+    check_shared(config, world)
     held, cursor = world.closing.enter_context(ExitStack()), None
     with world.together():
         source = resume.find(config, world)
@@ -150,7 +151,7 @@ def read_inputs(
             eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
         if reason is not None:
             world.say(f"prompts are computed for each answer: {reason}")
-    check_equal(config, data, world)
+    check_data(config, data, eval_data, world)
     inputs = Inputs(objective, source, held, tokenizer, data, eval_data, 0, State())
     with world.together():
         if source is not None:
@@ -172,13 +173,17 @@ def prepare(config: Config, world: World) -> Run:
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
     data, source = inputs.data, inputs.source
-    chosen = decide(config, world, inputs.objective, source, world.size, world.device)
-    base = ""
+    adapted, fresh = config.lora is not None, source is None and world.size > 1
     with world.together():
-        if config.lora is not None:
-            base = base_digest(config)
-            if source is not None:
-                resume.check_base(source, config, base)
+        digest = base_digest(config) if adapted or fresh else ""
+        if adapted and source is not None:
+            resume.check_base(source, config, digest)
+    if fresh:
+        check_models(config, digest, world)
+    if world.size > 1:
+        check_beside(config, world)
+    chosen = decide(config, world, inputs.objective, source, world.size, world.device)
+    with world.together():
         seed_everything(config, world)
         model = build_model(config, world, source)
         if chosen is not None:
@@ -187,6 +192,7 @@ def prepare(config: Config, world: World) -> Run:
         prompts = read_prompts(config, inputs.tokenizer, model)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
+    check_prompts(prompts, world)
     with world.together():
         # A stream begins here: its files may have changed
         inputs.data.state(inputs.start + inputs.state.offset)
@@ -199,14 +205,16 @@ def prepare(config: Config, world: World) -> Run:
     frozen = count_parameters(model, frozen=True)
     still = f", {frozen:,} of them frozen" if frozen else ""
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
+    layout = f": {world.sizes.shown}" if world.size > 1 else ""
     world.say(
         f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
-        f"on {world.size} x {world.device.type}\nsteps: {inputs.start} to {steps}{each}"
+        f"on {world.size} x {world.device.type}{layout}\nsteps: {inputs.start} to {steps}{each}"
     )
     if chosen is not None:
         world.say(str(chosen))
     for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
         world.say(f"note: {notice}")
+    base = digest if adapted else ""
     return make_run(config, world, inputs, model, optimizer, ema, prompts, base)
 
 
@@ -297,17 +305,6 @@ def check_machine(config: Config, world: World) -> None:
     check_run(config, world)
     dtype = compute_dtype(config, world.device)
     check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
-
-
-def check_equal(config: Config, data: Loader, world: World) -> None:
-    """Raises InputError if ranks have other settings or other data than the first one."""
-    answers = world.board.gather(json.dumps(resume.facts(config, data)))
-    first, *others = (json.loads(answer) for answer in answers if answer)
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            names = [k for k, v in first["config"].items() if other["config"][k] != v]
-            what = f"other settings ({', '.join(names)})" if names else "other data"
-            raise InputError(f"rank {rank} has {what} than rank 0")
 
 
 def seed_everything(config: Config, world: World) -> None:

@@ -1,11 +1,13 @@
 """A run directory belongs to one process at a time, however that process ends."""
 
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.train.parallel import World
 from tigon.weights import Locked, locked
 
 LOCK = ".lock"
@@ -70,3 +72,34 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
             f"{path} is not empty: continue the run in it with resume=auto, "
             "or choose another run_dir"
         )
+
+
+def check_shared(config: Config, world: World) -> None:
+    """Raises InputError if a rank does not see the run_dir that the first one has claimed, as on a
+    host with a disk of its own, or cannot write there: its first checkpoint would be lost. Every
+    rank calls this."""
+    if world.size == 1:
+        return
+    path = Path(config.run_dir)
+    probe = path / f".rank-{world.rank}-{secrets.token_hex(4)}"
+    try:
+        with world.together():
+            _make(probe)
+        first = world.board.gather(probe.name)[0]
+        with world.together():
+            if not (path / str(first)).exists():
+                raise ValueError(
+                    f"run_dir={path} is another directory than that of rank 0: all hosts need the "
+                    "same one, on storage that they share"
+                )
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+
+
+def _make(probe: Path) -> None:
+    try:
+        probe.touch(exist_ok=False)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"run_dir={probe.parent}, which all ranks write to: {reason}") from None

@@ -59,7 +59,7 @@ class Config(
                 f"exactly one of model (to fine-tune) and init (from scratch) is needed{both}"
             )
         if not (self.tokenizer or self.model):
-            raise ValueError(f"tokenizer is required with init: {_help('tokenizer')}")
+            raise ValueError("tokenizer is required with init: a directory or hub repository")
         if self.init and self.lora is not None and self.lora.quantize == "keep":
             raise ValueError(
                 f"lora.quantize=keep keeps a checkpoint's fp8, and the weights of init={self.init} "
@@ -194,7 +194,7 @@ def check_lora(config: Config) -> None:
         "sharding": config.sharding == "gradients",
     }
     for name in filter(wrong.get, wrong):
-        raise ValueError(f"{name}={getattr(config, name)} is not there for lora: leave it out")
+        raise ValueError(f"{name}={getattr(config, name)} does not work with lora: leave it out")
     if config.push_to_hub and not config.lora.merge:
         raise ValueError(f"push_to_hub={config.push_to_hub} needs lora.merge=true: it pushes hf")
     if config.lora.merge and not config.export:
@@ -218,24 +218,24 @@ def check_parallel(config: Config) -> None:
         return
     if config.sharding == "gradients" and config.parallel.replicate > 1:
         raise ValueError(
-            f"parallel.replicate={config.parallel.replicate} is not there for sharding=gradients, "
-            "which has all weights on each rank: give sharding=full"
+            f"parallel.replicate={config.parallel.replicate} does not work with "
+            "sharding=gradients, which has all weights on each rank: give sharding=full"
         )
     tensor, expert = config.parallel.tensor, config.parallel.expert
     lora = config.lora
-    graphs = config.cuda_graphs, "graphs hold no messages to other ranks"
+    graphs = config.cuda_graphs, "a graph captures no communication with other ranks"
     wrong: dict[str, dict[str, tuple[bool, str]]] = {
         f"parallel.tensor={tensor}": {
             "cuda_graphs": graphs,
             "lora.quantize": (
                 lora is not None and lora.quantize is not None,
-                "ranks do not divide weights of few bits",
+                "quantised weights are not split over ranks",
             ),
         },
         f"parallel.expert={expert}": {
             "sharding": (
                 config.sharding != "full",
-                "it divides all weights over the same ranks, and experts have others",
+                "it shards all weights over the same ranks, and those of experts are fewer",
             ),
             "cuda_graphs": graphs,
         },
@@ -248,12 +248,12 @@ def check_parallel(config: Config) -> None:
                 value = attrgetter(name)(config)
                 value = [*value] if isinstance(value, tuple) else str(value).lower()
                 raise ValueError(
-                    f"{name}={value} is not there for {dimension}: {why}; leave one of them out"
+                    f"{name}={value} does not work with {dimension}: {why}; leave one of them out"
                 )
 
 
 def check_precision(config: Config) -> None:
-    """Raises ValueError for what is not there for an optimizer or a dtype."""
+    """Raises ValueError for what does not work with an optimizer or a dtype."""
     if config.fp8 and config.dtype == "float32":
         raise ValueError("fp8=true needs dtype=bfloat16 (or auto), not float32")
     if config.fp8_except and not config.fp8:
@@ -264,7 +264,7 @@ def check_precision(config: Config) -> None:
         return
     if config.optimizer_offload:
         raise ValueError(
-            "optimizer_offload=true is not there for optimizer=muon, whose updates take whole "
+            "optimizer_offload=true does not work with optimizer=muon, whose updates take whole "
             "matrices: the other optimizers have it"
         )
     if config.param_dtype == "bfloat16" and config.stochastic_rounding:

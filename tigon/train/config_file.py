@@ -38,7 +38,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             values = _read(read, _number)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    given = _read(dict(_pairs(overrides)), _parse)
+    given = _read(dict(pairs(overrides)), _parse)
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
     over = {name.partition(".")[0] for name in given if "." in name}
@@ -107,7 +107,7 @@ def dump(config: Config) -> str:
     return yaml.safe_dump(asdict(config), sort_keys=False, width=100)
 
 
-def _pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
+def pairs(arguments: Sequence[str]) -> list[tuple[str, str]]:
     pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)

@@ -2,14 +2,14 @@
 
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import TextIOWrapper
 
 import torch
 
-from tigon.train.board import LAUNCHED, Failure, end_process, report
+from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.config_file import dump, load
@@ -22,7 +22,6 @@ from tigon.train.signals import Signals
 from tigon.train.usage import USAGE, help_text
 
 EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
-LINGER = 10.0  # seconds for a failed rank to leave the process group
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def refusal(error: Exception) -> str | int:
     """For sys.exit, of settings that are wrong: on every rank of a host, so that one says it."""
+    report(Failure(str(error)))
     return f"tigon.train: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1
 
 
@@ -101,13 +101,16 @@ def launch(config: Config, plan: int | None = None) -> str | int:
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
     parallel = parallel_of(config) if known else None
     prepare_flight_recorder(config)
-    with signals, start(device, signals, parallel) as world:
-        if world.size > 1:
-            return _run_rank(config, world, plan)
-        try:
+    settings = asdict(config) | {"--dry-run": plan is not None}
+    try:
+        with signals, start(device, signals, parallel, settings) as world:
+            if world.size > 1:
+                return _run_rank(config, world, plan)
             return _run(config, world, plan)
-        except EXPECTED as error:
-            return f"tigon.train: {error}"
+    except InputError as error:  # the same on all ranks
+        return refusal(error)
+    except EXPECTED as error:
+        return f"tigon.train: {error}"
 
 
 def _run(config: Config, world: World, plan: int | None) -> int:
@@ -138,6 +141,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
     except Exception as error:
         if is_doubtful(error) and (other := world.board.failure()):
             world.board.say(other)
+            end_soon(other.code)
             return other.code
         if isinstance(error, EXPECTED):
             text = f"rank {world.rank}: {error}"
@@ -151,9 +155,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
         sys.stderr.write(details)
         if LAUNCHED not in os.environ:  # whoever started this rank has the last word
             print(f"tigon.train: {text}", file=sys.stderr, flush=True)
-    ending = threading.Timer(LINGER, end_process, (failure.code,))
-    ending.daemon = True
-    ending.start()
+    end_soon(failure.code)
     return failure.code
 
 

@@ -20,6 +20,8 @@ from tigon.train.record import Record, eval_loss, exported, note_export, unfinis
 from tigon.train.step import backward, set_rates
 from tigon.train.stopping import Deadline
 
+SAVE_FAILED = 1000  # more than the number of any signal
+
 
 def open_objective(run: Run) -> None:
     """Whatever the objective reads besides the data; InputError if that is not what it needs."""
@@ -91,9 +93,11 @@ def steps(run: Run, record: Record) -> int:
         if trouble is None:
             update(run, step)
         run.optimizer.zero_grad()
-        stop = world.most(world.signals.received) > 0
+        stop = asked_to_stop(run)
         if evaluates or saves or exports or stop or done == run.steps:
-            trouble = guard.check_weights(run, done) or trouble
+            broken = guard.check_weights(run, done)
+            if trouble is None or trouble.policy != "rollback":  # which says what came first
+                trouble = broken or trouble
         if trouble is not None and trouble.policy == "rollback":
             step = guard.rollback(run, step, trouble)
             record.rewind(step)
@@ -105,7 +109,7 @@ def steps(run: Run, record: Record) -> int:
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)
-            stop = world.most(world.signals.received) > 0
+            stop = asked_to_stop(run)
         ends = step == run.steps or state.is_out_of(config.patience)
         if (saves or stop or ends) and (not stop or deadline.allows_save(step)):
             save(run, step, record, facts)
@@ -114,6 +118,16 @@ def steps(run: Run, record: Record) -> int:
         if stop or ends:
             break
     return step
+
+
+def asked_to_stop(run: Run) -> bool:
+    """Whether any rank has received a signal. Raises SaveError on all of them if a checkpoint that
+    is written meanwhile has failed on any: one question for both, as it is asked in every step."""
+    signals, saver = run.world.signals, run.saver
+    asked = run.world.most(SAVE_FAILED if saver.failed else signals.received)
+    if asked == SAVE_FAILED:
+        saver.wait()
+    return asked > 0
 
 
 def update(run: Run, step: int) -> None:

@@ -141,7 +141,8 @@ def divide(model: CausalLM, config: Config, world: World) -> None:
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.dividing, compute):
-        shard(model, world, compute)
+        one = config.batch_size == config.micro_batch_size * world.data.size
+        shard(model, world, compute, one_backward=one)
 
 
 def sum_dtype(config: Config) -> torch.dtype:

@@ -251,6 +251,7 @@ OTHERS = {
     "num_warmup_steps": "warmup_steps",
     "weight_decay_rate": "weight_decay",
 }
+OTHERS |= {name: f"parallel.{name}" for name in ("replicate", "context", "tensor", "expert")}
 OTHERS |= ALIGNED
 OTHERS |= {f"parallel.{name}": called for name, called in PARALLEL.items()}
 

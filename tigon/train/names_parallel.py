@@ -8,7 +8,19 @@ STAGE = "sharding: full (ZeRO-3, as FSDP2 has it) or gradients (ZeRO-2)"
 SHARDS = "parallel.fsdp; by default, all ranks that the other dimensions leave"
 REPLICAS = "parallel.replicate: groups of ranks, each with all weights"
 WHOLE_EXPERTS = "nothing to set: with parallel.expert above 1 each rank has whole experts"
-PIPELINE = "no: parallel has replicate, fsdp, tensor, context and expert; docs/scale.md says why"
+PIPELINE = (
+    "no pipeline parallelism, docs/scale.md says why: give parallel.fsdp, parallel.tensor or "
+    "parallel.context"
+)
+DATA = (
+    "parallel.fsdp, whose ranks shard the weights, or parallel.replicate, whose ranks each have "
+    "all weights; by default all ranks that the other dimensions leave are fsdp"
+)
+DEEPSPEED = (
+    "no DeepSpeed: FSDP2 shards weights, gradients and optimizer states over all ranks (ZeRO-3) "
+    "without a setting; sharding=gradients is ZeRO-2, optimizer_offload=true keeps states in host "
+    "memory"
+)
 ALONGSIDE = "nothing to set: communication overlaps computation where it can"
 VOCABULARY = "nothing to set: with parallel.tensor ranks always divide the vocabulary of the loss"
 PROCESSES = "--nproc N for the processes of this host; torchrun for several: docs/multihost.md"
@@ -62,11 +74,9 @@ PARALLEL = {
     ),
     **dict.fromkeys(("dp_replicate_size", "dp_replicate_degree", "hsdp", "hybrid_shard"), REPLICAS),
     "num_distributed_optimizer_instances": REPLICAS,
-    **dict.fromkeys(
-        ("data_parallel_size", "data_parallel", "dp", "dp_size"),
-        "nothing to set: ranks that parallel leaves have other rows",
-    ),
-    **dict.fromkeys(("accelerate", "ddp", "deepspeed", "fsdp_config"), SHARDING),
+    **dict.fromkeys(("data_parallel_size", "data_parallel", "dp", "dp_size"), DATA),
+    "deepspeed": DEEPSPEED,
+    **dict.fromkeys(("accelerate", "ddp", "fsdp_config"), SHARDING),
     **dict.fromkeys(("fsdp_version", "use_torch_fsdp2", "fsdp_auto_wrap_policy"), SHARDING),
     **dict.fromkeys(("use_megatron_fsdp", "zero3_init_flag", "zero3", "zero2"), SHARDING),
     **dict.fromkeys(

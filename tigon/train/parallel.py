@@ -1,13 +1,15 @@
 """Processes, devices and sharding: the same code on one process and on many."""
 
 import gc
+import json
+import math
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
-from tigon.train.board import LATE, Board, told
+from tigon.train.board import LATE, Board, ended_with_parent, told
 from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
+from tigon.version import __version__
 
 
 class InputError(ValueError):
@@ -64,6 +67,14 @@ class World:
         all values of them."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
+
+    def agreed(self, loss: Tensor) -> Tensor:
+        """The step's loss, NaN on all ranks if it is not finite on one of them: ranks with the same
+        rows would else decide differently after a fault of one."""
+        if self.size == self.data.size:  # what `sum` returns is the same on all
+            return loss
+        bad = self.top((~loss.isfinite()).double()) > 0
+        return torch.where(bad & loss.isfinite(), math.nan, loss)
 
     def top(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place."""
@@ -151,10 +162,14 @@ def check_interfaces() -> None:
 
 @contextmanager
 def start(
-    name: str = "auto", signals: Signals | None = None, parallel: Parallel | None = None
+    name: str = "auto",
+    signals: Signals | None = None,
+    parallel: Parallel | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Iterator[World]:
     """The process group of --nproc or torchrun, or one of this process alone; nothing of the run
-    may outlive it. ValueError for a number of ranks that `parallel` does not divide."""
+    may outlive it. ValueError for a number of ranks that `parallel` does not divide, and InputError
+    if ranks have different `settings`."""
     started = launched()
     check_interfaces()
     sizes = (parallel or Parallel()).sizes(int(os.environ["WORLD_SIZE"]) if started else 1)
@@ -162,14 +177,16 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if started:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    board = Board(rank, size)
-    meshes = Meshes.of(device.type, sizes)
+    with ended_with_parent():
+        if started:
+            join_ranks(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        board = Board(rank, size)
     try:
+        check_settings(board, settings or {})
+        meshes = Meshes.of(device.type, sizes)
         with ExitStack() as closing:
             yield World(rank, size, device, board, signals or Signals(), closing, meshes)
     finally:
@@ -178,20 +195,56 @@ def start(
         dist.destroy_process_group()
 
 
-def shard(model: CausalLM, world: World, compute_dtype: torch.dtype) -> None:
+def join_ranks(backend: str) -> None:
+    """The process group of the environment. OSError for a port that another program listens on."""
+    try:
+        dist.init_process_group(backend)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise OSError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']}: another program listens on this port, "
+            "perhaps another run: give all ranks another MASTER_PORT"
+        ) from None
+
+
+def check_settings(board: Board, settings: Mapping[str, Any]) -> None:
+    """Raises InputError if ranks have other settings than the first one, before a collective that
+    some of them would wait for without end."""
+    own = {name: json.dumps(value, default=str) for name, value in settings.items()}
+    own |= {"tigon": __version__}
+    first, *others = (json.loads(answer or "{}") for answer in board.gather(json.dumps(own)))
+    for rank, other in enumerate(others, start=1):
+        if names := [n for n in first | other if first.get(n) != other.get(n)]:
+            raise InputError(
+                f"rank {rank} has other settings ({', '.join(names)}) than rank 0: start all ranks "
+                "with the same settings and the same version of Tigon"
+            )
+
+
+def shard(
+    model: CausalLM, world: World, compute_dtype: torch.dtype, *, one_backward: bool = False
+) -> None:
     """FSDP2 over the ranks that divide the weights, and of experts that ranks share over those that
     have the same. Gradients are summed, not averaged: the loss is already divided by the
-    denominator of the whole step.
+    denominator of the whole step. `one_backward`: a step has one micro-batch.
     """
     meshes = meshes_of(world)
     # Inputs are not cast: RoPE's tables and loss weights keep their precision
-    experts = meshes.experts
-    shard_blocks(model, meshes.weights, compute=compute_dtype, experts=experts, keeps_ends=True)
+    shard_blocks(
+        model,
+        meshes.weights,
+        compute=compute_dtype,
+        experts=meshes.experts,
+        keeps_ends=True,
+        one_backward=one_backward,
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # gloo has no PREMUL_SUM
-            module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
+            # Otherwise by PREMUL_SUM with 1.0, which gloo does not have, and which in bfloat16 is
+            # all zeros over NCCL: torch passes the factor as a float32 (pytorch issue 190745)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def meshes_of(world: World) -> Meshes:

@@ -30,8 +30,9 @@ class Parallel:
         if sizes.ranks == ranks:
             if sizes.shards * self.tensor % self.expert:
                 raise ValueError(
-                    f"parallel.expert={self.expert} does not divide the ranks that share the "
-                    f"weights, fsdp {fsdp} x context {self.context} x tensor {self.tensor}"
+                    f"parallel.expert={self.expert} must divide the ranks that share the weights, "
+                    f"{sizes.shards * self.tensor} (fsdp {fsdp} x context {self.context} x tensor "
+                    f"{self.tensor}): start more processes (--nproc), or change parallel.expert"
                 )
             return sizes
         numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}

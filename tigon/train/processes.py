@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from json import dumps
 from types import FrameType
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -39,9 +38,16 @@ def check_count(count: int, device: str) -> None:
 
 
 def run_ranks(
-    count: int, arguments: Sequence[str], module: str = "tigon.train"
+    count: int,
+    arguments: Sequence[str],
+    module: str = "tigon.train",
+    stop_within: float | None = None,
 ) -> tuple[int, str | None]:
-    """`python -m module arguments` on `count` ranks: the exit code, and what went wrong."""
+    """`python -m module arguments` on `count` ranks: the exit code, and what went wrong.
+
+    `stop_within`: seconds that the other ranks have to end once a signal has ended one. None: as
+    long as they need, to write a checkpoint.
+    """
     # The children find each other here, so that no free port can be lost to another process
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = prefixed(server)
@@ -54,7 +60,7 @@ def run_ranks(
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        LAUNCHED: uuid4().hex,
+        LAUNCHED: str(os.getpid()),
     }
     children: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -76,7 +82,7 @@ def run_ranks(
             children.append(subprocess.Popen(command, env=ranked, start_new_session=True))
             if received:  # before this one was there
                 children[-1].send_signal(received[0])
-        codes = _wait(children, store)
+        codes = _wait(children, store, stop_within)
     failure = read_failure(store)
     # Ranks say of themselves that they stop, but not one that a signal has ended at once
     quiet = bool(received) or not (failure and failure.killed)
@@ -85,25 +91,30 @@ def run_ranks(
     return failure.code, failure.text
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], store: dist.Store) -> list[int]:
-    """For all to end; after a failure of one not longer than GRACE. Their exit codes."""
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]], store: dist.Store, stop_within: float | None
+) -> list[int]:
+    """For all to end; after a failure of one not longer than GRACE. The exit codes of the ranks
+    that ended by themselves."""
     until: float | None = None
     while None in (codes := [child.poll() for child in children]):
-        bad = [(rank, code) for rank, code in enumerate(codes) if code]
-        bad = [(rank, code) for rank, code in bad if code not in STOPPED]
-        if bad and until is None:
+        bad = [(rank, code) for rank, code in enumerate(codes) if code and code not in STOPPED]
+        if until is None and bad:
             until = time.monotonic() + GRACE
             _tell(store, *bad[0])
+        elif until is None and stop_within is not None and any(codes):
+            until = time.monotonic() + stop_within
         if until is not None and time.monotonic() > until:
             break
         time.sleep(POLL)
+    late = {rank for rank, child in enumerate(children) if child.poll() is None}
     _kill(children)
-    ended = [child.wait() for child in children]
-    for rank, code in enumerate(ended):
+    ended = [(rank, child.wait()) for rank, child in enumerate(children) if rank not in late]
+    for rank, code in ended:
         if code and code not in STOPPED:
             _tell(store, rank, code)
             break
-    return [128 - code if code < 0 else code for code in ended]
+    return [128 - code if code < 0 else code for _, code in ended]
 
 
 def _tell(store: dist.Store, rank: int, code: int) -> None:

@@ -9,6 +9,7 @@ from tigon.data import Loader
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
+from tigon.train.parallel_settings import Parallel
 from tigon.train.state import State
 
 AFRESH = "give the same again, or begin another run_dir, with model= an export of this one"
@@ -75,10 +76,12 @@ def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, An
 
 
 def _told(name: str, was: Any, now: Any) -> str:
-    """Of an adapter, the settings that differ."""
-    if name == "lora" and isinstance(was, dict) and isinstance(now, dict):
+    """Of an adapter and of a layout, the settings that differ."""
+    if name == "parallel" and "auto" not in (was, now):
+        was, now = (asdict(Parallel()) | (of or {}) for of in (was, now))
+    if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):
         each = {key: (was.get(key), now.get(key)) for key in {**now, **was}}
-        told = [_told(f"lora.{key}", a, b) for key, (a, b) in each.items() if a != b]
+        told = [_told(f"{name}.{key}", a, b) for key, (a, b) in each.items() if a != b]
         if told:  # otherwise one of them says what the other leaves out
             return ", ".join(told)
     return f"{name} {json.dumps(was)} -> {json.dumps(now)}"

@@ -34,7 +34,7 @@ def backward(run: Run, step: int) -> dict[str, float]:
         else:
             set_rates(run, step - run.state.offset)
             whole = world.sum(part.loss.detach().to(torch.double, copy=True))
-            norm = run.in_backward.backward(part.loss, whole)
+            norm = run.in_backward.backward(part.loss, world.agreed(whole))
         # What autograd knew of it goes: nodes of an eager pass must not be there in a capture
         part = replace(part, loss=part.loss.detach())
         parts.append(watch.show(part, i, batch))
@@ -59,7 +59,7 @@ def summed(run: Run, parts: Sequence[Part]) -> dict[str, Tensor]:
     """The loss and what else is logged."""
     loss = run.world.sum(torch.stack([part.loss.detach().double() for part in parts]).sum())
     metrics = total(run.world, [part.metrics for part in parts])
-    return {"loss": loss} | run.objective.logged(metrics)
+    return {"loss": run.world.agreed(loss)} | run.objective.logged(metrics)
 
 
 def total(world: World, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -34,19 +34,26 @@ def write_sums(directory: Path, known: Mapping[str, str]) -> None:
 def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: True) -> None:
     """Raises ValueError, naming the file, unless every file is as it was written.
 
-    In a process group every rank calls this: each reads a share of the files, and all raise alike.
+    In a process group every rank calls this, of one file system: each reads a share of the files,
+    and all raise alike, also if one sees another checkpoint of that name.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         faults = _faults(checkpoint, wanted, rank, size)
+        own = faults, "" if faults else _identity(checkpoint)
     except (OSError, ValueError) as error:
-        faults = [str(error)]
-    everywhere: list[list[str] | None] = [faults]
+        own = [str(error)], ""
+    everywhere = [own]
     if dist.is_initialized():
-        everywhere = [None] * size
-        dist.all_gather_object(everywhere, faults)
-    if found := [fault for faults in everywhere for fault in faults or ()]:
-        raise ValueError("; ".join(dict.fromkeys(found)))
+        everywhere = [own] * size
+        dist.all_gather_object(everywhere, own)
+    faults = [fault for faults, _ in everywhere for fault in faults]
+    first = everywhere[0][1]
+    others = [number for number, (_, identity) in enumerate(everywhere) if identity != first]
+    if others and not faults:
+        faults = [f"rank {others[0]} has another {checkpoint} than rank 0: give all hosts the same"]
+    if faults:
+        raise ValueError("; ".join(dict.fromkeys(faults)))
 
 
 def newest_whole(
@@ -75,6 +82,12 @@ def newest_whole(
             "restore one, or begin again in another run_dir"
         )
     return None
+
+
+def _identity(checkpoint: Path) -> str:
+    """What changes with any of its files; of earlier versions' checkpoints, what they say."""
+    sums = checkpoint / SUMS
+    return checksum(sums if sums.is_file() else checkpoint / files.RUN)
 
 
 def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:

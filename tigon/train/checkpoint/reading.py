@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything, ru
 from tigon.train.optim import Ema
 from tigon.weights import Checkpoint, Layout, Stored, read_header
 
+ANOTHER = "take another checkpoint"
 OTHERS_TRAINED = (
     "parameter_groups that freeze other parameters than before are for another run_dir, with "
     "model= an export of this one"
@@ -64,6 +65,7 @@ def _load(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None, ema: E
     if optimizer is None:
         stored = {name: info for name, info in stored.items() if not name.startswith(OPTIMIZER)}
     _check_optimizer(checkpoint, state, stored)
+    _check_dtypes(checkpoint, stored, metadata)
     _check_names(checkpoint, state, stored)
     dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
     check_values(checkpoint, state, metadata)
@@ -80,13 +82,21 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
     shapes = {part.name: part.shape for parts in layout.values() for part in parts}
     found: dict[str, list[Stored]] = {}
     files_of: dict[Path, Checkpoint] = {}
-    for index, info in _metadata(checkpoint).storage_data.items():
+    metadata = _metadata(checkpoint)
+    _check_dtypes(checkpoint, shapes, metadata)
+    for index, info in metadata.storage_data.items():
         if index.fqn.startswith((OPTIMIZER, EMA)):
             continue
         path = Path(info.relative_path)
         if path not in files_of:
             files_of[path] = Checkpoint(str(path), read_header(path))
-        block = files_of[path].tensors[index.fqn].shape
+        held = files_of[path].tensors[index.fqn]
+        if not held.dtype.is_floating_point:
+            raise ValueError(
+                f"{checkpoint} does not fit the model: it has whole numbers for others in "
+                f"{index.fqn} ({path.name}); {ANOTHER}"
+            )
+        block = held.shape
         whole = shapes.get(index.fqn, block)
         if len(block) != len(whole):
             raise ValueError(f"{checkpoint} does not fit the model: it resizes {index.fqn}")
@@ -122,6 +132,20 @@ def _metadata(checkpoint: Path) -> Metadata:
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
         raise ValueError(f"{checkpoint} cannot be read: {error}") from error
+
+
+def _check_dtypes(checkpoint: Path, names: Container[str], metadata: Metadata) -> None:
+    """Raises ValueError if files have rows of one of the tensors in different dtypes, which no run
+    writes: each would be read as its own header says. `properties` has the dtype of one file."""
+    first: dict[str, Any] = {}
+    for index, info in metadata.storage_data.items():
+        if index.fqn not in names:
+            continue
+        other = first.setdefault(index.fqn, info)
+        if other.dtype != info.dtype:
+            places = sorted((Path(i.relative_path).name, str(i.dtype)) for i in (other, info))
+            told = " and ".join(f"{dtype} in {file}" for file, dtype in places)
+            raise ValueError(f"{checkpoint} is damaged: {index.fqn} is {told}; {ANOTHER}")
 
 
 def _check_optimizer(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:

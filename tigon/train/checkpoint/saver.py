@@ -140,6 +140,14 @@ class Saver(InBackground):
         """Whether a checkpoint may not be on the disk yet."""
         return self._saving is not None
 
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows already that what is being written cannot be: `wait` raises it.
+        torch tells all ranks what one of them met, so `wait` soon raises on the others too."""
+        if self._saving is None or not self._saving.done.done():
+            return False
+        return self._saving.done.exception() is not None
+
     def expected(self) -> float:
         """Seconds after which a checkpoint begun now would be on the disk, going by the last one;
         0 where none is known."""

@@ -9,6 +9,8 @@ Of a group, G bytes in the dtype of the computation and R in float32, both of al
   lives until the next group's gradients are there
 - without reduction, in all micro-batches but the last, whole gradients add up in float32
 
+R is counted in float32 where two ranks reduce in the dtype of the computation, too (shard_blocks).
+
 Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
 """
 

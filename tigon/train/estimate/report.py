@@ -69,7 +69,10 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             world.say(str(chosen))
         advised = False
         if not on_gpu(config):
-            world.say("memory is estimated for GPUs, and this run is on a CPU")
+            world.say(
+                "memory is estimated for GPUs, and this run is on a CPU: `tigon plan` is for GPUs "
+                "elsewhere"
+            )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)
             world.say("\n".join(table(found, gpus, world.device)))

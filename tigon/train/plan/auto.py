@@ -61,13 +61,13 @@ def settle(config: Config, world: World, gpus: int | None = None) -> tuple[Confi
 def choose(config: Config, device: torch.device, gpus: int, room: Room) -> tuple[Parallel, str]:
     """The layout for so many GPUs of the kind `device`, and what speaks for it. A run that goes on
     with as many keeps the one that it had, if it still can."""
-    instead = "give parallel itself, such as parallel={fsdp: null}, which any GPU can have"
+    instead = "set the dimensions (docs/parallel.md), or leave parallel out, which is fsdp alone"
     if device.type != "cuda":
         model = config.model or config.init
         raise ValueError(
-            f"parallel=auto needs a GPU to plan for, and there is none here: {instead}; "
-            f"`tigon plan {model} --gpus {gpus} --seq-len {config.seq_len}` plans for one that is "
-            "elsewhere"
+            f"parallel=auto chooses a layout for GPUs, and there is none here: {instead}; "
+            f"`tigon plan {model} --gpus {gpus} --gpu NAME --seq-len {config.seq_len}` plans for "
+            "GPUs elsewhere"
         )
     try:
         check(config)
@@ -86,7 +86,7 @@ def choose(config: Config, device: torch.device, gpus: int, room: Room) -> tuple
     plan = make_plan(job, of=found, **how)
     if not plan.choices:
         raise ValueError("\n  ".join(why_none(plan)))
-    others = [f"{named(c.layout)}, {c.step.seconds:.3g} s" for c in plan.choices[1:]]
+    others = [f"{c.layout.shown}, {c.step.seconds:.3g} s" for c in plan.choices[1:]]
     return plan.choices[0].layout.parallel, "; next ".join([told(plan), *others])
 
 
@@ -130,13 +130,6 @@ def told(plan: Plan) -> str:
     """Of the first."""
     best = plan.choices[0]
     return (
-        f"{named(best.layout)}: {best.step.seconds:.3g} s a step and {gib(best.memory.total)} of "
+        f"{best.layout.shown}: {best.step.seconds:.3g} s a step and {gib(best.memory.total)} of "
         f"{gib(plan.budget)} GiB, on paper"
     )
-
-
-def named(layout: Layout) -> str:
-    """Its dimensions with more than one rank."""
-    sizes = {name: getattr(layout, name) for name in MESH if getattr(layout, name) > 1}
-    expert = f", expert {sizes.pop('expert')}" if "expert" in sizes else ""
-    return " x ".join(f"{name} {size}" for name, size in sizes.items()) + expert

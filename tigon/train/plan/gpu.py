@@ -91,7 +91,7 @@ def find_gpu(name: str) -> tuple[GPU, Constants]:
     if gpu is None:
         hint = strict.suggest(name, known, cutoff=0.8)  # a100 is another GPU than h100, no slip
         more = f"; {hint}" if hint else ""
-        raise ValueError(f"--gpu {name}: is not one of {', '.join(known)}{more}")
+        raise ValueError(f"--gpu {name} must be one of {', '.join(known)}{more}")
     measured = known[read_json(CONSTANTS)["gpu"]]
     return gpu, Constants.read().on(gpu, measured)
 

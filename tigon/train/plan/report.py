@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import torch
 
 from tigon.data.examples import counted
 from tigon.train.config import Config
-from tigon.train.config_file import load
+from tigon.train.config_file import load, pairs
 from tigon.train.estimate.budget import GIB
 from tigon.train.model import outline
 from tigon.train.plan.gpu import find_gpu
 from tigon.train.plan.layout import MESH, Job
-from tigon.train.plan.search import LACKS, Choice, Plan
+from tigon.train.plan.search import LACKS, TIE, Choice, Plan
 from tigon.train.plan.work import Shapes
 from tigon.train.settings import LONGEST
 
@@ -27,6 +28,19 @@ UNKNOWN = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay"
 MOST_GPUS, MOST_TOKENS = 2**18, 2**40  # of a plan: more than anybody has, and it takes long
 REASONS = 6  # that are told one by one
 LAYOUT = ("sharding", "micro_batch_size", "activation_checkpointing")  # settings of a layout
+# Settings of which memory, time or whether a layout is allowed depend; all others are refused
+USED = (
+    *("revision", "param_dtype", "dtype", "cuda_graphs", "router_aux_loss_coef"),
+    *("optimizer", "momentum", "nesterov", "parameter_groups", "stochastic_rounding"),
+    *("accumulate_fp32", "optimizer_in_backward", "max_grad_norm"),
+    *("loss_reduction", "logits_bytes"),
+)
+ARGUMENTS = {  # settings that the command has arguments for
+    "model": "give it as the argument MODEL",
+    "init": "give it as the argument MODEL",
+    "seq_len": "give --seq-len T instead",
+    "batch_size": "give --batch-tokens N instead, which is batch_size x seq_len",
+}
 
 
 def read_job(
@@ -66,17 +80,37 @@ def read_job(
         raise FileNotFoundError(f"no file {model}")
     where = f"init={model}" if Path(model).is_file() else f"model={model}"
     own = [where, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
+    check_used(settings)
     config = load(None, [*settings, *own])
     check(config)
-    for name in LAYOUT:
-        if any(given.partition("=")[0] == name for given in settings):
-            raise ValueError(f"{name}: a plan tries its values itself; leave it out")
     dtype = getattr(torch, config.param_dtype)
     read = outline(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
     if seq_len > (context := read.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
     shapes, rows = Shapes(read.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, found, constants, seq_len, rows)
+
+
+def check_used(settings: Sequence[str]) -> None:
+    """Raises ValueError for settings that a plan would ignore."""
+    for name, value in pairs(settings):
+        first, given = name.partition(".")[0], f"--settings {name}={value}"
+        if name in ARGUMENTS:
+            raise ValueError(f"{given}: {ARGUMENTS[name]}")
+        if first in MESH:
+            raise ValueError(
+                f"{given}: a plan tries every layout itself; leave it out (for `tigon train` it is "
+                f"parallel.{name}={value})"
+            )
+        if first == "parallel":
+            raise ValueError(f"{given}: a plan tries every layout itself; leave it out")
+        if name in LAYOUT:
+            raise ValueError(f"{given}: a plan tries its values itself; leave it out")
+        # What is unknown there, `load` says
+        if first in Config.__dataclass_fields__ and first not in (*USED, *UNKNOWN):
+            raise ValueError(
+                f"{given}: a plan does not use it; leave it out. It uses {', '.join(USED)}"
+            )
 
 
 def check(config: Config) -> None:
@@ -106,11 +140,16 @@ def show(plan: Plan) -> str:
         *["experts are assumed to be balanced"] * (job.shapes.experts > 0),
         *["ranked by step s times a factor that was measured earlier: " + doubts]
         * any(max(c.layout.tensor, c.layout.expert) > 1 for c in plan.choices),
+        *[
+            f"step times within {100 * TIE:g} % of each other are ties, ranked by memory "
+            "(errors of the model: docs/scale.md)"
+        ]
+        * (len(plan.choices) > 1),
         "",
         *table(rows_of(plan)),
     ]
     if not plan.choices:
-        lines.append("no layout fits")
+        lines += ["no layout fits", *what_next(plan)]
     else:
         best = plan.choices[0]
         held = best.memory.kinds.items()
@@ -173,6 +212,31 @@ def why_not(plan: Plan) -> list[str]:
     if len(reasons) > REASONS:
         rest = sum(count for _, count in reasons.most_common()[REASONS:])
         lines.append(f"  {counted(rest, 'layout')}: other reasons")
+    return lines
+
+
+def what_next(plan: Plan) -> list[str]:
+    """What may make a layout fit."""
+    job, config = plan.job, plan.job.config
+    if LACKS not in plan.reasons:
+        return ["the reasons are below: change --gpus or --batch-tokens"]
+    smaller = {"param_dtype": "bfloat16"} if config.param_dtype == "float32" else {}
+    if config.optimizer in ("adamw", "adamw_bf16"):
+        smaller["optimizer"] = "adamw_8bit"
+    lines = ["what needs less memory per GPU:"]
+    with suppress(ValueError):
+        replace(config, **smaller)  # type: ignore[arg-type]
+        given = " ".join(f"{name}={value}" for name, value in smaller.items())
+        lines += [f"  --settings {given}"] * bool(smaller)
+    lines.append(
+        f"  more GPUs, --gpus above {job.gpus:,}, or shorter rows, --seq-len below {job.seq_len:,}"
+    )
+    if job.batch_rows > job.gpus:
+        lines.append("  fewer rows in a step, --batch-tokens, so that no gradients accumulate")
+    lines.append(
+        "  for `tigon train`: activation_offload=true and optimizer_offload=true, which a "
+        "plan does not model; --dry-run estimates them"
+    )
     return lines
 
 

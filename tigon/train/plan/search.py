@@ -94,7 +94,8 @@ def make_plan(
 
     Times are multiplied out for all; a step is weighed only where it may be one of the fastest.
     Dimensions whose plans were too fast when they were measured are ranked by so much later. Times
-    within 1 % of the fastest of them are a tie, in which what needs least memory comes first.
+    within 1 % of the fastest, or of the first beyond that, and so on, are ties, in which what needs
+    least memory comes first.
     `of`: the meshes, if not all; `budget`: bytes of tensors, if not all of a GPU.
     """
     budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget

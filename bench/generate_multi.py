@@ -1,7 +1,8 @@
 """A token's time where two GPUs share the layers (tensor parallelism), beside one GPU.
 
 Random weights of the shape of Llama-3.1-8B, the same on both sides, in bf16; greedy tokens, each
-side in processes of its own. A token's time is that of a long generation less a short one.
+side in processes of its own. A token's time is what passes from the 32nd token to the 224th, as the
+host receives them.
 
     python bench/generate_multi.py                # two minutes on two H200s
     python bench/generate_multi.py --write-docs   # needs no GPU

@@ -58,9 +58,6 @@ SETTINGS += ["task=pretrain", "tokenizer=none"]
 LEFT_OUT = ("LoRA", "QLoRA", "fp8", "ragged", "1 x 512")
 # Assumed, until several hosts are measured; four H200s, 1 GiB, all-reduce: 335 to 345 GB/s
 ASSUMED: dict[str, Any] = {"nvlink_many": 340e9, "network_share": 0.8, "hop": 5e-6}
-# Milliseconds that were measured over those that were planned, of the two ways in
-# parallel-nvidia-h200.json that DIVIDED leaves out, by the plan of what was sent then
-ASSUMED["doubt"] = {"tensor": round(496.3 / 415.2, 2), "expert": round(183.6 / 145.2, 2)}
 
 
 @dataclass(frozen=True)
@@ -123,23 +120,37 @@ def measured() -> list[Measured]:
 
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
-# Without ways whose messages have changed since
+LAYERS = f"{MODELS[EXPERTS][2]['num_hidden_layers']} layers"  # of all that the latter has
 DIVIDED = {
     "context, a row of 16,384": (LLAMA_8B, Layout(1, 1, 2, 1), 16384, "context=2"),
     "experts, FSDP2": (EXPERTS, Layout(1, 2, 1, 1), 8192, "FSDP2"),
+}
+# Whose steps take longer than planned by a factor that layouts are ranked by
+DOUBTED = {
+    "tensor": ("tensor", (LLAMA_8B, Layout(1, 1, 1, 2), 8192, "tensor=2")),
+    "expert": ("experts, expert", (EXPERTS, Layout(1, 2, 1, 1, expert=2), 8192, "expert=2")),
 }
 
 
 def divided() -> list[Measured]:
     """Of bench/parallel.py; nothing is fitted to them."""
-    found, sides = [], results("parallel")["sides"]
-    for name, (model, layout, tokens, said) in DIVIDED.items():
-        rows = sides[f"tigon, {name}"]
-        ms = median(row["ms"] for row in rows)
-        gib = max(row["allocated_gib"] for row in rows)
-        label = f"{model} 1 x {tokens}, {said} on 2 GPUs"
-        found.append(Measured(label, model, 1, tokens, layout, ms, gib, {}))
-    return found
+    return [_of_two(name, *way) for name, way in DIVIDED.items()]
+
+
+def _of_two(name: str, model: str, layout: Layout, tokens: int, said: str) -> Measured:
+    rows = results("parallel")["sides"][f"tigon, {name}"]
+    ms = median(row["ms"] for row in rows)
+    gib = max(row["allocated_gib"] for row in rows)
+    of = f"{model}, {LAYERS}," if model == EXPERTS else model
+    label = f"{of} 1 x {tokens}, {said} on 2 GPUs"
+    return Measured(label, model, 1, tokens, layout, ms, gib, {})
+
+
+def doubt(constants: Constants) -> dict[str, float]:
+    """Milliseconds that were measured over those that are planned."""
+    cases = {dim: _of_two(name, *way) for dim, (name, way) in DOUBTED.items()}
+    steps = {dim: step_of(case.job(constants), case.layout) for dim, case in cases.items()}
+    return {dim: cases[dim].ms / 1e3 / step.seconds for dim, step in steps.items()}
 
 
 def fit() -> Constants:
@@ -194,6 +205,7 @@ def fit() -> Constants:
         nvlink=nvlink,
         latency=latency,
         exposed=0.0,
+        doubt={},
         **ASSUMED,
     )
     alone = [c for c in cases if c.gpus == 1]
@@ -205,7 +217,8 @@ def fit() -> Constants:
         step = step_of(case.job(replace(constants, exposed=1.0)), case.layout)
         waited = step.kinds["FSDP over NVLink"]
         shares.append(1 - (step.seconds - case.ms / 1e3) / waited)
-    return replace(constants, exposed=sum(shares) / len(shares))
+    constants = replace(constants, exposed=sum(shares) / len(shares))
+    return replace(constants, doubt=doubt(constants))
 
 
 def forwards(record: Record) -> float:
@@ -321,7 +334,7 @@ def scenario(plan: Plan) -> str:
 
 
 RANKED = "factor on step time for ranking"
-CHANGED = "2 GPUs, before its communication changed"
+IN_PARALLEL = "2 GPUs, at the commit in [parallel.md](parallel.md)"
 
 
 def rates(k: Constants) -> str:
@@ -355,7 +368,7 @@ def rates(k: Constants) -> str:
         ["further latency per additional host, µs", figure(k.hop * 1e6), "", "assumed"],
         ["exposed share of FSDP's NVLink time", figure(k.exposed), "", "fitted, 2 GPUs"],
         ["other work, as a share of the kinds above", figure(k.rest), "", "fitted, 1 GPU"],
-        *([f"{n} parallelism, {RANKED}", figure(t), "", CHANGED] for n, t in k.doubt.items()),
+        *([f"{n} parallelism, {RANKED}", figure(t), "", IN_PARALLEL] for n, t in k.doubt.items()),
     ]
     return markdown(("constant", "value", "data sheet", "source"), [*rows, *more])
 

@@ -184,8 +184,10 @@ def divide_experts(model: Any, world: World) -> Any:
 
 
 def mean(loss: Tensor, world: World) -> float:
-    """Over all ranks with other rows, which have as many targets."""
-    return float(world.sum(loss.double())) / world.data.size
+    """Over all ranks, which have as many targets each, or the same ones."""
+    total = loss.double()
+    dist.all_reduce(total)
+    return float(total) / world.size
 
 
 def timed(step: Callable[[], None], world: World, count: int) -> Record:

@@ -204,6 +204,13 @@ def time_table(case: Record) -> str:
     return markdown(["ms", "limit", mine, other], rows)
 
 
+LEAST = 1e-3  # GiB that a table shows; the scalars of a step take some bytes
+
+
+def shown(gib: float | None) -> float | None:
+    return gib if gib is None or gib >= LEAST else 0.0
+
+
 def memory_table(case: Record) -> str:
     """GiB by what holds them; parts do not add up to the peak, where not all are alive."""
     other, mine = sides_of(case)
@@ -216,7 +223,7 @@ def memory_table(case: Record) -> str:
     rows = []
     for key, said in MEMORY.items():
         least = figure(floor[key] * count / 2**30) if count and key in floor else ""
-        rows.append([said, least, *(figure(part[key]) for part in parts)])
+        rows.append([said, least, *(figure(shown(part[key])) for part in parts)])
     for key, said in (("allocated_gib", "peak, allocated"), ("reserved_gib", "peak, reserved")):
         rows.append([f"**{said}**", "", *(figure(peak(case, s, key)) for s in (mine, other))])
     return markdown(["GiB", "limit", mine, other], rows)

@@ -4,7 +4,9 @@ The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to 
 the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
 of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
-written here alone, with --fit. --write-docs puts the tables into docs/scale.md. No GPU is needed.
+written here alone, with --fit. Nothing is fitted to parallel-nvidia-h100-80gb-hbm3.json, which
+tells how well they carry over to other layouts and to another GPU. --write-docs puts the tables
+into docs/scale.md. No GPU is needed.
 
     python bench/plan.py [--fit] [--write-docs]
 """
@@ -45,7 +47,8 @@ from tigon.train.plan.gpu import CONSTANTS
 from tigon.train.plan.report import rows_of, why_not
 from tigon.train.plan.step import BF16, step_of
 
-GPU = "h200"
+GPU, OTHER = "h200", "h100"  # fitted to; by its data sheet
+MACHINES = {GPU: "nvidia-h200", OTHER: "nvidia-h100-80gb-hbm3"}
 SETTINGS = [
     "param_dtype=bfloat16",
     "optimizer=adamw_bf16",
@@ -73,10 +76,12 @@ class Measured:
     gib: float
     profile: Mapping[str, float]
     settings: tuple[str, ...] = ()  # of tigon.train
+    gpu: str = GPU
 
     def job(self, constants: Constants) -> Job:
         family, _, values = MODELS[self.model]
-        gpu, _ = find_gpu(GPU)
+        gpu, _ = find_gpu(self.gpu)
+        constants = constants.on(gpu, find_gpu(GPU)[0])
         read = next(f for f in FAMILIES.values() if f.__name__ == family).config_class
         shapes = Shapes(read.from_dict(values), torch.bfloat16)
         config = load(None, [*SETTINGS, "max_grad_norm=0", *self.settings])
@@ -88,8 +93,8 @@ class Measured:
         return self.layout.data * self.layout.context * self.layout.tensor
 
 
-def results(name: str) -> Record:
-    return json.loads((RESULTS / f"{name}-nvidia-h200.json").read_text())
+def results(name: str, gpu: str = GPU) -> Record:
+    return json.loads((RESULTS / f"{name}-{MACHINES[gpu]}.json").read_text())
 
 
 def measured() -> list[Measured]:
@@ -121,34 +126,36 @@ def measured() -> list[Measured]:
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
 LAYERS = f"{MODELS[EXPERTS][2]['num_hidden_layers']} layers"  # of all that the latter has
+# Of bench/parallel.py on the H100; nothing is fitted to them
 DIVIDED = {
-    "context, a row of 16,384": (LLAMA_8B, Layout(1, 1, 2, 1), 16384, "context=2"),
-    "experts, FSDP2": (EXPERTS, Layout(1, 2, 1, 1), 8192, "FSDP2"),
+    "one GPU": (LLAMA_8B, Layout(), 8192, "1 GPU"),
+    "tensor": (LLAMA_8B, Layout(tensor=2), 8192, "tensor=2 on 2 GPUs"),
+    "context": (LLAMA_8B, Layout(context=2), 8192, "context=2 on 2 GPUs"),
+    "context, a row of 16,384": (LLAMA_8B, Layout(context=2), 16384, "context=2 on 2 GPUs"),
+    "experts, FSDP2": (EXPERTS, Layout(fsdp=2), 8192, "FSDP2 on 2 GPUs"),
 }
 # Whose steps take longer than planned by a factor that layouts are ranked by
 DOUBTED = {
-    "tensor": ("tensor", (LLAMA_8B, Layout(1, 1, 1, 2), 8192, "tensor=2")),
-    "expert": ("experts, expert", (EXPERTS, Layout(1, 2, 1, 1, expert=2), 8192, "expert=2")),
+    "expert": ("experts, expert", (EXPERTS, Layout(fsdp=2, expert=2), 8192, "expert=2 on 2 GPUs"))
 }
 
 
 def divided() -> list[Measured]:
-    """Of bench/parallel.py; nothing is fitted to them."""
-    return [_of_two(name, *way) for name, way in DIVIDED.items()]
+    return [_divided(name, *way) for name, way in DIVIDED.items()]
 
 
-def _of_two(name: str, model: str, layout: Layout, tokens: int, said: str) -> Measured:
-    rows = results("parallel")["sides"][f"tigon, {name}"]
+def _divided(name: str, model: str, layout: Layout, tokens: int, said: str) -> Measured:
+    rows = results("parallel", OTHER)["sides"][f"tigon, {name}"]
     ms = median(row["ms"] for row in rows)
     gib = max(row["allocated_gib"] for row in rows)
     of = f"{model}, {LAYERS}," if model == EXPERTS else model
-    label = f"{of} 1 x {tokens}, {said} on 2 GPUs"
-    return Measured(label, model, 1, tokens, layout, ms, gib, {})
+    label = f"{of} 1 x {tokens}, {said}, {OTHER.upper()}"
+    return Measured(label, model, 1, tokens, layout, ms, gib, {}, gpu=OTHER)
 
 
 def doubt(constants: Constants) -> dict[str, float]:
     """Milliseconds that were measured over those that are planned."""
-    cases = {dim: _of_two(name, *way) for dim, (name, way) in DOUBTED.items()}
+    cases = {dim: _divided(name, *way) for dim, (name, way) in DOUBTED.items()}
     steps = {dim: step_of(case.job(constants), case.layout) for dim, case in cases.items()}
     return {dim: cases[dim].ms / 1e3 / step.seconds for dim, step in steps.items()}
 
@@ -208,10 +215,11 @@ def fit() -> Constants:
         doubt={},
         **ASSUMED,
     )
-    alone = [c for c in cases if c.gpus == 1]
+    own = [c for c in cases if c.gpu == GPU]
+    alone = [c for c in own if c.gpus == 1]
     rest = median(c.ms / 1e3 / step_of(c.job(constants), c.layout).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
-    several = [c for c in cases if c.layout.data > 1 and c.model == LLAMA_8B]
+    several = [c for c in own if c.layout.data > 1 and c.model == LLAMA_8B]
     shares = []
     for case in several:
         step = step_of(case.job(replace(constants, exposed=1.0)), case.layout)
@@ -334,7 +342,7 @@ def scenario(plan: Plan) -> str:
 
 
 RANKED = "factor on step time for ranking"
-IN_PARALLEL = "2 GPUs, at the commit in [parallel.md](parallel.md)"
+IN_PARALLEL = "2 H100, [parallel.md](parallel.md)"
 
 
 def rates(k: Constants) -> str:

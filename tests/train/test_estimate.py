@@ -22,7 +22,7 @@ from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import main
 from tigon.train.config import Config, sizes_of
 from tigon.train.estimate import memory, report
-from tigon.train.estimate.gathering import Group
+from tigon.train.estimate.gathering import Gathering, Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, tensors_of
 from tigon.train.estimate.steps import measure
@@ -141,8 +141,28 @@ def test_the_meter_knows_what_is_alive() -> None:
 
 
 def test_gathered_weights_and_reduced_gradients_by_hand() -> None:
-    group = Group([nn.Parameter(torch.empty(5, 3, device="meta"))], 2, torch.bfloat16)
-    assert (group.gathered, group.reduced, group.shard) == (6 * 3 * 2, 6 * 3 * 4, 6 * 3 * 2)
+    for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
+        weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
+        group = Group(weights, 2, torch.bfloat16, sums)
+        sizes = group.gathered, group.reduced, group.shard
+        assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
+
+
+def test_two_ranks_of_one_micro_batch_reduce_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2 is told to: half of the bytes."""
+    made: list[Gathering] = []
+    begin = Gathering.begin
+    monkeypatch.setattr(
+        Gathering, "begin", lambda self, **given: (made.append(self), begin(self, **given))
+    )
+
+    def sums(gpus: int, rows: int, **changes: Any) -> set[torch.dtype]:
+        planned(tiny("llama", "plain"), gpus, batch_size=rows, **changes)
+        return {group.sums for group in made[-1].groups}
+
+    assert sums(2, 2 * B) == {torch.bfloat16}
+    assert sums(2, 4 * B) == sums(3, 3 * B) == {torch.float32}
+    assert sums(2, 2 * B, param_dtype="float32") == {torch.float32}
 
 
 def test_sharding_divides_what_is_always_there() -> None:

@@ -37,7 +37,8 @@ from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
 from tigon.train.settings import ParameterGroup
 
-TIME_WITHIN, MEMORY_WITHIN = 0.05, 0.03
+MEMORY_WITHIN = 0.03
+TIME_WITHIN = {bench.GPU: 0.05, bench.OTHER: 0.07}
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -72,7 +73,7 @@ def test_what_was_measured_is_predicted() -> None:
         "gradients",
     }
     for one in found:
-        assert abs(one.time_error) < TIME_WITHIN, one.case.name
+        assert abs(one.time_error) < TIME_WITHIN[one.case.gpu], one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
         assert abs(one.memory_error) < within, one.case.name
@@ -384,8 +385,7 @@ def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., 
 
 def test_what_was_planned_too_fast_comes_later(job: Callable[..., Job]) -> None:
     one = job(8, rows=8)
-    assert doubted(one, Layout(2, 2, 2, 1)) == 1.0
-    assert doubted(one, Layout(1, 4, 1, 2)) == one.constants.doubt["tensor"] > 1.1
+    assert doubted(one, Layout(2, 2, 2, 2)) == 1.0
     assert doubted(one, Layout(1, 8, 1, 1, expert=2)) == one.constants.doubt["expert"] > 1.1
     meshes = [Layout(1, 8, 1, 1), Layout(1, 4, 1, 2)]
     known = replace(one.constants, doubt={"tensor": 1e3})

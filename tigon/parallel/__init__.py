@@ -2,7 +2,7 @@
 
 from tigon.parallel.context import check_context, share_context
 from tigon.parallel.expert import check_experts, share_experts
-from tigon.parallel.fsdp import shard_blocks
+from tigon.parallel.fsdp import reduction_dtype, shard_blocks
 from tigon.parallel.gradients import TensorParallel, find_tensor
 from tigon.parallel.load import cut_layers, from_pretrained
 from tigon.parallel.mesh import Meshes, MeshSizes, Place
@@ -24,6 +24,7 @@ __all__ = [
     "find_zero",
     "from_pretrained",
     "in_order",
+    "reduction_dtype",
     "shard_blocks",
     "shard_gradients",
     "share_context",

@@ -1,5 +1,7 @@
 """FSDP2 of a model: which modules form a group, and are gathered together."""
 
+from collections.abc import Set
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -7,6 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon.kernels._triton import no_early_start
 from tigon.layers import Experts
 from tigon.models import CausalLM
+
+
+def reduction_dtype(
+    compute: torch.dtype, weights: Set[torch.dtype], ranks: int, *, one_backward: bool
+) -> torch.dtype:
+    """In which gradients are summed over `ranks`: float32, for trained weights of these dtypes.
+
+    Gradients of two ranks and one backward pass are summed in `compute`, half the bytes, if the
+    weights have that dtype too: the result is rounded to it in any case, and a sum of two is the
+    same bits.
+    """
+    exact = one_backward and ranks <= 2 and weights <= {compute}
+    return compute if exact else torch.float32
 
 
 def shard_blocks(
@@ -22,23 +37,21 @@ def shard_blocks(
     share a weight in some models. `experts`: with expert parallelism, the ranks with the same
     experts, which are a group of their own in each block. `keeps_ends`: the group of embedding and
     head is not resharded after forward, as backward begins with it. `compute`: the dtype that
-    weights are cast to, with gradients reduced in float32; None: no mixed precision.
-
-    `one_backward`: a step has one backward pass, so gradients are not added up over several. Those
-    of two ranks are then reduced in `compute`, half the bytes, if the weights have that dtype too:
-    the result is rounded to it in any case, and a sum of two is the same bits.
+    weights are cast to, with gradients reduced in what `reduction_dtype` says; None: no mixed
+    precision. `one_backward`: a step has one backward pass, so gradients are not added up over
+    several.
     """
     no_early_start()
     # Imported now: it takes a second and 25 MB, and models of one process need none of it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    exact = one_backward and all(p.dtype == compute for p in model.parameters() if p.requires_grad)
+    weights = {p.dtype for p in model.parameters() if p.requires_grad}
 
     def policy(ranks: DeviceMesh) -> MixedPrecisionPolicy:
-        sums = compute if exact and ranks.size() <= 2 else torch.float32
-        return MixedPrecisionPolicy(
-            compute, None if compute is None else sums, cast_forward_inputs=False
-        )
+        if compute is None:
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        sums = reduction_dtype(compute, weights, ranks.size(), one_backward=one_backward)
+        return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
     for block in model.model.layers:
         for module in block.modules():

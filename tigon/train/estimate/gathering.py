@@ -1,6 +1,7 @@
 """What FSDP2 allocates around each group of parameters, in the order in which it does.
 
-Of a group, G bytes in the dtype of the computation and R in float32, both of all ranks together:
+Of a group, G bytes in the dtype of the computation and R in that of sums over ranks
+(parallel.reduction_dtype), both of all ranks together:
 
 - before a group's forward its weights are gathered into a buffer (G, with several ranks), copied
   out of it (G), and freed after it; the buffer lives until the next group's is there
@@ -8,8 +9,6 @@ Of a group, G bytes in the dtype of the computation and R in float32, both of al
 - after its backward the gradients are copied into a buffer (R) and reduced into a shard; the buffer
   lives until the next group's gradients are there
 - without reduction, in all micro-batches but the last, whole gradients add up in float32
-
-R is counted in float32 where two ranks reduce in the dtype of the computation, too (shard_blocks).
 
 Source: torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
 """
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from tigon.layers import Experts
 from tigon.models import CausalLM
+from tigon.parallel import reduction_dtype
 from tigon.train.estimate.meter import Ledger, Meter, rounded
 
 GATHERED, GRADIENTS, COMMUNICATION = "gathered weights", "gradients", "communication"
@@ -66,12 +66,15 @@ def ranks_of(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
 class Group:
     """The parameters that `world` ranks gather together."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype) -> None:
-        self.parameters, self.world = list(parameters), world
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype, sums: torch.dtype
+    ) -> None:
+        self.parameters, self.world, self.sums = list(parameters), world, sums
         self.trained = [p for p in parameters if p.requires_grad]
         self.gathered = sum(padded(p, world) for p in self.parameters) * dtype.itemsize
         numbers = sum(padded(p, world) for p in self.trained)
-        self.reduced, self.shard = 4 * numbers, 4 * numbers // world
+        self.reduced = numbers * sums.itemsize
+        self.shard = self.reduced // world
         self.is_gathered = False
         self.is_prefetched = False
         self.in_backward = False  # its own has begun
@@ -92,7 +95,14 @@ class Gathering:
         ranks: Mapping[nn.Parameter, int],
         dtype: torch.dtype,
         param_dtype: torch.dtype,
+        *,
+        one_backward: bool = False,
     ) -> None:
+        def group_of(parameters: Sequence[nn.Parameter]) -> Group:
+            shared = ranks[parameters[0]]
+            sums = reduction_dtype(dtype, {param_dtype}, shared, one_backward=one_backward)
+            return Group(parameters, shared, dtype, sums)
+
         self.ledger: Ledger = meter.ledger
         self.param_dtype, self.meter = param_dtype, meter
         self.reduce = True  # the gradients of this micro-batch
@@ -106,13 +116,13 @@ class Gathering:
             inner = {p for experts in apart for p in experts.parameters()}
             parts = [(experts, list(experts.parameters())) for experts in apart]
             for module, own in (*parts, (block, [p for p in block.parameters() if p not in inner])):
-                group = Group(own, ranks[own[0]], dtype)
+                group = group_of(own)
                 self.groups.append(group)
                 module.register_forward_pre_hook(lambda *_, g=group: self._enter(g))
                 module.register_forward_hook(lambda _m, _i, out, g=group: self._leave(g, out))
         ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
         unique = list(dict.fromkeys(p for module in ends for p in module.parameters()))
-        self.groups.append(last := Group(unique, ranks[unique[0]], dtype))
+        self.groups.append(last := group_of(unique))
         model.model.embed_tokens.register_forward_pre_hook(lambda *_: self._enter(last))
         model.lm_head.register_forward_hook(lambda _m, _i, out: self._watch(last, out))
         for group in self.groups:
@@ -196,13 +206,14 @@ class Gathering:
         self.ledger.add(GRADIENTS, group.shard)
         if group.world == 1:  # the buffer divided by 1, before it is copied
             self._add_briefly(group.reduced)
-        if self.param_dtype != torch.float32:  # shards of the weights' dtype
+        shard = group.shard * self.param_dtype.itemsize // group.sums.itemsize
+        if self.param_dtype != group.sums:  # shards of the weights' dtype
             self._add_briefly(
                 sum(rounded(p, self.param_dtype) for p in group.trained) // group.world
             )
-            self.ledger.remove(GRADIENTS, group.shard * (4 - self.param_dtype.itemsize) // 4)
+            self.ledger.remove(GRADIENTS, group.shard - shard)
         if not self.keeps:
-            self.ledger.remove(GRADIENTS, group.shard * self.param_dtype.itemsize // 4)
+            self.ledger.remove(GRADIENTS, shard)
 
     def _drop_gradients(self, group: Group) -> None:
         for parameter in group.trained:

@@ -119,7 +119,9 @@ def _weigh(
     if sharded is not None and config.sharding == "gradients":
         gathering = Reducing(model, meter, world, sum_dtype(config), sharded)
     elif sharded is not None:
-        gathering = Gathering(model, meter, ranks_of(model, world), model.dtype, sharded)
+        one = config.batch_size == config.micro_batch_size * sizes.data
+        shares = ranks_of(model, world)
+        gathering = Gathering(model, meter, shares, model.dtype, sharded, one_backward=one)
         gathering.keeps = not config.optimizer_in_backward
     elif config.optimizer_in_backward:
         for part in parts_of(model):

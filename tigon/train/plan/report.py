@@ -139,7 +139,7 @@ def show(plan: Plan) -> str:
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
         *["experts are assumed to be balanced"] * (job.shapes.experts > 0),
         *["ranked by step s times a factor that was measured earlier: " + doubts]
-        * any(max(c.layout.tensor, c.layout.expert) > 1 for c in plan.choices),
+        * any(getattr(c.layout, n) > 1 for c in plan.choices for n in job.constants.doubt),
         *[
             f"step times within {100 * TIE:g} % of each other are ties, ranked by memory "
             "(errors of the model: docs/scale.md)"

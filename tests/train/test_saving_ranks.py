@@ -16,13 +16,14 @@ from tigon.train import checkpoint, loop, main
 from tigon.train.checkpoint import integrity, storage
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.export import convert_checkpoint
+from tigon.weights import writer
 
 STEPS, SAVE_EVERY = 16, 4
 
 
-def fail_on_a_rank(failing: int, settings: list[str]) -> None:
-    """A run in which one rank cannot write the first checkpoint, which it and the others know after
-    the step that follows."""
+def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
+    """A run in which one rank cannot write the first checkpoint or export, which it and the others
+    know after the step that follows."""
     update = loop.update
 
     def full(path, *_):
@@ -31,21 +32,41 @@ def fail_on_a_rank(failing: int, settings: list[str]) -> None:
     def wait(run, step):
         update(run, step)
         until = time.monotonic() + 60
-        while step == SAVE_EVERY and not run.saver._saving.done.done():
+        while step == SAVE_EVERY:
+            if (run.exporter._writing if what == "hf" else run.saver._saving.done).done():
+                break
             assert time.monotonic() < until, "the other rank has ended without this one"
             time.sleep(0.01)
 
     loop.update = wait
     if int(os.environ["RANK"]) == failing:
-        storage._write = full
+        if what == "hf":
+            writer._pwrite = full
+        else:
+            storage._write = full
     main(settings)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_export_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
+    name = f"full-hf-{failing}"
+    settings = {"steps": STEPS, "hf_every": SAVE_EVERY, "schedule": "constant"}
+    running = Ranks(2, fail_on_a_rank, failing, "hf", workspace.settings(name, **settings))
+    for process in running.processes:
+        process.join(120)
+    codes, errors = running.codes, running.errors
+    running.kill()
+    assert codes == [1, 1] and "Traceback" not in errors, errors
+    assert workspace.metrics(name, "step") == [*range(1, SAVE_EVERY + 1)]
+    assert "hf-step-00000004 was not written: " in errors and "File too large" in errors
+    assert not list((workspace.root / name).glob("hf-step-*"))
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_checkpoint_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
     name = f"full-{failing}"
     settings = {"steps": STEPS, "save_every": SAVE_EVERY, "schedule": "constant"}
-    running = Ranks(2, fail_on_a_rank, failing, workspace.settings(name, **settings))
+    running = Ranks(2, fail_on_a_rank, failing, "checkpoint", workspace.settings(name, **settings))
     for process in running.processes:
         process.join(120)
     codes, errors = running.codes, running.errors

@@ -84,6 +84,10 @@ class Exporter(checkpoint.InBackground):
             raise checkpoint.SaveError(f"{target} was not written: {why}") from error
         self.world.say(f"exported to {target}")
 
+    @property
+    def failed(self) -> bool:
+        return self._writing is not None and checkpoint.has_failed(self._writing)
+
     def wait(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None

@@ -121,12 +121,14 @@ def steps(run: Run, record: Record) -> int:
 
 
 def asked_to_stop(run: Run) -> bool:
-    """Whether any rank has received a signal. Raises SaveError on all of them if a checkpoint that
-    is written meanwhile has failed on any: one question for both, as it is asked in every step."""
-    signals, saver = run.world.signals, run.saver
-    asked = run.world.most(SAVE_FAILED if saver.failed else signals.received)
+    """Whether any rank has received a signal. Raises SaveError on all of them if a checkpoint or an
+    export that is written meanwhile has failed on any: one question for all, as it is asked in
+    every step."""
+    failed = run.saver.failed or run.exporter.failed
+    asked = run.world.most(SAVE_FAILED if failed else run.world.signals.received)
     if asked == SAVE_FAILED:
-        saver.wait()
+        run.saver.wait()
+        run.exporter.wait()
     return asked > 0
 
 

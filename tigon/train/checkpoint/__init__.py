@@ -4,7 +4,7 @@ No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans 
 writes and reads; docs/training.md has the format.
 """
 
-from tigon.train.checkpoint.background import InBackground, SaveError
+from tigon.train.checkpoint.background import InBackground, SaveError, has_failed
 from tigon.train.checkpoint.files import facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
@@ -22,6 +22,7 @@ __all__ = [
     "check_finite",
     "facts",
     "fits",
+    "has_failed",
     "in_use",
     "is_legacy",
     "latest",

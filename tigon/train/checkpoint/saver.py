@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM, write_description
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint import files, integrity
-from tigon.train.checkpoint.background import InBackground, SaveError
+from tigon.train.checkpoint.background import InBackground, SaveError, has_failed
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.memory import fits
@@ -142,11 +142,7 @@ class Saver(InBackground):
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows already that what is being written cannot be: `wait` raises it.
-        torch tells all ranks what one of them met, so `wait` soon raises on the others too."""
-        if self._saving is None or not self._saving.done.done():
-            return False
-        return self._saving.done.exception() is not None
+        return self._saving is not None and has_failed(self._saving.done)
 
     def expected(self) -> float:
         """Seconds after which a checkpoint begun now would be on the disk, going by the last one;

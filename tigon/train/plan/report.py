@@ -172,7 +172,7 @@ def rows_of(plan: Plan) -> list[list[str]]:
 def cells(choice: Choice, mesh: Sequence[str]) -> list[str]:
     layout, step = choice.layout, choice.step
     gpu = choice.gpu
-    recomputed = {False: "", 2: "every 2nd", True: "all"}[layout.checkpointing]
+    recomputed = {False: "none", 2: "every 2nd", True: "all"}[layout.checkpointing]
     zero = " ZeRO-2" if layout.sharding == "gradients" else ""
     return [
         *(f"{getattr(layout, name)}{zero if name == 'fsdp' else ''}" for name in mesh),

@@ -1,5 +1,6 @@
 """Kernels that read weights before they wait, where FSDP2 writes the weights just before."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,9 @@ def gathered() -> None:
     model = tigon.Llama.from_config(LLAMA)
     shard_blocks(model, init_device_mesh("cpu", (2,)), compute=torch.float32, keeps_ends=False)
     assert _triton.pdl_options(ROW) == {"PDL": False}
+    del model
+    gc.collect()
+    assert _triton.pdl_options(ROW) == {"PDL": True, "launch_pdl": True}  # of other models
     dist.destroy_process_group()
 
 

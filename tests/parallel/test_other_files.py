@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
-from tests.small import write_model
+from tests.small import EXPERTS, write_model
 from tests.train.ranks import Ranks
 
 MATCH = r"first call of the model: the 2 ranks .* were given different files of the model"
@@ -55,6 +55,29 @@ def write_two(root: Path, differs: str) -> list[Path]:
 @pytest.mark.parametrize("differs", ["weights", "config", "layers"])
 def test_a_model(tmp_path, differs):
     Ranks(2, call_models, write_two(tmp_path, differs)).finish(60)
+
+
+def load_otherwise(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    for name, values in {
+        "dtype": (torch.float32, torch.bfloat16),
+        "expert_parallel": (0, 1),
+    }.items():
+        changed = {name: values[dist.get_rank()]}
+        model = tigon.from_pretrained(folder, mesh=mesh, **changed)
+        with pytest.raises(ValueError, match=f"were given different {name}"):
+            model(IDS)
+    model = tigon.from_pretrained(folder, mesh=mesh)
+    with pytest.raises(ValueError, match="were given different position_ids"):
+        model(IDS, position_ids=torch.arange(3)[None] + dist.get_rank())
+    dist.destroy_process_group()
+
+
+def test_a_model_that_ranks_load_in_other_ways(tmp_path):
+    Ranks(2, load_otherwise, write_model(tmp_path / "moe", **EXPERTS | {"num_experts": 4})).finish(
+        60
+    )
 
 
 def save_models(folders: list[Path]) -> None:

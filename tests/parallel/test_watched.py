@@ -3,7 +3,8 @@
 import copy
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.parallel.test_tensor import MOE, random_model
 from tests.train.ranks import Ranks
+from tigon.layers import AddRMSNorm, Embedding, GatedMLP, RMSNorm, SparseMoE
 from tigon.models import CausalLM
-from tigon.parallel import cut_model
+from tigon.parallel import cut_model, shard_blocks
 
 FAMILIES = {"llama": {}, "qwen3_moe": MOE, "olmo2": {}}
 WHOLE = ("model.embed_tokens", "layers.1", "layers.0.self_attn", "layers.1.mlp", "model.norm")
+EVERYWHERE = (GatedMLP, SparseMoE, Embedding, RMSNorm, AddRMSNorm)
 IDS = torch.randint(4, 200, (2, 9), generator=torch.Generator().manual_seed(2))
 
 
@@ -31,6 +35,11 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * self.inner(x)
+
+
+class DoubledEmbedding(Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 def changed(_module: nn.Module, _given: object, y: object) -> object:
@@ -53,6 +62,31 @@ def named(model: nn.Module, end: str) -> nn.Module:
     return next(module for name, module in model.named_modules() if name.endswith(end))
 
 
+@contextmanager
+def changing(*modules: nn.Module | None) -> Iterator[None]:
+    """Their hooks change what they return; None: MLPs, embeddings and norms, by a hook for all."""
+
+    def hook(module: nn.Module, given: object, y: object) -> object:
+        return changed(module, given, y) if isinstance(module, EVERYWHERE) else y
+
+    handles = [
+        register_module_forward_hook(hook) if m is None else m.register_forward_hook(changed)
+        for m in modules
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+    for handle in handles:
+        handle.remove()
+
+
+def distances(one: list[Tensor], cut: list[Tensor], plain: list[Tensor]) -> list[float]:
+    """The largest of the two from each other, and the least of the first from the last."""
+    apart = max(float((a - b).detach().abs().max()) for a, b in zip(one, cut, strict=True))
+    acted = min(float((a - c).detach().abs().max()) for a, c in zip(one, plain, strict=True))
+    return [apart, acted]
+
+
 def compare(directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -63,16 +97,13 @@ def compare(directory: str) -> None:
         cut_model(cut, mesh)
         plain = logits(one)
         for end in WHOLE:
-            handles = [named(m, end).register_forward_hook(changed) for m in (one, cut)]
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                of_one, of_cut = logits(one), logits(cut)
-            for handle in handles:
-                handle.remove()
-            triples = [*zip(of_one, of_cut, plain, strict=True)]
-            apart = max(float((a - b).detach().abs().max()) for a, b, _ in triples)
-            acted = min(float((a - c).detach().abs().max()) for a, _, c in triples)
-            found[f"{family}, {end}"] = [apart, acted]
+            with changing(named(one, end), named(cut, end)):
+                found[f"{family}, {end}"] = distances(logits(one), logits(cut), plain)
+        with changing(None):  # what is a sum in a block
+            found[f"{family}, all modules"] = distances(logits(one), logits(cut), plain)
+        for model in one, cut:
+            model.model.embed_tokens.__class__ = DoubledEmbedding
+        found[f"{family}, another embedding"] = distances(logits(one), logits(cut), plain)
     if dist.get_rank() == 0:
         Path(directory, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -81,10 +112,40 @@ def compare(directory: str) -> None:
 def test_hooks_see_and_change_sums(tmp_path: Path) -> None:
     Ranks(2, compare, str(tmp_path)).finish()
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == len(FAMILIES) * len(WHOLE)
+    assert len(found) == len(FAMILIES) * (len(WHOLE) + 2)
     for name, (apart, acted) in found.items():
         assert apart < 2e-5, name
         assert acted > 1e-2, name  # the hook changes something
+
+
+def compare_under_fsdp(directory: str) -> None:
+    """FSDP2 has hooks of its own on blocks and on the embedding, of groups of one rank too."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tensor"))
+    one = random_model("llama", {}).eval()
+    cut = copy.deepcopy(one)
+    cut_model(cut, mesh["tensor"])
+    shard_blocks(cut, mesh["fsdp"], compute=torch.float32, keeps_ends=False)
+    plain, found = one(IDS).logits, {}
+    apart = float((cut(IDS).logits - plain).detach().abs().max())
+    _, summands = cut.model.embed(IDS)
+    found["no hook"] = [apart, float(summands)]
+    for end in WHOLE:
+        with changing(named(one, end), named(cut, end)):
+            found[end] = distances([one(IDS).logits], [cut(IDS).logits], [plain])
+    if dist.get_rank() == 0:
+        Path(directory, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_hooks_see_and_change_sums_under_fsdp(tmp_path: Path) -> None:
+    Ranks(2, compare_under_fsdp, str(tmp_path)).finish()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found) == len(WHOLE) + 1
+    for name, (apart, acted) in found.items():
+        assert apart < 2e-5, name
+        assert acted > 1e-2, name  # without a hook: the embedding leaves its sum to the stream
 
 
 def hook_o_proj(block: nn.Module) -> None:
@@ -107,10 +168,28 @@ def patch_mlp(block: nn.Module) -> None:
     block.mlp.forward = Doubled(copy.copy(block.mlp)).forward
 
 
+def wrap_o_proj(block: nn.Module) -> None:
+    block.self_attn.o_proj = Doubled(block.self_attn.o_proj)
+
+
+def patch_down_proj(block: nn.Module) -> None:
+    product = block.mlp.down_proj
+    product.forward = Doubled(copy.copy(product)).forward
+
+
+def patch_experts(block: nn.Module) -> None:
+    experts = block.mlp.experts
+    before = experts.forward
+    experts.forward = lambda *given: 2 * before(*given)
+
+
 PARTS: dict[Callable[[nn.Module], None], tuple[str, str]] = {
     hook_o_proj: ("llama", "self_attn.o_proj: a hook on it"),
     hook_down_proj: ("llama", "mlp.down_proj: a hook on it"),
     hook_experts: ("qwen3_moe", "mlp.experts: a hook on it"),
+    wrap_o_proj: ("llama", "self_attn.o_proj: what is in place of it"),
+    patch_down_proj: ("llama", "mlp.down_proj: what is in place of it"),
+    patch_experts: ("qwen3_moe", "mlp.experts: what is in place of it"),
     wrap_mlp: ("llama", "mlp: what is in place of the MLP"),
     patch_mlp: ("llama", "mlp: what is in place of the MLP"),
 }

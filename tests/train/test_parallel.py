@@ -199,6 +199,10 @@ def test_wrong_sizes_are_told_once_and_before_ranks_start(workspace, monkeypatch
         main(["--nproc", "2", *given])
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="rank 1: parallel: tensor 3 does not divide"):
+        main(given)  # started by hand: nobody else says it
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     for rank, said in (("0", "tensor 3 does not divide"), ("1", "^1$")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit, match=said):

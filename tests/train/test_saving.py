@@ -226,6 +226,20 @@ def test_an_export_that_a_kill_prevented_is_made_by_the_run_that_goes_on(workspa
     assert not (workspace.root / "owes-nothing/hf-step-00000002").exists()
 
 
+def test_steps_that_come_again_are_exported_again(workspace, capsys):
+    """Also up to the same step, when a run goes back to an earlier checkpoint."""
+    run = workspace.root / "again"
+    settings = workspace.settings("again", steps=4, save_every=2, keep_last=0, export="true")
+    main(settings)
+    exported = run / "hf/model.safetensors"
+    before = exported.read_bytes()
+    shutil.rmtree(run / "checkpoints/step-00000004")
+    main([*settings, "resume=auto", "lr=1e-5"])
+    assert exported.read_bytes() != before and capsys.readouterr().out.count("exported to") == 2
+    main([*settings, "resume=auto", "lr=1e-5"])
+    assert "nothing left to do" in capsys.readouterr().out
+
+
 def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):
     base = shutil.copytree(workspace.model, tmp_path / "base")
     settings = workspace.settings("moved", model=base, steps=4, save_every=2)

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast, get_args
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -128,14 +129,14 @@ def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
             tl.extra.cuda.gdc_launch_dependents()
 
 
-_early_start = True
+_gathered: WeakSet[object] = WeakSet()
 
 
-def no_early_start() -> None:
-    """For the rest of the process, before weights are gathered: kernels that read weights before
-    they wait would not be certain to see what the copies just before have written."""
-    global _early_start
-    _early_start = False
+def no_early_start(model: object) -> None:
+    """As long as `model` is there, whose weights are gathered before they are used: kernels that
+    read weights before they wait would not be certain to see what the copies just before have
+    written."""
+    _gathered.add(model)
 
 
 @functools.cache
@@ -148,9 +149,9 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     kernel may start before the previous one has ended, for small `x` on sm_90 and newer.
 
     It hides the microseconds between two kernels, which are much of the time of a decoding step and
-    nothing beside large kernels. None after `no_early_start`.
+    nothing beside large kernels. None while a model is there whose weights are gathered.
     """
-    if not _early_start:
+    if _gathered:
         return {"PDL": False}
     if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not hopper(x.device.index):
         return {"PDL": False}

@@ -23,6 +23,7 @@ from tigon.models._peft_config import read_base
 from tigon.models._quantised import read_quantisation
 from tigon.models._save import prepare_save, write_description, write_model
 from tigon.models._targets import Targets
+from tigon.models._watched import hooks_of_fsdp
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
 
@@ -69,6 +70,7 @@ __all__ = [
     "count_parameters",
     "describe",
     "from_pretrained",
+    "hooks_of_fsdp",
     "init_parts",
     "load_weights",
     "low_ranks",

@@ -8,9 +8,11 @@ results would be meaningless.
 from typing import Any
 
 from tigon.generation.alike import check_alike
+from tigon.layers import Experts
 from tigon.models import CausalLM
 
 CALL = "the first call of the model"
+ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
 
 
 def check_first_call(model: CausalLM) -> None:
@@ -22,9 +24,11 @@ def check_first_call(model: CausalLM) -> None:
 
 # No closure, so that a model can be copied and pickled before its first call
 def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    check_alike(model.together, CALL, {"files of the model": model.files}, model.device)
+    known = {"files of the model": model.files, "dtype": model.dtype}
+    known["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
+    check_alike(model.together, CALL, known, model.device)
     given = named | dict(zip(("input_ids",), arguments, strict=False))
-    rows = {name: given.get(name) for name in ("input_ids", "attention_mask", "labels")}
+    rows = {name: given.get(name) for name in ROWS}
     ranks = [] if model.tensor_ranks is None else [model.tensor_ranks]
     check_alike(ranks, CALL, rows, model.device)
     assert model.unchecked is not None

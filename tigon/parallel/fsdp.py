@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels._triton import no_early_start
 from tigon.layers import Experts
-from tigon.models import CausalLM
+from tigon.models import CausalLM, hooks_of_fsdp
 
 
 def reduction_dtype(
@@ -41,7 +41,7 @@ def shard_blocks(
     precision. `one_backward`: a step has one backward pass, so gradients are not added up over
     several.
     """
-    no_early_start()
+    no_early_start(model)
     # Imported now: it takes a second and 25 MB, and models of one process need none of it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -53,11 +53,12 @@ def shard_blocks(
         sums = reduction_dtype(compute, weights, ranks.size(), one_backward=one_backward)
         return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
-    for block in model.model.layers:
-        for module in block.modules():
-            if experts is not None and isinstance(module, Experts) and module.shard is not None:
-                fully_shard(module, mesh=experts, mp_policy=policy(experts))
-        fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
     ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
-    fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
-    fully_shard(model, mesh=mesh, mp_policy=policy(mesh))
+    with hooks_of_fsdp(model):
+        for block in model.model.layers:
+            for module in block.modules():
+                if experts is not None and isinstance(module, Experts) and module.shard is not None:
+                    fully_shard(module, mesh=experts, mp_policy=policy(experts))
+            fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
+        fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
+        fully_shard(model, mesh=mesh, mp_policy=policy(mesh))

@@ -10,7 +10,7 @@ from tigon.train.config import Config
 from tigon.train.parallel import World
 from tigon.weights import Locked, locked
 
-LOCK = ".lock"
+LOCK, PROBE = ".lock", ".rank-{}-{}"
 
 
 @contextmanager
@@ -81,7 +81,11 @@ def check_shared(config: Config, world: World) -> None:
     if world.size == 1:
         return
     path = Path(config.run_dir)
-    probe = path / f".rank-{world.rank}-{secrets.token_hex(4)}"
+    if world.main:  # of a run that was killed here
+        for old in path.glob(PROBE.format("*", "*")):
+            old.unlink(missing_ok=True)
+    world.barrier()
+    probe = path / PROBE.format(world.rank, secrets.token_hex(4))
     try:
         with world.together():
             _make(probe)

@@ -62,9 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def refusal(error: Exception) -> str | int:
-    """For sys.exit, of settings that are wrong: on every rank of a host, so that one says it."""
+    """For sys.exit, of settings that are wrong. A launcher gives all ranks the same ones, so that
+    one of a host says it; ranks that were started one by one all do."""
     report(Failure(str(error)))
-    return f"tigon.train: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1
+    launched = LAUNCHED in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if launched and os.environ.get("LOCAL_RANK", "0") != "0":
+        return 1
+    rank = "" if launched else prefix(os.environ.get("RANK", "0"))
+    return f"tigon.train: {rank}{error}"
+
+
+def prefix(rank: str) -> str:
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def take_count(arguments: Sequence[str]) -> tuple[int | None, list[str]]:

@@ -56,6 +56,8 @@ def train(run: Run) -> int:
         if not over and (due or evaluated_loss(run, run.start) is not None):
             evaluate_once(run, run.start, record)
             over = run.state.is_out_of(config.patience)
+        # Where an error ends the steps: torchrun sends a signal to the ranks that are left over
+        world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
             step = run.start if over else steps(run, record)
             run.saver.wait()
@@ -172,7 +174,9 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         return
     if row is not None:
         texts = sample(run)
-        run.state.note_evaluation(step, row["eval_loss"])
+        # Whether the run ends here must not depend on a fault of one rank
+        loss = run.world.agreed(torch.tensor(row["eval_loss"], dtype=torch.double))
+        run.state.note_evaluation(step, float(loss))
         export_best(run, step)
         record.evaluation(row, texts)  # last: a run that is killed in the export evaluates again
 

@@ -69,12 +69,14 @@ class World:
         return tensor
 
     def agreed(self, loss: Tensor) -> Tensor:
-        """The step's loss, NaN on all ranks if it is not finite on one of them: ranks with the same
-        rows would else decide differently after a fault of one."""
+        """The step's loss, the same on all ranks: the largest, or NaN if it is not finite on one of
+        them. Ranks with the same rows would else decide differently after a fault of one."""
         if self.size == self.data.size:  # what `sum` returns is the same on all
             return loss
-        bad = self.top((~loss.isfinite()).double()) > 0
-        return torch.where(bad & loss.isfinite(), math.nan, loss)
+        finite = loss.isfinite()
+        known = loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        bad, largest = self.top(torch.stack([(~finite).to(loss.dtype), known])).unbind()
+        return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
 
     def top(self, tensor: Tensor) -> Tensor:
         """The largest over all ranks, in place."""

@@ -96,6 +96,8 @@ class Record:
             kept = [row for row in read_metrics(path) if step and row["step"] <= step]
             if kept or path == self.metrics or path.exists():
                 _write(path, "".join(map(_line, kept)))
+        if (_noted_export(self.path) or 0) > step:  # of weights that are trained anew
+            (self.path / EXPORTED).unlink()
 
 
 def unfinished(config: Config, step: int) -> bool:
@@ -119,9 +121,12 @@ def exported(config: Config) -> int | None:
     path, wanted = Path(config.run_dir), ["hf"]
     if config.lora is not None:
         wanted = ["adapter", "hf"] if config.lora.merge else ["adapter"]
+    return _noted_export(path) if all((path / name).exists() for name in wanted) else None
+
+
+def _noted_export(path: Path) -> int | None:
     try:
-        there = all((path / name).exists() for name in wanted)
-        return int((path / EXPORTED).read_text()) if there else None
+        return int((path / EXPORTED).read_text())
     except (FileNotFoundError, ValueError):  # a crash of the machine may have left it empty
         return None
 

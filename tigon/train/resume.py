@@ -77,7 +77,7 @@ def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, An
 
 def _told(name: str, was: Any, now: Any) -> str:
     """Of an adapter and of a layout, the settings that differ."""
-    if name == "parallel" and "auto" not in (was, now):
+    if name == "parallel" and all(isinstance(of, dict | None) for of in (was, now)):
         was, now = (asdict(Parallel()) | (of or {}) for of in (was, now))
     if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):
         each = {key: (was.get(key), now.get(key)) for key in {**now, **was}}

@@ -193,6 +193,8 @@ def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) 
     """Whether each row is in chunks, those of tensor parallelism with shares of their rows."""
     stripes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+            return False
         inner = tuple(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
         stripes.setdefault(inner, []).append((chunk.offsets[0], chunk.sizes[0]))
     if not all(_covers(found, shape[0]) for found in stripes.values()):

@@ -133,7 +133,7 @@ def show(plan: Plan) -> str:
     doubts = ", ".join(f"{t:.3g} with {n} parallelism" for n, t in job.constants.doubt.items())
     lines = [
         f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
-        f"{job.gpu.name}; a step has {job.batch_rows:,} rows of {job.seq_len:,} tokens, "
+        f"{job.gpu.name}; a step has {counted(job.batch_rows, 'row')} of {job.seq_len:,} tokens, "
         f"{tokens:,} in all",
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",

@@ -4,9 +4,9 @@ The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to 
 the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
 of sharing in train_multi-nvidia-h200.json. tigon/train/plan/constants.json has them all and is
-written here alone, with --fit. Nothing is fitted to parallel-nvidia-h100-80gb-hbm3.json, which
-tells how well they carry over to other layouts and to another GPU. --write-docs puts the tables
-into docs/scale.md. No GPU is needed.
+written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
+experts is fitted; its other sides tell how well the rates carry over to other layouts and to
+another GPU. --write-docs puts the tables into docs/scale.md. No GPU is needed.
 
     python bench/plan.py [--fit] [--write-docs]
 """
@@ -45,7 +45,7 @@ from tigon.train.plan import (
 )
 from tigon.train.plan.gpu import CONSTANTS
 from tigon.train.plan.report import rows_of, why_not
-from tigon.train.plan.step import BF16, step_of
+from tigon.train.plan.step import BF16, Step, step_of
 
 GPU, OTHER = "h200", "h100"  # fitted to; by its data sheet
 MACHINES = {GPU: "nvidia-h200", OTHER: "nvidia-h100-80gb-hbm3"}
@@ -77,6 +77,12 @@ class Measured:
     profile: Mapping[str, float]
     settings: tuple[str, ...] = ()  # of tigon.train
     gpu: str = GPU
+    fitted: bool = True  # to it, too
+    sums: torch.dtype | None = None  # as in `step_of`
+
+    def step(self, constants: Constants) -> Step:
+        """As planned."""
+        return step_of(self.job(constants), self.layout, sums=self.sums)
 
     def job(self, constants: Constants) -> Job:
         family, _, values = MODELS[self.model]
@@ -120,44 +126,41 @@ def measured() -> list[Measured]:
         label = f"Llama-3.1-8B 1 x {record['tokens']}, {what or 'the trainer'}"
         gpus = f" on {ways.data} GPUs" if ways.data > 1 else ""
         given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
-        found.append(Measured(label + gpus, *given))
+        # FSDP2 then summed two ranks' gradients in float32, too
+        found.append(Measured(label + gpus, *given, sums=torch.float32))
     return [*found, *divided()]
 
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
 LAYERS = f"{MODELS[EXPERTS][2]['num_hidden_layers']} layers"  # of all that the latter has
-# Of bench/parallel.py on the H100; nothing is fitted to them
-DIVIDED = {
-    "one GPU": (LLAMA_8B, Layout(), 8192, "1 GPU"),
-    "tensor": (LLAMA_8B, Layout(tensor=2), 8192, "tensor=2 on 2 GPUs"),
-    "context": (LLAMA_8B, Layout(context=2), 8192, "context=2 on 2 GPUs"),
-    "context, a row of 16,384": (LLAMA_8B, Layout(context=2), 16384, "context=2 on 2 GPUs"),
-    "experts, FSDP2": (EXPERTS, Layout(fsdp=2), 8192, "FSDP2 on 2 GPUs"),
-}
-# Whose steps take longer than planned by a factor that layouts are ranked by
-DOUBTED = {
-    "expert": ("experts, expert", (EXPERTS, Layout(fsdp=2, expert=2), 8192, "expert=2 on 2 GPUs"))
-}
+# Of bench/parallel.py: GPU, model, layout, tokens of a row. Left out are sides whose communication
+# is another one today
+EXPERT = "experts, expert"  # the share of the layers that `shared_experts` is
+DIVIDED = (
+    ("one GPU, a row of 16,384", GPU, LLAMA_8B, Layout(), 16384, "1 GPU"),
+    ("context", GPU, LLAMA_8B, Layout(context=2), 8192, "context=2 on 2 GPUs"),
+    ("one GPU", OTHER, LLAMA_8B, Layout(), 8192, "1 GPU"),
+    ("tensor", OTHER, LLAMA_8B, Layout(tensor=2), 8192, "tensor=2 on 2 GPUs"),
+    ("context", OTHER, LLAMA_8B, Layout(context=2), 8192, "context=2 on 2 GPUs"),
+    ("context, a row of 16,384", OTHER, LLAMA_8B, Layout(context=2), 16384, "context=2 on 2 GPUs"),
+    ("experts, FSDP2", OTHER, EXPERTS, Layout(fsdp=2), 8192, "FSDP2 on 2 GPUs"),
+    (EXPERT, OTHER, EXPERTS, Layout(fsdp=2, expert=2), 8192, "expert=2 on 2 GPUs"),
+    (EXPERT, GPU, EXPERTS, Layout(fsdp=2, expert=2), 8192, "expert=2 on 2 GPUs"),
+)
 
 
 def divided() -> list[Measured]:
-    return [_divided(name, *way) for name, way in DIVIDED.items()]
+    return [_divided(*way) for way in DIVIDED]
 
 
-def _divided(name: str, model: str, layout: Layout, tokens: int, said: str) -> Measured:
-    rows = results("parallel", OTHER)["sides"][f"tigon, {name}"]
+def _divided(side: str, gpu: str, model: str, layout: Layout, tokens: int, said: str) -> Measured:
+    rows = results("parallel", gpu)["sides"][f"tigon, {side}"]
     ms = median(row["ms"] for row in rows)
     gib = max(row["allocated_gib"] for row in rows)
     of = f"{model}, {LAYERS}," if model == EXPERTS else model
-    label = f"{of} 1 x {tokens}, {said}, {OTHER.upper()}"
-    return Measured(label, model, 1, tokens, layout, ms, gib, {}, gpu=OTHER)
-
-
-def doubt(constants: Constants) -> dict[str, float]:
-    """Milliseconds that were measured over those that are planned."""
-    cases = {dim: _divided(name, *way) for dim, (name, way) in DOUBTED.items()}
-    steps = {dim: step_of(case.job(constants), case.layout) for dim, case in cases.items()}
-    return {dim: cases[dim].ms / 1e3 / step.seconds for dim, step in steps.items()}
+    label = f"{of} 1 x {tokens}, {said}, {gpu.upper()}"
+    fitted = side == EXPERT and gpu == OTHER
+    return Measured(label, model, 1, tokens, layout, ms, gib, {}, gpu=gpu, fitted=fitted)
 
 
 def fit() -> Constants:
@@ -212,21 +215,27 @@ def fit() -> Constants:
         nvlink=nvlink,
         latency=latency,
         exposed=0.0,
-        doubt={},
+        exposed_once=0.0,
+        shared_experts=0.0,
         **ASSUMED,
     )
-    own = [c for c in cases if c.gpu == GPU]
-    alone = [c for c in own if c.gpus == 1]
-    rest = median(c.ms / 1e3 / step_of(c.job(constants), c.layout).seconds - 1 for c in alone)
+    alone = [c for c in cases if c.fitted and c.gpus == 1]
+    rest = median(c.ms / 1e3 / c.step(constants).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
-    several = [c for c in own if c.layout.data > 1 and c.model == LLAMA_8B]
-    shares = []
-    for case in several:
-        step = step_of(case.job(replace(constants, exposed=1.0)), case.layout)
-        waited = step.kinds["FSDP over NVLink"]
-        shares.append(1 - (step.seconds - case.ms / 1e3) / waited)
-    constants = replace(constants, exposed=sum(shares) / len(shares))
-    return replace(constants, doubt=doubt(constants))
+    several = {c.layout.sharding: c for c in cases if c.fitted and c.layout.fsdp > c.layout.expert}
+    shares = {name: lost(case, constants) for name, case in several.items()}
+    constants = replace(constants, exposed=shares["full"], exposed_once=shares["gradients"])
+    (shared,) = (c for c in cases if c.fitted and c.layout.expert > 1)
+    layers = MODELS[EXPERTS][2]["num_hidden_layers"]
+    return replace(
+        constants, shared_experts=(shared.ms / 1e3 - shared.step(constants).seconds) / layers
+    )
+
+
+def lost(case: Measured, constants: Constants) -> float:
+    """The share of the time of FSDP's collectives over NVLink that the step takes longer."""
+    step = case.step(replace(constants, exposed=1.0, exposed_once=1.0))
+    return 1 - (step.seconds - case.ms / 1e3) / step.kinds["FSDP over NVLink"]
 
 
 def forwards(record: Record) -> float:
@@ -268,12 +277,12 @@ class Compared:
 def compare(case: Measured, constants: Constants) -> Compared:
     job = case.job(constants)
     gib = weigh(job, case.layout).total / 2**30
-    return Compared(case, step_of(job, case.layout).seconds, gib)
+    return Compared(case, case.step(constants).seconds, gib)
 
 
 def comparison(found: Iterable[Compared]) -> str:
     head = ("step", "measured ms", "predicted ms", "error")
-    head += ("measured GiB", "predicted GiB", "error")
+    head += ("measured GiB", "predicted GiB", "error", "fitted")
     rows = [
         [
             *(
@@ -283,6 +292,7 @@ def comparison(found: Iterable[Compared]) -> str:
                 f"{c.time_error:+.1%}",
             ),
             *(figure(c.case.gib), figure(c.gib), f"{c.memory_error:+.1%}"),
+            "yes" if c.case.fitted else "no",
         ]
         for c in found
     ]
@@ -341,10 +351,6 @@ def scenario(plan: Plan) -> str:
     ).rstrip()
 
 
-RANKED = "factor on step time for ranking"
-IN_PARALLEL = "2 H100, [parallel.md](parallel.md)"
-
-
 def rates(k: Constants) -> str:
     """What constants.json says, beside the data sheet."""
     gpu, _ = find_gpu(GPU)
@@ -375,8 +381,14 @@ def rates(k: Constants) -> str:
         ["latency of a collective within a host, µs", figure(k.latency * 1e6), "", "2 GPUs"],
         ["further latency per additional host, µs", figure(k.hop * 1e6), "", "assumed"],
         ["exposed share of FSDP's NVLink time", figure(k.exposed), "", "fitted, 2 GPUs"],
+        ["the same with `sharding=gradients`", figure(k.exposed_once), "", "fitted, 2 GPUs"],
         ["other work, as a share of the kinds above", figure(k.rest), "", "fitted, 1 GPU"],
-        *([f"{n} parallelism, {RANKED}", figure(t), "", IN_PARALLEL] for n, t in k.doubt.items()),
+        [
+            "shared experts, for each layer and micro-batch, ms",
+            figure(1e3 * k.shared_experts),
+            "",
+            "fitted, 2 H100",
+        ],
     ]
     return markdown(("constant", "value", "data sheet", "source"), [*rows, *more])
 

@@ -32,13 +32,13 @@ from tigon.train.plan import (
 from tigon.train.plan.gpu import CONSTANTS, GPU, gpus
 from tigon.train.plan.layout import divisors, excluded, meshes, misfit
 from tigon.train.plan.report import USED
-from tigon.train.plan.search import Choice, always, by_memory, doubted
+from tigon.train.plan.search import Choice, always, by_memory
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
 from tigon.train.settings import ParameterGroup
 
 MEMORY_WITHIN = 0.03
-TIME_WITHIN = {bench.GPU: 0.05, bench.OTHER: 0.07}
+TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -73,7 +73,7 @@ def test_what_was_measured_is_predicted() -> None:
         "gradients",
     }
     for one in found:
-        assert abs(one.time_error) < TIME_WITHIN[one.case.gpu], one.case.name
+        assert abs(one.time_error) < TIME_WITHIN[one.case.fitted], one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
         assert abs(one.memory_error) < within, one.case.name
@@ -248,8 +248,8 @@ def test_experts_that_ranks_share_besides_layers(job: Callable[..., Job]) -> Non
     gates = [{p[0]: n for p, n in w.products.items() if p[1:] == (8, 256)} for w in works]
     assert gates == [{1024: 6}, {512: 6}]  # of its own tokens
     traffic = [step_of(one, x).traffic.nvlink_bytes for x in (without, layout)]
-    # Of half of the experts' weights half: gathered twice, and gradients in float32
-    weights = experts / 2 * (2 * 2 + 4) / 2
+    # Of half of the experts' weights half: gathered twice, and gradients of two ranks in bfloat16
+    weights = experts / 2 * (2 * 2 + 2) / 2
     stream = 2 * 5 * 1024 * 256 * 2 / 2  # the stream's halves, five times in either block
     tokens = 4 * 2 * round(512 * 13 / 28) * 4 * 256 * 2 * 3 / 4
     assert traffic[1] - traffic[0] == pytest.approx(tokens - weights - stream)
@@ -339,7 +339,7 @@ def test_the_fastest_that_fits_comes_first(job: Callable[..., Job]) -> None:
 
     plan = make_plan(one, most=3, weigh=heavy)
     assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
-    times = [choice.step.seconds * doubted(one, choice.layout) for choice in plan.choices]
+    times = [choice.step.seconds for choice in plan.choices]
     assert all(a <= b * 1.01 for a, b in pairwise(times)) and times[2] > times[0] * 1.01
     assert plan.reasons["memory"] > 0 and plan.lacking == 10**15
     assert len(asked) == len(set(asked))
@@ -369,7 +369,7 @@ def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., 
     """It has least memory of its tie, however many are faster."""
     one = job(8, tokens=8192, rows=8)
     free = {"latency": 0.0, "nvlink": 1e18, "nvlink_many": 1e18}  # so that many take as long
-    one = replace(one, constants=replace(one.constants, **free, doubt={}))
+    one = replace(one, constants=replace(one.constants, **free))
     light = make_plan(one, most=1000, weigh=lambda *_: Estimate({"sum": 9}, 0)).choices
     tie = [c for c in light if c.step.seconds < light[0].step.seconds * 1.01]
     last = max(tie, key=lambda choice: choice.step.seconds).layout
@@ -383,15 +383,33 @@ def test_the_first_does_not_depend_on_how_many_are_asked_for(job: Callable[..., 
         assert found[0].layout.mesh == last.mesh and len(found) == min(most, len(light))
 
 
-def test_what_was_planned_too_fast_comes_later(job: Callable[..., Job]) -> None:
-    one = job(8, rows=8)
-    assert doubted(one, Layout(2, 2, 2, 2)) == 1.0
-    assert doubted(one, Layout(1, 8, 1, 1, expert=2)) == one.constants.doubt["expert"] > 1.1
-    meshes = [Layout(1, 8, 1, 1), Layout(1, 4, 1, 2)]
-    known = replace(one.constants, doubt={"tensor": 1e3})
-    plans = [make_plan(x, of=meshes) for x in (one, replace(one, constants=known))]
-    assert plans[1].choices[-1].layout.tensor == 2
-    assert plans[0].choices[0].step == plans[1].choices[0].step
+def test_sharing_experts_costs_time_in_each_layer_and_micro_batch(job: Callable[..., Job]) -> None:
+    sizes: Any = EXPERTS | {"num_experts": 8, "hidden_size": 256, "num_hidden_layers": 4}
+    moe = job(8, **sizes)
+    free = replace(moe, constants=replace(moe.constants, shared_experts=0.0))
+    layers = len(moe.shapes.numbers().mixtures)
+    assert 0 < layers < 4  # and dense ones
+    for layout, times in (
+        (Layout(fsdp=8), 0),
+        (Layout(fsdp=8, expert=2), layers),
+        (Layout(fsdp=8, expert=2, micro_batches=3), 3 * layers),
+    ):
+        more = step_of(moe, layout).seconds - step_of(free, layout).seconds
+        assert more == pytest.approx(times * moe.constants.shared_experts)
+
+
+def test_two_ranks_reduce_half_of_the_bytes(job: Callable[..., Job]) -> None:
+    """In bfloat16, where a step has one backward pass."""
+    one = job(2)
+    held = sum(p.numel() for p in one.shapes.part(1).parameters())
+
+    def received(layout: Layout, sums: Any = None) -> float:
+        return step_of(one, layout, sums=sums).traffic.nvlink_bytes
+
+    once, twice = Layout(fsdp=2), Layout(fsdp=2, micro_batches=2)
+    more = received(once, torch.float32) - received(once)
+    assert more == pytest.approx(2 * held / 2)
+    assert received(twice) == received(twice, torch.float32) > received(twice, torch.bfloat16)
 
 
 def test_whole_gradients_of_several_micro_batches_are_always_there(job: Callable[..., Job]) -> None:

@@ -47,12 +47,11 @@ class Constants:
     nvlink_many: float  # and from several
     latency: float  # of a collective inside a host
     exposed: float  # of the time of FSDP's collectives over NVLink, what a step takes longer
+    exposed_once: float  # the same with sharding=gradients, which gathers and reduces once a step
+    shared_experts: float  # seconds more of a layer and micro-batch, where ranks share experts
     # Assumed, not measured
     network_share: float  # reached of the network's rate
     hop: float  # more latency for each further host of a collective
-    # By dimension of a mesh, how many times as long as planned a step took when it was last
-    # measured: layouts are ranked so
-    doubt: dict[str, float]
 
     @classmethod
     def read(cls, path: Path = CONSTANTS) -> Self:

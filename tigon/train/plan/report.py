@@ -130,7 +130,6 @@ def show(plan: Plan) -> str:
     model = job.shapes.part(1)
     count = sum(p.numel() for p in model.parameters())
     tokens = job.batch_rows * job.seq_len
-    doubts = ", ".join(f"{t:.3g} with {n} parallelism" for n, t in job.constants.doubt.items())
     lines = [
         f"{model.config.transformers_class}, {count:,} parameters, on {job.gpus:,} x "
         f"{job.gpu.name}; a step has {counted(job.batch_rows, 'row')} of {job.seq_len:,} tokens, "
@@ -138,8 +137,6 @@ def show(plan: Plan) -> str:
         f"{job.config.param_dtype} weights, {job.config.optimizer}; "
         f"{plan.budget / GIB:.1f} GiB of a GPU for tensors",
         *["experts are assumed to be balanced"] * (job.shapes.experts > 0),
-        *["ranked by step s times a factor that was measured earlier: " + doubts]
-        * any(getattr(c.layout, n) > 1 for c in plan.choices for n in job.constants.doubt),
         *[
             f"step times within {100 * TIE:g} % of each other are ties, ranked by memory "
             "(errors of the model: docs/scale.md)"

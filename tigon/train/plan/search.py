@@ -93,9 +93,8 @@ def make_plan(
     """The `most` fastest meshes, each in the fastest of its `ways`: micro-batch, checkpointing.
 
     Times are multiplied out for all; a step is weighed only where it may be one of the fastest.
-    Dimensions whose plans were too fast when they were measured are ranked by so much later. Times
-    within 1 % of the fastest, or of the first beyond that, and so on, are ties, in which what needs
-    least memory comes first.
+    Times within 1 % of the fastest, or of the first beyond that, and so on, are ties, in which what
+    needs least memory comes first.
     `of`: the meshes, if not all; `budget`: bytes of tensors, if not all of a GPU.
     """
     budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget
@@ -113,7 +112,7 @@ def make_plan(
                 least[mesh.mesh] = min(held, least.get(mesh.mesh, held))
             else:
                 step = step_of(job, layout)
-                timed.append((step.seconds * doubted(job, layout), layout, step))
+                timed.append((step.seconds, layout, step))
     choices, ranked, done = list[Choice](), list[float](), set[Mesh]()
     weighed = Weighed(job, weigh, budget)
     queue = iter(sorted(timed, key=lambda entry: entry[0]))
@@ -148,12 +147,6 @@ def by_memory(choices: Sequence[Choice], seconds: Sequence[float]) -> list[Choic
             fastest = time
         keyed.append((fastest, choice.memory.total, choice))
     return [choice for *_, choice in sorted(keyed, key=lambda entry: entry[:2])]
-
-
-def doubted(job: Job, layout: Layout) -> float:
-    """How many times as long a step may take as is planned."""
-    doubts = job.constants.doubt.items()
-    return max((times for name, times in doubts if getattr(layout, name) > 1), default=1.0)
 
 
 def always(job: Job, layout: Layout) -> int:

@@ -2,7 +2,8 @@
 
 GEMMs, attention, memory-bound kernels and optimizer take their operations and bytes at the rates
 that were measured in whole steps. A collective takes a latency and its bytes at the link's rate.
-Those of context and expert parallelism are waited for, and most of tensor parallelism. The others
+Those of context and expert parallelism are waited for, and most of tensor parallelism; sharing
+experts costs a measured time more in each of their layers. The others
 of that and those of FSDP run beside the computation: over NVLink a measured share of their time is
 lost nonetheless, over the network what is longer than the computation that they run beside. With
 sharding=gradients a step has one gather of weights and one reduction of gradients.
@@ -19,6 +20,7 @@ import torch
 from tigon.layers import Attention
 from tigon.layers.shared_attention import heads_sent
 from tigon.models import CausalLM
+from tigon.parallel import reduction_dtype
 from tigon.train.config import Config
 from tigon.train.model import sum_dtype
 from tigon.train.optim import state_bytes
@@ -111,8 +113,11 @@ class Step:
         return self.flops / self.seconds / gpu.flops
 
 
-def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
-    """The time of a step. `learned`: the share of tokens that have a target."""
+def step_of(
+    job: Job, layout: Layout, learned: float = 1.0, sums: torch.dtype | None = None
+) -> Step:
+    """The time of a step. `learned`: the share of tokens that have a target. `sums`: in which FSDP
+    reduces gradients, if not in what `reduction_dtype` says."""
     k, count, shapes = job.constants, layout.micro_batches, job.shapes
     model = shapes.part(layout.tensor, layout.expert)
     numbers = shapes.numbers(layout.tensor, layout.expert)
@@ -124,8 +129,11 @@ def step_of(job: Job, layout: Layout, learned: float = 1.0) -> Step:
     step.kinds["other"] = k.rest * step.seconds
     waited, hidden = (time * count for time in inner(job, layout, model, numbers))
     step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
-    beside = outer(job, gathered(layout, model, numbers), layout, sum(compute.values()))
-    step.kinds["FSDP over NVLink"] = k.exposed * beside[0].nvlink
+    if layout.expert > 1:
+        step.kinds[WAITED] += count * len(numbers.mixtures) * k.shared_experts
+    beside = outer(job, gathered(layout, model, numbers), layout, sum(compute.values()), sums)
+    exposed = k.exposed_once if layout.sharding == "gradients" else k.exposed
+    step.kinds["FSDP over NVLink"] = exposed * beside[0].nvlink
     step.kinds["FSDP over the network"] = beside[1]
     step.traffic = waited + hidden + beside[0]
     rows = layout.rows * count / (layout.tensor * layout.context)
@@ -204,8 +212,9 @@ class Gathered:
     def weights(self, gpu: GPU, k: Constants) -> Time:
         return self.ranks.gather(BF16 * self.numbers, gpu, k) * self.groups
 
-    def gradients(self, item: int, gpu: GPU, k: Constants) -> Time:
+    def gradients(self, sums: torch.dtype, gpu: GPU, k: Constants) -> Time:
         """A reduction over the ranks, and an all-reduce over the copies of its result."""
+        item = sums.itemsize
         found = self.ranks.gather(item * self.numbers, gpu, k) * self.groups
         own = item * self.numbers / self.ranks.size
         return found + self.copies.gather(own, gpu, k) * (2 * self.groups)
@@ -225,15 +234,26 @@ def gathered(layout: Layout, model: CausalLM, numbers: Numbers) -> list[Gathered
 
 
 def outer(
-    job: Job, parts: Sequence[Gathered], layout: Layout, compute: float
+    job: Job,
+    parts: Sequence[Gathered],
+    layout: Layout,
+    compute: float,
+    sums: torch.dtype | None = None,
 ) -> tuple[Time, float]:
     """Collectives of a step for weights and gradients, and by how much those over the network
-    outlast `compute`, the seconds of a micro-batch."""
+    outlast `compute`, the seconds of a micro-batch. `sums` is as in `step_of`."""
     gpu, k, count = job.gpu, job.constants, layout.micro_batches
     whole = layout.sharding == "gradients"
-    item = sum_dtype(job.config).itemsize if whole else FP32
+    held = getattr(torch, job.config.param_dtype)
+
+    def dtype_of(part: Gathered) -> torch.dtype:
+        if whole:
+            return sum_dtype(job.config)
+        size, once = part.ranks.size, count == 1
+        return sums or reduction_dtype(torch.bfloat16, {held}, size, one_backward=once)
+
     gather = sum((part.weights(gpu, k) for part in parts), Time())
-    reduced = sum((part.gradients(item, gpu, k) for part in parts), Time())
+    reduced = sum((part.gradients(dtype_of(part), gpu, k) for part in parts), Time())
     forward = max(0.0, gather.network - compute / 3)
     if whole:  # one gather, beside the first forward, and one reduction, beside the last backward
         return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)

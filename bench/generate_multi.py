@@ -70,6 +70,9 @@ def show(record: Record) -> str:
     first = next(iter(BATCHES))
     reached = ratio(record["cases"][first]) if first in record["cases"] else None
     said = verdict(f"{first}: tensor={GPUS} over one GPU", reached, AIM)
+    # Roundings choose another token after a few, but not in prompts of all rows
+    if wrong := [name for name, sides in record["cases"].items() if alike(sides) == 0]:
+        said = f"WRONG: {', '.join(wrong)}: no token is equal"
     return "\n\n".join([f"{heading(record, {})}.", table, said])
 
 

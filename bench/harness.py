@@ -104,6 +104,8 @@ def markdown(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 def failure(row: Record, most: int = 90) -> str:
     """The first line of a provider's error, as a cell."""
+    if "OutOfMemoryError" in row["error"]:
+        return "out of memory"
     return row["error"].splitlines()[0].replace("|", "\\|")[:most]
 
 

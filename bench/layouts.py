@@ -1,7 +1,7 @@
-"""Training steps of Tigon divided over four GPUs in each way, for what `tigon plan` says of them.
+"""Training steps of Tigon divided over four GPUs in each way, to compare with `tigon plan`.
 
 The trainer's own steps with bf16 weights, gradients and states: Llama-3.1-8B's shape, and
-Qwen3-30B-A3B's with 8 layers. bench/plan.py puts what the plan predicts beside them.
+Qwen3-30B-A3B's with 8 layers.
 
     python bench/layouts.py                 # about 300 s; starts the processes itself
 """

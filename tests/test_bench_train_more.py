@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from bench import (
     estimates,
+    generate_multi,
     harness,
     parallel,
     train_curves,
@@ -67,7 +69,32 @@ def test_first_losses_of_one_run_are_compared() -> None:
     rows[parallel.EXPERT] = [{"ms": 1.0, "run": "b", "losses": [12.4]}]
     assert not [said for said in parallel.verdicts({"sides": rows}) if said.startswith("WRONG")]
     rows[parallel.EXPERT][0]["run"] = "a"
-    assert parallel.verdicts({"sides": rows})[-1].startswith("WRONG: first losses differ")
+    assert parallel.verdicts({"sides": rows})[-1].startswith("WRONG: losses of step 1 differ")
+    assert parallel.differences({"sides": rows | {parallel.EXPERT: rows[parallel.FSDP]}}) == []
+
+
+@pytest.mark.parametrize("wrong", [9.9, math.nan])
+def test_later_losses_of_the_same_side_s_layouts_are_compared(wrong: float) -> None:
+    """As wrong gradients or updates would make them; the peer's updates are rounded otherwise."""
+
+    def differ(*seconds: float) -> list[str]:
+        names = parallel.ONE, "tigon, tensor", parallel.TORCH
+        rows = [[{"ms": 1.0, "run": "a", "losses": [12.7, loss]}] for loss in seconds]
+        return parallel.differences({"sides": dict(zip(names, rows, strict=True))})
+
+    assert differ(1.9345, 1.9368, 9.04) == []
+    (said,) = differ(1.9345, wrong, 9.04)
+    assert said.startswith("losses of step 2 differ: {'tigon, one GPU': 1.9345, 'tigon, tensor'")
+
+
+def test_tokens_that_differ_from_the_first_are_no_speed() -> None:
+    sides = [{"ms": 2.0, "tokens": [1, 2]}, {"ms": 1.0, "tokens": [1, 3]}]
+    record: Record = {"machine": "m", "torch": "1", "commit": "c", "date": "2026-11-28"}
+    record |= {"uncommitted_changes": False, "cases": {"decode 1 x 1024": sides}}
+    assert "met: decode 1 x 1024" in generate_multi.show(record)
+    sides[1]["tokens"] = [3, 3]
+    assert "WRONG: decode 1 x 1024: no token is equal" in generate_multi.show(record)
+    assert "met" not in generate_multi.show(record)
 
 
 def test_what_two_gpus_are_still_needed_for(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
-from tigon.train import checkpoint, main
+from tigon.train import checkpoint, loop, main
 from tigon.train.record import Record, read_metrics
 from tigon.train.signals import AGAIN, Signals
 
@@ -44,6 +45,20 @@ def kill(name: str) -> str:
 
 
 NOW = kill("SIGTERM")
+
+
+def test_after_an_error_in_training_no_signal_says_that_nothing_was_trained(workspace, monkeypatch):
+    """torchrun sends SIGTERM to the ranks that are left over, whose collectives fail."""
+    signals = []
+
+    def fail(run: Any, _: Record) -> int:
+        signals.append(run.world.signals)
+        raise OSError("a collective")
+
+    monkeypatch.setattr(loop, "steps", fail)
+    with pytest.raises((SystemExit, OSError), match="a collective"):
+        main(workspace.settings("left-over", steps=2))
+    assert signals[0].phase == "in training: resume=auto goes on from the last checkpoint"
 
 
 def test_while_loading_it_ends_at_once_with_one_line(workspace, tmp_path):

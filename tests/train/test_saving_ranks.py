@@ -86,6 +86,15 @@ def test_a_checkpoint_that_fails_on_one_rank_ends_all_before_the_next(workspace,
     assert other == (None if int(told) == failing else str(failing))
 
 
+def test_what_a_killed_run_left_in_its_directory_goes(workspace):
+    run = workspace.root / "left"
+    run.mkdir()
+    for name in (".lock", ".rank-1-b1d317bb"):
+        (run / name).touch()
+    train_on(2, workspace.settings("left", steps=1))
+    assert (run / "metrics.jsonl").exists() and not [*run.glob(".rank-*")]
+
+
 def test_the_rank_that_failed_is_named_once(world):
     """Who reports the error says the number of this rank, 0."""
 

@@ -131,6 +131,7 @@ def asked_to_stop(run: Run) -> bool:
     if asked == SAVE_FAILED:
         run.saver.wait()
         run.exporter.wait()
+        raise checkpoint.SaveError("a checkpoint or an export was not written on another rank")
     return asked > 0
 
 

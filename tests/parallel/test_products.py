@@ -60,7 +60,8 @@ def one_and_four(
     values["max_position_embeddings"] = 128
     path = perturbed(workspace.root / name.replace(" ", "-"), **values)
     same = {"seq_len": 67, "steps": 5, "lr": 0.3, "optimizer": "sgd", "max_grad_norm": 0.5}
-    same |= {"weight_decay": 0.01, "export": "true", "log_every": 1, "model": path} | own
+    same |= {"weight_decay": 0.01, "export": "true", "log_every": 1, "model": path}
+    same |= {"micro_batch_size": 2} | own  # one or two of a step
     ways = {"one": {}, "four": {"parallel": json.dumps(parallel)}}
     return [workspace.settings(f"{name}-{way}", **same | its) for way, its in ways.items()]
 

@@ -2,8 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 MODEL ?=
-# One more than cores: tests of several processes wait for each other
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test check mutate format clean
@@ -22,7 +20,7 @@ quickstart: .venv/.installed-quickstart  ## load, fine-tune, evaluate, export an
 	$(BIN)/python examples/quickstart.py $(if $(MODEL),--model $(MODEL))
 
 test: .venv/.installed-test  ## the whole suite (add ARGS="-k rope" to choose)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -176,7 +176,8 @@ def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: 
     first = failed(ranks, seconds)
     if first is None and out.exists():
         return json.loads(out.read_text())
-    lines = (root / f"rank-{first or 0}.txt").read_text().splitlines()
+    text = (root / f"rank-{first or 0}.txt").read_text()
+    lines = text.replace(f"{ROOT}/", "").splitlines()  # a record is not about where it was made
     said = (lines or ["nothing was said"])[-1]
     if first is not None and ranks[first].returncode == -signal.SIGKILL:
         said = f"not at its end after {seconds:.0f} s: {said}"

@@ -47,17 +47,23 @@ def fail_on_a_rank(failing: int, what: str, settings: list[str]) -> None:
     main(settings)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_export_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
-    name = f"full-hf-{failing}"
-    settings = {"steps": STEPS, "hf_every": SAVE_EVERY, "schedule": "constant"}
-    running = Ranks(2, fail_on_a_rank, failing, "hf", workspace.settings(name, **settings))
+def errors_of_failed_run(workspace, name, failing, what, **settings):
+    """What its ranks say: both have ended after the step that followed."""
+    given = workspace.settings(name, steps=STEPS, schedule="constant", **settings)
+    running = Ranks(2, fail_on_a_rank, failing, what, given)
     for process in running.processes:
         process.join(120)
     codes, errors = running.codes, running.errors
     running.kill()
     assert codes == [1, 1] and "Traceback" not in errors, errors
     assert workspace.metrics(name, "step") == [*range(1, SAVE_EVERY + 1)]
+    return errors
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_export_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
+    name = f"full-hf-{failing}"
+    errors = errors_of_failed_run(workspace, name, failing, "hf", hf_every=SAVE_EVERY)
     assert "hf-step-00000004 was not written: " in errors and "File too large" in errors
     assert not list((workspace.root / name).glob("hf-step-*"))
 
@@ -65,14 +71,7 @@ def test_an_export_that_fails_on_one_rank_ends_all_before_the_next(workspace, fa
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_checkpoint_that_fails_on_one_rank_ends_all_before_the_next(workspace, failing):
     name = f"full-{failing}"
-    settings = {"steps": STEPS, "save_every": SAVE_EVERY, "schedule": "constant"}
-    running = Ranks(2, fail_on_a_rank, failing, "checkpoint", workspace.settings(name, **settings))
-    for process in running.processes:
-        process.join(120)
-    codes, errors = running.codes, running.errors
-    running.kill()
-    assert codes == [1, 1] and "Traceback" not in errors, errors
-    assert workspace.metrics(name, "step") == [*range(1, SAVE_EVERY + 1)]
+    errors = errors_of_failed_run(workspace, name, failing, "checkpoint", save_every=SAVE_EVERY)
     assert list((workspace.root / name / "checkpoints").iterdir()) == []
     (line,) = [line for line in errors.splitlines() if line.startswith("tigon.train: ")]
     said = re.fullmatch(

@@ -2,10 +2,10 @@
 
 GEMMs, attention, memory-bound kernels and optimizer take their operations and bytes at the rates
 that were measured in whole steps. A collective takes a latency and its bytes at the link's rate.
-Those of context and expert parallelism are waited for, and most of tensor parallelism; sharing
-experts costs a measured time more in each of their layers. The others
-of that and those of FSDP run beside the computation: over NVLink a measured share of their time is
-lost nonetheless, over the network what is longer than the computation that they run beside. With
+The step waits for those of context and expert parallelism, and for most of tensor parallelism's.
+Where ranks share experts, each layer of them takes a measured time more. Tensor parallelism's other
+collectives and those of FSDP run beside the computation: over NVLink a measured share of their time
+is lost nonetheless, over the network what is longer than the computation beside them. With
 sharding=gradients a step has one gather of weights and one reduction of gradients.
 
 # B rows of a micro-batch, T tokens of a row, C model dim, n ranks of a group, g of them on a host,

@@ -1,6 +1,7 @@
 """The command line and documents of all benchmarks; experts and padding at tiny size."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from bench import (
     generate_multi,
     harness,
     kernels,
+    layouts,
     long_sums,
     measure,
     moe,
@@ -45,7 +47,16 @@ __all__ = ["clock"]
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare)
 BENCHES += (train_step, train_multi, train_curves, preference, distillation, recipes, checkpoint)
 BENCHES += (parallel, adapters, generate_multi, one_shot_sum, long_sums, estimates, trainer)
-BENCHES += (optimizers,)
+BENCHES += (optimizers, layouts)
+
+
+def test_errors_in_records_name_files_from_the_root(tmp_path: Path) -> None:
+    side = tmp_path / "side.py"
+    side.write_text(f"raise OSError('{ROOT}/tigon/cli.py')")
+    found = estimates.run_ranks(side, 1, tmp_path, [], 60)
+    assert found["error"] == "OSError: tigon/cli.py"
+    for path in RESULTS.glob("*.json"):
+        assert not re.search(r'File \\"/\S*/(tigon|bench|tests)/', path.read_text()), path
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

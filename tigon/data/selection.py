@@ -39,7 +39,8 @@ def parse_split(text: str) -> list[Split]:
         units = {unit for unit in (start_unit, stop_unit) if unit is not None}
         if len(units) > 1:
             raise ValueError(f"split={text!r} mixes rows and percent: give both bounds in one unit")
-        split = Split(name, start and int(start), stop and int(stop), percent="%" in units)
+        first, last = (int(bound) if bound else None for bound in (start, stop))
+        split = Split(name, first, last, percent="%" in units)
         if split.percent and max(abs(split.start or 0), abs(split.stop or 0)) > 100:
             raise ValueError(f"split={text!r} has a bound beyond 100%")
         splits.append(split)

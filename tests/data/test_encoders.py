@@ -19,6 +19,7 @@ from tigon.data import (
     Examples,
     Format,
     TextEncoder,
+    examples,
     find_sources,
     join,
     lines,
@@ -389,3 +390,14 @@ def test_lists_that_are_small_as_bytes_only(
     (tmp_path / "a.jsonl").write_text('{"text": "a", "x": [' + "[]," * 500 + "[]]}\n")
     with pytest.raises(ValueError, match=r"a\.jsonl:1: has more than 100 lists and objects"):
         TextEncoder(tokenizer).open(JsonFile(str(tmp_path / "a.jsonl"), Format()))
+
+
+def test_rows_too_large_for_a_tokenizer_are_bad(
+    tokenizer: Tokenizer, encode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples, "LARGEST_ROW", 10)
+    rows = [{"text": "a"}, {"text": "b" * 6, "more": ["c" * 6]}]
+    with pytest.raises(ValueError, match=r":2: has 12 characters, and tokenizing takes at most 10"):
+        encode(TextEncoder(tokenizer), *rows)
+    report = encode(TextEncoder(tokenizer, skip_bad_rows=True), *rows).report
+    assert report.skipped == 1 and "has 12 characters" in report.errors[0]

@@ -99,7 +99,7 @@ def test_a_document_too_long_for_memory_asks_for_a_separator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "SIZE", 10)
-    monkeypatch.setattr(lines, "LARGEST", 50)
+    monkeypatch.setattr(lines, "LARGEST_ROW", 50)
     (tmp_path / "a.txt").write_text("word\n" * 20)
     with pytest.raises(ValueError, match=r"a\.txt:1: a document of more than 50 char.*separator="):
         rows(tmp_path / "a.txt")
@@ -236,7 +236,7 @@ def test_a_bad_row_is_said_in_its_place(
         ("a.json", b'[{"a": 1}\n {"a": 2}]', r"a\.json:1: not valid JSON: no ',' or '\]'"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', r"a\.json:2: not valid JSON"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not valid JSON"),
-        ("a.csv", b"x", r"a\.csv: data is read from \.jsonl, .*\.parquet.*hf://owner/name"),
+        ("a.docx", b"x", r"a\.docx: data is read from \.jsonl, .*\.parquet.*hf://owner/name"),
         ("a.parquet", b"PAR1 no", r"a\.parquet cannot be read: "),
         ("a.arrow", b"no arrow", r"a\.arrow cannot be read: "),
         ("a.jsonl", b"", r"a\.jsonl is empty"),
@@ -270,7 +270,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'hf://a/b/c' is not hf://owner/name"):
         find_sources("hf://a/b/c")
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(ValueError, match=r"a\.jsonl has no split: .*split='test'"):
+    with pytest.raises(ValueError, match=r"a\.jsonl has no split 'test': a file's only split"):
         find_sources(Entry(f"{tmp_path}/a.jsonl", split="test"))
 
 
@@ -302,3 +302,14 @@ def test_a_sample_tells_contents_of_one_size_apart(tmp_path):
     (tmp_path / "small.jsonl").write_bytes(b"{}")
     assert lines.JsonFile(str(tmp_path / "small.jsonl"), formats.Format()).sample(50)
     assert lines.JsonFile(str(tmp_path / "pipe"), formats.Format()).sample(50) == b""
+
+
+def test_lines_too_long_to_read_are_bad_rows(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lines, "SIZE", 4)
+    monkeypatch.setattr(lines, "LONGEST_LINE", 30)
+    row = {"text": "a"}
+    text = "".join(json.dumps(r) + "\n" for r in (row, {"text": "b" * 99}, row))
+    (tmp_path / "a.jsonl").write_text(text)
+    first, (line, error), last = rows(tmp_path / "a.jsonl")
+    assert (first, last, line) == ((1, row), (3, row), 2)
+    assert "has more than 30 bytes: divide it" in str(error)

@@ -1,10 +1,13 @@
 """The data of a run from its settings: mixtures, streams, `tigon data pack`."""
 
+import json
+
 import pytest
 
 from tests.small import write_chats
 from tests.train.ranks import train_on
 from tigon.cli import main as tigon
+from tigon.data.selection import is_held_out
 from tigon.train import main
 
 KEYS = ("loss", "grad_norm", "tokens", "supervised_tokens")
@@ -95,3 +98,43 @@ def test_pack_makes_the_cache_and_reports(workspace, other, monkeypatch, tmp_pat
     assert f"write data='[{{path: {other}}}]'" in capsys.readouterr().err
     assert tigon(["data", "pack", str(config), str(other)]) == 1
     assert "give one config file, or data files" in capsys.readouterr().err
+
+
+def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
+    """The run equals one with the same rows in two files."""
+    parts = {True: [], False: []}
+    for line in workspace.data.read_text().splitlines():
+        parts[is_held_out(json.loads(line), 0.3)].append(line)
+    for held_out, lines in parts.items():
+        (tmp_path / f"{held_out}.jsonl").write_text("\n".join(lines))
+    same = {"steps": 2, "batch_size": 2, "eval_every": 1}
+    files = {"data": tmp_path / "False.jsonl", "eval_data": tmp_path / "True.jsonl"}
+    main(workspace.settings("fraction-files", **same, **files))
+    run = {**same, "data": workspace.data, "eval_data": "[]", "eval_fraction": 0.3}
+    main(workspace.settings("fraction", **run))
+    for key in ("loss", "eval_loss", "supervised_tokens"):
+        assert workspace.metrics("fraction", key) == workspace.metrics("fraction-files", key)
+    source = workspace.root / "fraction/checkpoints/step-00000002"
+    resumed = {**run, "steps": 3, "resume": source}
+    with pytest.raises(SystemExit, match=r"eval_fraction 0\.3 -> 0\.2"):
+        main(workspace.settings("x", **resumed | {"eval_fraction": 0.2}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_fraction": 1}, "eval_fraction=1 must be below 1"),
+        ({"eval_fraction": 0.1, "eval_data": "FILE"}, "eval_fraction=0.1 and eval_data: give one"),
+        ({"eval_fraction": 0.1, "streaming": "true"}, "does not work with streaming=true"),
+        ({"eval_fraction": 1e-9}, "eval_fraction=1e-09 holds out no row of eval_data"),
+        ({"eval_fraction": 0.999999999}, "leaves no row for training"),
+        ({"data": "[{path: FILE, take: 0}]"}, "take=0 must be numbers of rows"),
+        ({"data": "[{path: FILE, split: test}]"}, "has no split 'test'"),
+    ],
+)
+def test_selections_that_leave_nothing(workspace, settings, message):
+    settings = {"eval_data": "[]"} | {
+        key: str(value).replace("FILE", str(workspace.data)) for key, value in settings.items()
+    }
+    with pytest.raises(SystemExit, match=message):
+        main(workspace.settings("x", **settings))

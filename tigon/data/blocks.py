@@ -15,6 +15,7 @@ from tigon.data.formats import Format, Row
 
 SIZE = 2**20  # bytes of a block, about
 HASHED = 2**25  # bytes that a thread hashes at a time
+LARGEST_ROW = 2**24  # characters; tokenizing them takes 2.4 GB
 SAMPLED = 4096  # bytes of each piece that `sample` hashes
 
 Rows = Iterator[tuple[int, Row | ValueError]]  # line, and its row or what is wrong with it
@@ -59,6 +60,10 @@ class Source:
     def digest(self) -> str:
         """Changes with the content, and with how rows are made of it."""
         raise NotImplementedError
+
+    def count(self) -> int | None:
+        """How many rows there are; None if only reading all of a stream would tell."""
+        return sum(1 for _ in self.rows())
 
     def size(self) -> int:
         """Bytes on this host; 0 if they come from elsewhere."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.blocks import Block, Source
+from tigon.data.blocks import LARGEST_ROW, Block, Source
 from tigon.data.formats import Format, Row
 from tigon.data.widths import PADS, alike, widened, widest
 from tigon.json_file import escaped
@@ -186,7 +186,7 @@ class Encoder:
 
     def __call__(self, block: Block) -> Examples:
         """The examples of a block; `block.name` is their only file."""
-        lines = list(block.rows())
+        lines = [(line, _check_size(row)) for line, row in block.rows()]
         encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
         groups: list[Group] = []
         ignored: set[str] = set()
@@ -209,6 +209,24 @@ class Encoder:
                 report += Report(unlearned=1)
         report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored))
         return collect(block.name, groups, report, self.per_token, self.per_example)
+
+
+def _check_size(row: Row | ValueError) -> Row | ValueError:
+    """The row, or what is wrong if it is too large for a tokenizer."""
+    if isinstance(row, ValueError) or (size := _count_characters(row)) <= LARGEST_ROW:
+        return row
+    return ValueError(
+        f"has {size:,} characters, and tokenizing takes at most {LARGEST_ROW:,} at a time: divide "
+        "the row, or leave it out"
+    )
+
+
+def _count_characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_count_characters, value.values()))
+    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
 
 
 def read(sources: Iterable[Source], encoder: Encoder) -> Examples:

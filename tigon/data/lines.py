@@ -1,5 +1,6 @@
-"""Files of JSON and of text, compressed or not."""
+"""Files of JSON, of CSV and of text, compressed or not."""
 
+import csv
 import gzip
 import io
 import json
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tigon.data.blocks import SIZE, Block, Rows, RowsBlock, Source, hash_files
+from tigon.data.blocks import LARGEST_ROW, SIZE, Block, Rows, RowsBlock, Source, hash_files
 from tigon.data.formats import Row
 from tigon.json_file import Twice, shown, unique
 
-LARGEST = 2**27  # characters of one document; tokenising it takes fifty times as many bytes
+LONGEST_LINE = 8 * LARGEST_ROW  # bytes that are read of a row which is too large
 SPACIOUS, MOST_CONTAINERS = 2**24, 2**22  # bytes of a row, and lists and objects in a larger one
 COMPRESSED = (".gz", ".zst")
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
@@ -49,13 +50,22 @@ class JsonFile(Source):
                 yield from self._items(raw + file.read())
                 return
             while raw:
-                end = file.readline(LARGEST)
-                if len(end) == LARGEST and not end.endswith(b"\n"):
-                    at = line + raw.count(b"\n")
-                    raise ValueError(f"{self.name}:{at}: a row of more than {LARGEST:,} bytes")
-                raw += end
+                end = file.readline(LONGEST_LINE)
+                too_long = len(end) == LONGEST_LINE and not end.endswith(b"\n")
+                if too_long:
+                    raw = raw[: raw.rfind(b"\n") + 1]
+                else:
+                    raw += end
                 yield JsonBlock(self.name, self.format, line, raw)
                 line += raw.count(b"\n")
+                if too_long:
+                    while end and not end.endswith(b"\n"):
+                        end = file.readline(SIZE)
+                    error = ValueError(
+                        f"has more than {LONGEST_LINE:,} bytes: divide it, or leave it out"
+                    )
+                    yield RowsBlock(self.name, self.format, ((line, error),))
+                    line += 1
                 raw = file.read(SIZE)
 
     def _items(self, raw: bytes) -> Iterator[Block]:
@@ -70,6 +80,60 @@ class JsonFile(Source):
 
     def digest(self) -> str:
         return hash_files([Path(self.name)], "json", str(self.format))
+
+
+@dataclass(frozen=True)
+class CsvFile(Source):
+    """Rows of texts under a header, divided by commas, or in a .tsv file by tabs.
+
+    Every cell is the text that is in the file: "007" is no number, and "NA" not missing.
+    """
+
+    def blocks(self) -> Iterator[Block]:
+        rows: list[tuple[int, Row | ValueError]] = []
+        size = 0
+        for line, row in self._lines():
+            rows.append((line, row))
+            size += sum(map(len, row.values())) if isinstance(row, dict) else 0
+            if size > SIZE:
+                yield RowsBlock(self.name, self.format, tuple(rows))
+                rows, size = [], 0
+        if rows:
+            yield RowsBlock(self.name, self.format, tuple(rows))
+
+    def _lines(self) -> Rows:
+        csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
+        delimiter = "\t" if _suffix(self.name) == ".tsv" else ","
+        with open_file(self.name) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            reader = csv.reader(text, delimiter=delimiter, strict=True)
+            try:
+                header = next(reader, [])
+                if len(header) == 1 and (other := re.search(r"[;\t,|]", header[0])):
+                    raise ValueError(
+                        f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
+                        "write a .csv file with commas or a .tsv file with tabs"
+                    )
+                if twice := [name for name in header if header.count(name) > 1]:
+                    raise ValueError(
+                        f"{self.name} has the column {shown(twice[0])} twice: remove one"
+                    )
+                line = reader.line_num + 1
+                for cells in reader:
+                    if len(cells) == len(header):
+                        yield line, dict(zip(header, cells, strict=True))
+                    elif cells:
+                        cell = "cell" if len(cells) == 1 else "cells"
+                        problem = f"has {len(cells)} {cell}, and the header has {len(header)}"
+                        yield line, ValueError(problem)
+                    line = reader.line_num + 1
+            except csv.Error as error:
+                raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name} is not UTF-8 text: {error}") from None
+
+    def digest(self) -> str:
+        return hash_files([Path(self.name)], "csv", str(self.format))
 
 
 @dataclass(frozen=True)
@@ -103,9 +167,9 @@ class TextFile(Source):
             for document in documents:
                 yield from _document(line, document, trim=True)
                 line += (document + separator).count("\n")
-            if len(rest) > LARGEST:
+            if len(rest) > LARGEST_ROW:
                 raise ValueError(
-                    f"{self.name}:{line}: a document of more than {LARGEST:,} characters; "
+                    f"{self.name}:{line}: a document of more than {LARGEST_ROW:,} characters; "
                     "separator= says what divides the file into documents, such as '\\n\\n'"
                 )
         yield from _document(line, rest, trim=bool(separator))

@@ -8,16 +8,24 @@ from pathlib import Path
 
 from tigon.data.blocks import Block, Rows, Source
 from tigon.data.formats import Format
-from tigon.data.lines import COMPRESSED, JsonFile, TextFile
-from tigon.data.tables import ArrowFile, HubDataset, ParquetFile, SavedDataset, is_saved
+from tigon.data.lines import COMPRESSED, CsvFile, JsonFile, TextFile
+from tigon.data.selection import parse_split, select_rows, select_split
+from tigon.data.tables import (
+    ArrowFile,
+    HubDataset,
+    ParquetFile,
+    SavedDataset,
+    is_saved,
+    saved_split,
+)
 from tigon.paths import expanded
 
 __all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
 
 HUB = "hf://"
 ACCEPTED = (
-    ".jsonl, .json and .txt files (each also .gz or .zst), .parquet and .arrow files, directories "
-    f"written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
+    ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
+    f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
 )
 
 
@@ -29,7 +37,9 @@ class Entry:
     weight: float | None = None  # its share of the examples drawn from all entries
     format: str | None = None  # of its rows, one of formats.KINDS; None: told from their keys
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
-    split: str | None = None  # of a data set; None: train
+    split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
+    skip: int = 0  # rows at the start
+    take: int | None = None  # rows after those; None: all
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
     name: str | None = None  # of held-out data that is also measured on its own
@@ -40,18 +50,41 @@ def find_sources(
 ) -> list[Source]:
     """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
 
-    `separator` divides text files into documents; `streaming` reads the hub's data sets as they
-    come, instead of downloading them first.
+    Each has the rows that the entry's `split`, then `skip` and `take`, leave of its files end to
+    end. `separator` divides text files into documents; `streaming` reads the hub's data sets as
+    they come, instead of downloading them first.
     """
     sources: list[Source] = []
     for entry in [entries] if isinstance(entries, Entry | str) else entries:
         entry = Entry(entry) if isinstance(entry, str) else entry
-        form = Format(entry.format, entry.columns)
-        if entry.path.startswith(HUB):
-            sources.append(_hub(entry, form, streaming))
-        else:
-            sources += [_source(path, entry, form, separator) for path in _find(entry.path)]
+        sources += _selected(entry, separator, streaming)
     return sources
+
+
+def _selected(entry: Entry, separator: str, streaming: bool) -> list[Source]:
+    if entry.skip < 0 or (entry.take is not None and entry.take < 1):
+        raise ValueError(
+            f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
+            "0 or more and take 1 or more"
+        )
+    form = Format(entry.format, entry.columns)
+    splits = [None] if entry.split is None else parse_split(entry.split)
+    chosen: list[Source] = []
+    for split in splits:
+        name = None if split is None else split.name
+        if entry.path.startswith(HUB):
+            sources = [_hub(entry, name, form, streaming)]
+        else:
+            sources = [_source(path, entry, name, form, separator) for path in _find(entry.path)]
+        chosen += sources if split is None else select_split(sources, split)
+    chosen = select_rows(
+        chosen, entry.skip, None if entry.take is None else entry.skip + entry.take
+    )
+    if not chosen:
+        options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
+        given = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
+        raise ValueError(f"{entry.path} has no rows left by {given}")
+    return chosen
 
 
 def _find(pattern: str) -> list[Path]:
@@ -65,27 +98,32 @@ def _find(pattern: str) -> list[Path]:
     return sorted(found)
 
 
-def _source(path: Path, entry: Entry, form: Format, separator: str) -> Source:
+def _source(path: Path, entry: Entry, split: str | None, form: Format, separator: str) -> Source:
     name = str(path)
+    for option in ("config", "revision"):
+        if (value := getattr(entry, option)) is not None:
+            raise ValueError(
+                f"{path} has no {option}: it is not on the hub, so leave out {option}={value!r}"
+            )
     if path.is_dir():
         if not is_saved(path):
             raise IsADirectoryError(
                 f"{path} is a directory; name its files, as in '{path}/*.jsonl'"
             )
-        source = SavedDataset(name, form, entry.split or "train")
+        source = SavedDataset(name, form, split or saved_split(path))
         source.folder()
         return source
-    options = {"split": entry.split, "config": entry.config, "revision": entry.revision}
-    for option, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{path} has no {option}: it is a file, so leave out {option}={value!r}"
-            )
+    if split not in (None, "train"):
+        raise ValueError(
+            f"{path} has no split {split!r}: a file's only split is 'train', as in `datasets`"
+        )
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     suffix = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
     if suffix in (".jsonl", ".json"):
         return JsonFile(name, form)
+    if suffix in (".csv", ".tsv"):
+        return CsvFile(name, form)
     if suffix == ".txt":
         return TextFile(name, form, separator)
     if path.suffix == ".parquet":
@@ -95,10 +133,10 @@ def _source(path: Path, entry: Entry, form: Format, separator: str) -> Source:
     raise ValueError(f"{path}: data is read from {ACCEPTED}")
 
 
-def _hub(entry: Entry, form: Format, streaming: bool) -> Source:
+def _hub(entry: Entry, split: str | None, form: Format, streaming: bool) -> Source:
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
-    split = entry.split or "train"
+    split = split or "train"
     name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
     return HubDataset(name, form, repository, split, entry.config, entry.revision, streaming)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data.blocks import SIZE, Block, Rows, Source, hash_files
-from tigon.json_file import shown
+from tigon.json_file import read_json, shown
 
 LARGEST_BATCH = 10_000  # rows; as many small ones are read together at most
 
@@ -60,6 +60,12 @@ class ParquetFile(Tables):
             with Reader(self.name, memory_map=True) as reader:
                 yield from reader.iter_batches(batch_size=_batch_size(reader.metadata))
 
+    def count(self) -> int:
+        with _reading(self.name):
+            from pyarrow.parquet import read_metadata
+
+            return read_metadata(self.name).num_rows
+
     def digest(self) -> str:
         return hash_files([Path(self.name)], "parquet", str(self.format))
 
@@ -98,6 +104,12 @@ class SavedDataset(Tables):
 
             yield from _dataset_batches(load_from_disk(str(self.folder())))
 
+    def count(self) -> int:
+        with _reading(self.name):
+            from datasets import load_from_disk
+
+            return len(load_from_disk(str(self.folder())))
+
     def digest(self) -> str:
         folder = self.folder()
         files = sorted(path for path in folder.rglob("*") if path.suffix in (".arrow", ".json"))
@@ -107,6 +119,12 @@ class SavedDataset(Tables):
         """The split's; ValueError if there is none."""
         folder = Path(self.name)
         if not (folder / "dataset_dict.json").is_file():
+            saved = saved_split(folder)
+            if self.split != saved:
+                raise ValueError(
+                    f"{self.name} has no split {self.split!r}: it was saved as the one split "
+                    f"{saved!r}"
+                )
             return folder
         splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
         if self.split not in splits:
@@ -136,6 +154,12 @@ class HubDataset(Tables):
             files = [Path(file["filename"]) for file in self._load().cache_files]
         return hash_files(files, "hub", *where)
 
+    def count(self) -> int | None:
+        if self.streaming:
+            return None
+        with _reading(self.name):
+            return len(self._load())
+
     def _load(self) -> Any:
         from datasets import load_dataset
 
@@ -151,6 +175,13 @@ class HubDataset(Tables):
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` wrote this directory."""
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def saved_split(folder: Path) -> str:
+    """The name of the one split in a directory; "train" if there are several or it has none."""
+    state = folder / "state.json"
+    name = read_json(state).get("_split") if state.is_file() else None
+    return str(name).partition("[")[0] if name else "train"
 
 
 def _dataset_batches(dataset: Any) -> Iterator[Any]:

@@ -147,8 +147,8 @@ def read_inputs(
         reason = sharing.decide(objective, source)
         data = build_loader(objective, config.data, tokenizer, cursor=cursor)
         eval_data = None
-        if config.eval_data:
-            eval_data = build_loader(objective, config.eval_data, tokenizer, held_out=True)
+        if config.held_out:
+            eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
         if reason is not None:
             world.say(f"prompts are computed for each answer: {reason}")
     check_data(config, data, eval_data, world)
@@ -257,7 +257,7 @@ def without_effect(config: Config, steps: int, device: torch.device) -> list[str
             f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "
             "the first of them still has lr"
         )
-    if not config.eval_data:
+    if not config.held_out:
         default = Config.__dataclass_fields__
         names = [n for n in default if n.startswith("eval_")]
         idle = [n for n in names if getattr(config, n) not in (default[n].default, ())]

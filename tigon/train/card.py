@@ -73,10 +73,13 @@ def run_card(
 
 
 def _training(files: RunFiles, task: str, public: set[str]) -> str:
+    held_out = _sources(files.config.get("eval_data"), public)
+    if fraction := files.config.get("eval_fraction"):
+        held_out = f"a fraction of {fraction} of its rows"
     lines = [
         f"- Task: {plain(task) or 'unknown'}",
         f"- Data: {_sources(files.config.get('data'), public)}",
-        f"- Held-out data: {_sources(files.config.get('eval_data'), public) or 'none'}",
+        f"- Held-out data: {held_out or 'none'}",
     ]
     if files.last_step is not None:
         epochs = files.column("epoch").last()

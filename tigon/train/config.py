@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from tigon import strict
+from tigon.data import Entry
 from tigon.hub import check_repository
 from tigon.json_file import shown
 from tigon.parallel import MeshSizes
@@ -45,8 +46,15 @@ class Config(
         """Scores of a sequence that the model is to give; 0: it predicts tokens."""
         return int(self.task == "reward")
 
+    @property
+    def held_out(self) -> tuple[str | Entry, ...]:
+        """The data that is evaluated; with eval_fraction some of the rows of `data`."""
+        return self.data if self.eval_fraction else self.eval_data
+
     def __post_init__(self) -> None:
         strict.check_bounds(self)
+        if self.eval_fraction:
+            check_eval_fraction(self)
         for name in ("run_dir", "init", "resume", "chat_template"):
             if str(value := getattr(self, name)).startswith("~"):
                 object.__setattr__(self, name, str(expanded(value)))
@@ -66,10 +74,14 @@ class Config(
                 "are drawn: lora.quantize=nf4 makes 4 bits of them"
             )
         for name in ("keep_best", "hf_best"):
-            if getattr(self, name) and not self.eval_data:
-                raise ValueError(f"{name} needs eval_data: the best has the lowest eval loss")
-        if self.sample_prompts and not self.eval_data:
-            raise ValueError("sample_prompts needs eval_data: samples are part of an evaluation")
+            if getattr(self, name) and not self.held_out:
+                raise ValueError(
+                    f"{name} needs eval_data or eval_fraction: the best has the lowest eval loss"
+                )
+        if self.sample_prompts and not self.held_out:
+            raise ValueError(
+                "sample_prompts needs eval_data or eval_fraction: samples are part of an evaluation"
+            )
         if self.epochs is not None and self.steps is not None:
             raise ValueError(f"epochs={self.epochs} and steps={self.steps}: give one of them")
         if self.streaming and self.steps is None:
@@ -93,7 +105,7 @@ class Config(
                 raise ValueError(f"{name}={shown(value)} must be below 2**63")
             if not math.isfinite(value):
                 raise ValueError(f"{name}={value} must be finite")
-        if self.patience and not (self.eval_every and self.eval_data):
+        if self.patience and not (self.eval_every and self.held_out):
             raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
         if self.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
             raise ValueError(
@@ -113,6 +125,20 @@ class Config(
         check_lora(self)
         if self.param_dtype == "bfloat16" and self.dtype == "float32":
             raise ValueError("param_dtype=bfloat16 needs dtype=bfloat16 (or auto), not float32")
+
+
+def check_eval_fraction(config: Config) -> None:
+    """Raises ValueError for a fraction that is none, or of data that is not read whole."""
+    fraction = config.eval_fraction
+    if not fraction < 1:
+        raise ValueError(f"eval_fraction={fraction} must be below 1: it is a fraction of the rows")
+    if config.eval_data:
+        raise ValueError(f"eval_fraction={fraction} and eval_data: give one of them")
+    if config.streaming:
+        raise ValueError(
+            f"eval_fraction={fraction} does not work with streaming=true, as an evaluation would "
+            "read all of the stream: give eval_data, such as a slice with take"
+        )
 
 
 def check_budget(config: Config) -> None:

@@ -31,7 +31,7 @@ class Console:
 
     def __init__(self, config: Config, steps: int, say: Callable[[str], None]):
         self.steps, self.say, self.log_every = steps, say, config.log_every
-        self.eval_every = config.eval_every if config.eval_data else None
+        self.eval_every = config.eval_every if config.held_out else None
         self.times: deque[float] = deque(maxlen=MEAN_OF)  # of steps, after the warm-up
         self.evaluation_seconds = 0.0
         self.count = 0  # steps of this process

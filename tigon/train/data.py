@@ -12,6 +12,7 @@ from tigon.data import Entry, Loader, Mixture, Report, Source, Stream, find_sour
 from tigon.data.examples import counted
 from tigon.data.mixture import Order
 from tigon.data.packing import Lost
+from tigon.data.selection import select_fraction
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.objectives import Objective
@@ -36,6 +37,8 @@ def build_loader(
     entries = as_entries(config, items)
     check_names(name, entries)
     weights = mixture_weights(name, entries)
+    if held_out and config.eval_fraction:
+        weights = None  # of training; each held-out row counts the same
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
     encoder = objective.encoder(tokenizer)
@@ -43,6 +46,15 @@ def build_loader(
     sources = [
         find_sources(entry, separator=config.separator, streaming=streaming) for entry in entries
     ]
+    if fraction := config.eval_fraction:
+        sources = [select_fraction(some, fraction, held_out) for some in sources]
+        if held_out:  # a small source may have no such row
+            sources = [some for some in sources if some]
+        if not sources or not all(sources):
+            what = "holds out no row" if held_out else "leaves no row for training"
+            raise ValueError(
+                f"eval_fraction={fraction} {what} of {name}: give another, or eval_data"
+            )
     windows: Stream | Mixture
     if streaming:
         windows = Stream(

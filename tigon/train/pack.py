@@ -36,6 +36,6 @@ def pack(arguments: Sequence[str]) -> None:
         tokenizer = load_tokenizer(config)
         check_context(config)
         build_loader(objective, config.data, tokenizer)
-        if config.eval_data:
-            build_loader(objective, config.eval_data, tokenizer, held_out=True)
+        if config.held_out:
+            build_loader(objective, config.held_out, tokenizer, held_out=True)
     print(f"the cache is in {Path(cache_root(), 'data')}")

@@ -103,7 +103,7 @@ class Record:
 def unfinished(config: Config, step: int) -> bool:
     """Whether a run that ends with `step` lacks its last evaluation or its export."""
     path = Path(config.run_dir)
-    evaluated = not config.eval_data or eval_loss(path / "metrics.jsonl", step) is not None
+    evaluated = not config.held_out or eval_loss(path / "metrics.jsonl", step) is not None
     return not evaluated or (config.export and exported(config) != step)
 
 

@@ -99,10 +99,17 @@ class DataSettings:
     data: tuple[str | Entry, ...] = option(
         (),
         "training files, globs, hub data sets as hf://owner/name, or groups of settings: path, "
-        "weight, format, columns, split, config, revision",
+        "weight, format, columns, split, skip, take, config, revision",
     )
     eval_data: tuple[str | Entry, ...] = option(
         (), "held-out ones; {NAME: ..., NAME: ...} or entries with name= are also measured apart"
+    )
+    eval_fraction: float = option(
+        0.0,
+        "in place of eval_data: this fraction of the rows of data is held out, chosen by a digest "
+        "of each row, so the same in every order and on every machine",
+        least=0,
+        stream=True,
     )
     separator: str = option(
         "", "divides a .txt file into documents, such as '\\n\\n'; empty: a file is one"

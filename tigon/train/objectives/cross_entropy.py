@@ -158,8 +158,8 @@ def check_settings(config: Config) -> None:
         check_metrics(f"{prefix}metrics", metrics or (), MEANS)
         if logits and not config.hooks:
             raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
-    if config.predictions and not config.eval_data:
-        raise ValueError("predictions=true without eval_data: they are of the held-out data")
+    if config.predictions and not config.held_out:
+        raise ValueError("predictions=true needs eval_data or eval_fraction")
 
 
 def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -1,0 +1,203 @@
+"""Which rows of a source are read, in every format: `split`, `skip`, `take`, `eval_fraction`."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tigon.data import Entry, find_sources
+from tigon.data.blocks import Source
+from tigon.data.selection import is_held_out, parse_split, select_fraction
+
+datasets = pytest.importorskip("datasets", reason="needs tigon[data]")
+
+COUNT = 27
+ROWS = [{"text": f"row {i}"} for i in range(COUNT)]
+SLICES = ["train", "train[:10]", "train[20:]", "train[3:8]", "train[-5:]", "train[:-20]"]
+SLICES += ["train[80%:]", "train[:33%]", "train[-50%:]", "train[:100]", "train[5:6]+train[:2]"]
+FORMATS = ["jsonl", "json", "jsonl.gz", "txt", "csv", "parquet", "arrow", "saved", "saved dict"]
+
+
+def write(folder: Path, format: str) -> str:
+    """The path of data with ROWS as its split "train"; saved dictionaries have "test" as well."""
+    table, path = datasets.Dataset.from_list(ROWS), folder / f"data.{format}"
+    if format == "saved":
+        table.save_to_disk(path)
+    elif format == "saved dict":
+        datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(path)
+    elif format == "parquet":
+        table.to_parquet(path)
+    elif format == "csv":
+        table.to_csv(path)
+    elif format == "arrow":
+        table.save_to_disk(folder / "saved")
+        return str(next((folder / "saved").glob("*.arrow")))
+    elif format == "txt":
+        path.write_text("\n\n".join(row["text"] for row in ROWS))
+    elif format == "json":
+        path.write_text(json.dumps(ROWS))
+    else:
+        text = "\n\n".join(map(json.dumps, ROWS))
+        path.write_bytes(gzip.compress(text.encode()) if format.endswith("gz") else text.encode())
+    return str(path)
+
+
+def texts(sources: list[Source]) -> list[str]:
+    return [row["text"] for source in sources for _, row in source.rows()]  # type: ignore[index]
+
+
+def selected(path: str, **options: Any) -> list[str]:
+    return texts(find_sources(Entry(path, **options), separator="\n\n"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_slices_equal_those_of_datasets(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path, format)
+    table = datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))
+    table.save_to_disk(tmp_path / "peer")
+    table["train"].to_parquet(tmp_path / "peer.parquet")
+    for split in SLICES:
+        peer = datasets.load_dataset(
+            "parquet", data_files=str(tmp_path / "peer.parquet"), split=split, cache_dir=tmp_path
+        )
+        assert selected(path, split=split) == peer["text"], split
+    for split in ("test", "validation[:3]"):
+        if format == "saved dict" and split == "test":
+            assert selected(path, split=split) == ["row 1"]
+            continue
+        with pytest.raises(ValueError, match="has no split"):
+            selected(path, split=split)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_option_applies_or_is_an_error(tmp_path: Path, format: str) -> None:
+    path = write(tmp_path, format)
+    everything = [row["text"] for row in ROWS]
+    assert selected(path) == everything
+    assert selected(path, take=3) == everything[:3]
+    assert selected(path, skip=20) == everything[20:]
+    assert selected(path, split="train[10:]", skip=2, take=4) == everything[12:16]
+    for option in ("config", "revision"):
+        with pytest.raises(ValueError, match=f"{option}='x'"):
+            selected(path, **{option: "x"})
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet"])
+def test_a_slice_goes_over_the_files_of_a_glob(tmp_path: Path, format: str) -> None:
+    for i in range(3):
+        part = datasets.Dataset.from_list(ROWS[i * 9 : i * 9 + 9])
+        getattr(part, "to_parquet" if format == "parquet" else "to_json")(
+            tmp_path / f"{i}.{format}"
+        )
+    path, everything = f"{tmp_path}/*.{format}", [row["text"] for row in ROWS]
+    assert selected(path, take=12) == everything[:12]
+    assert selected(path, skip=9, take=9) == everything[9:18]
+    assert selected(path, split="train[50%:]") == everything[round(COUNT / 2) :]
+
+
+def test_a_saved_split_has_its_own_name(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS, split="test").save_to_disk(tmp_path / "test")
+    path, everything = str(tmp_path / "test"), [row["text"] for row in ROWS]
+    assert selected(path) == selected(path, split="test") == everything
+    assert selected(path, split="test[:2]") == everything[:2]
+    with pytest.raises(ValueError, match="no split 'train': it was saved as the one split 'test'"):
+        selected(path, split="train")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"split": "train[:x]"}, "is no split"),
+        ({"split": ""}, "is no split"),
+        ({"split": "train[1:50%]"}, "mixes rows and percent"),
+        ({"split": "train[:150%]"}, "beyond 100%"),
+        ({"split": "train[5:5]"}, "no rows left by split='train\\[5:5\\]'"),
+        ({"take": 0}, "take=0"),
+        ({"skip": -1}, "skip=-1"),
+        ({"skip": 27}, "has 27, and 27 are skipped"),
+        ({"split": "train[:5]", "skip": 5}, "no rows left by"),
+    ],
+)
+@pytest.mark.parametrize("format", ["jsonl", "saved"])
+def test_selections_without_rows_are_errors(
+    tmp_path: Path, format: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        selected(write(tmp_path, format), **options)
+
+
+def test_a_stream_has_no_end_to_count_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = datasets.IterableDataset.from_generator(lambda: iter(ROWS))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: table)
+    entry = Entry("hf://owner/name", split="train[5:9]", skip=1)
+    everything = [row["text"] for row in ROWS]
+    assert texts(find_sources(entry, streaming=True)) == everything[6:9]
+    for split in ("train[-3:]", "train[50%:]"):
+        with pytest.raises(ValueError, match="is streamed, and its number of rows is not known"):
+            find_sources(Entry("hf://owner/name", split=split), streaming=True)
+
+
+def test_other_selections_have_other_digests(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl")
+    entries = [Entry(path), Entry(path, take=5), Entry(path, take=6), Entry(path, skip=5)]
+    digests = [find_sources(entry)[0].digest() for entry in entries]
+    (source,) = find_sources(path)
+    for fraction, held_out in ((0.5, True), (0.5, False), (0.4, True)):
+        digests.append(select_fraction([source], fraction, held_out)[0].digest())
+    assert len(set(digests)) == len(digests)
+
+
+def test_eval_fraction_divides_rows_by_their_content(tmp_path: Path) -> None:
+    (source,) = find_sources(write(tmp_path, "jsonl"))
+    held_out = texts(select_fraction([source], 0.3, True))
+    trained = texts(select_fraction([source], 0.3, False))
+    assert sorted(held_out + trained) == sorted(row["text"] for row in ROWS)
+    assert held_out and trained
+    for format in ("parquet", "csv", "saved"):  # in other files the same
+        assert texts(select_fraction(find_sources(write(tmp_path, format)), 0.3, True)) == held_out
+    many = sum(is_held_out({"text": str(i)}, 0.1) for i in range(10_000))
+    assert 900 < many < 1100
+    assert is_held_out({"a": 1, "b": 2}, 0.5) == is_held_out({"b": 2, "a": 1}, 0.5)
+    pinned = [i for i in range(20) if is_held_out({"text": str(i)}, 0.2)]
+    assert pinned == [0, 6, 13, 14, 16]  # on every machine and in every version
+
+
+def test_csv_cells_are_the_texts_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbfprompt,completion\r\n007,NA\r\n"a, ""b""\r\nc",1.0\r\nnull,\r\none\r\n'
+    )
+    (source,) = find_sources(str(path))
+    *rows, (line, bad) = source.rows()
+    assert rows == [
+        (2, {"prompt": "007", "completion": "NA"}),
+        (3, {"prompt": 'a, "b"\r\nc', "completion": "1.0"}),
+        (5, {"prompt": "null", "completion": ""}),
+    ]
+    assert line == 6 and "has 1 cell, and the header has 2" in str(bad)
+    (tmp_path / "a.tsv").write_text("text\tweight\na,b\t1\n")
+    (source,) = find_sources(str(tmp_path / "a.tsv"))
+    assert list(source.rows()) == [(2, {"text": "a,b", "weight": "1"})]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"a;b\n1;2\n", "divided by ';', not by ','"),
+        (b"a,a\n1,2\n", "column 'a' twice"),
+        (b'a,b\n"1,2\n', "a.csv:2: not valid CSV"),
+        (b"a,b\n\xff,2\n", "not UTF-8"),
+    ],
+)
+def test_csv_files_that_cannot_be_read(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    (source,) = find_sources(str(tmp_path / "a.csv"))
+    with pytest.raises(ValueError, match=message):
+        list(source.rows())
+
+
+def test_split_names_are_read_as_datasets_reads_them() -> None:
+    assert parse_split("validation_matched") == [("validation_matched", None, None, False)]
+    assert parse_split("a.b[:-1]+ c") == [("a.b", None, -1, False), ("c", None, None, False)]

@@ -37,6 +37,7 @@ class AnswerEncoder(FormatEncoder):
             given: dict[str, Any] = {"tools": said.tools, **said.variables}
 
             def encode(messages: Any, **more: Any) -> list[int]:
+                messages = tokenizer.convert_messages(messages, said.tools)
                 ids = tokenizer.apply_chat_template(messages, **given, **more)
                 assert isinstance(ids, list)
                 return ids

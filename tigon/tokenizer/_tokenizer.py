@@ -16,6 +16,7 @@ from tigon.tokenizer.backend import read_backend
 from tigon.tokenizer.failures import Failures
 from tigon.tokenizer.files import Files
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
+from tigon.tokenizer.probe import probe
 from tigon.tokenizer.stream import DecodeStream
 
 if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
@@ -203,6 +204,16 @@ class Tokenizer:
             **self._variables(variables),
         ).text
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def convert_messages(
+        self, messages: Sequence[chat.Message], tools: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Messages with content as text and tool arguments as objects, as the template takes them.
+
+        `apply_chat_template` passes messages on as they are, as transformers does.
+        """
+        template = self._template(None, tools)
+        return probe(template, tuple(self.special_tokens.items())).convert(messages)
 
     def encode_chat(
         self,

@@ -25,6 +25,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _CUT = "<|CUT HERE|> "
 
 
+class Null(str):
+    """Empty text that is null to the template. None itself is dropped, as transformers does."""
+
+
 class Rendered(NamedTuple):
     text: str
     generations: list[tuple[int, str]]  # start and text of each {% generation %} block
@@ -187,7 +191,7 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return None if isinstance(value, Null) else str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):

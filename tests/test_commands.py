@@ -78,6 +78,20 @@ def test_generate_says_what_transformers_says(
     assert out == expected + "\n"
 
 
+def test_generate_with_variables_of_the_chat_template(
+    directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(directory, tmp_path / "model")
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text("{{ mood }}" + template)
+    short = ("--max-new-tokens", 8)
+    said = tigon("generate", model, QUESTION, *short, "--chat-template-kwargs", '{"mood": "who"}')
+    assert said == text_of(directory, continuation(directory, f"who{CHAT}", 8)) + "\n"
+    for given, error in (("{", "--chat-template-kwargs is no"), ('{"x": 1}', "has 'x', which the")):
+        assert main(["generate", str(model), "hi", "--chat-template-kwargs", given])
+        assert error in capfd.readouterr().err
+
+
 def test_generate_from_stdin(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = tigon("generate", directory, QUESTION, "--max-new-tokens", 8)
     monkeypatch.setattr(sys, "stdin", io.StringIO(QUESTION + "\n"))

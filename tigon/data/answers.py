@@ -24,6 +24,7 @@ class AnswerEncoder(FormatEncoder):
     """
 
     per_token: Mapping[str, DTypeLike] = SUPERVISED
+    renders = True
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)

@@ -74,7 +74,8 @@ class FormatEncoder(Encoder):
 
     def digest(self) -> str:
         parts = type(self).__name__, VERSION, tokenizers.__version__, self.options()
-        return hashlib.sha256(f"{self.tokenizer.digest()} {parts}".encode()).hexdigest()
+        tokenizer = self.tokenizer.digest(chats=self.renders)
+        return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
 
 
 class TextEncoder(FormatEncoder):
@@ -126,6 +127,7 @@ class ChatEncoder(FormatEncoder):
     """
 
     formats = CHATS
+    renders = True
 
     def __init__(
         self,

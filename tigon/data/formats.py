@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
+from tigon.tokenizer.chat import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -72,12 +73,6 @@ ROLES = {
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "function_call"),  # the assistant calls tools
-}
-RESERVED = {  # no variables of a chat template, but arguments of the functions that take them
-    *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
-    *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    "strftime_now",
 }
 
 
@@ -246,11 +241,7 @@ def template_variables(row: Row, form: Format) -> dict[str, Any]:
     """What the row says to the chat template; ValueError for what is not its own to say."""
     name = form.key("chat_template_kwargs")
     variables = read_json(form.get(row, "chat_template_kwargs"), repr(name)) or {}
-    if not isinstance(variables, dict) or RESERVED & variables.keys():
-        raise ValueError(
-            f"{name!r} must be an object of the chat template's own "
-            f"variables, not {variables!r:.100}"
-        )
+    check_variables(variables, repr(name))
     return variables
 
 

@@ -86,7 +86,8 @@ def _render(
     variables: tuple[tuple[str, str], ...],
 ) -> str:
     """The text of the messages; empty where the template refuses them."""
+    given: dict[str, Any] = dict(variables)
     try:
-        return render(template, taken.convert(messages), tools=tools, **dict(variables)).text
+        return render(template, taken.convert(messages), tools=tools, **given).text
     except ValueError:
         return ""

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def find(config: Config, world: World) -> Path | None:
 def facts(config: Config, data: Loader) -> dict[str, Any]:
     """What a checkpoint must remember to be resumed: settings, and which data its steps meant."""
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
+
+
+def shared_time(source: Path | None, world: World) -> datetime:
+    """When the run began, which is what chat templates write as the present time: as the checkpoint
+    `source` has it, or rank 0. Every rank calls this."""
+    known = None if source is None else checkpoint.facts(source).get("strftime_now")
+    first = world.board.gather(str(known or datetime.now().isoformat()))[0]
+    try:
+        return datetime.fromisoformat(str(first))
+    except ValueError:
+        raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
 
 
 def check_adapter(source: Path, config: Config) -> None:

@@ -1,0 +1,46 @@
+"""Which times a chat template writes, so that caches and runs know on what their tokens depend."""
+
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from itertools import product
+from typing import Any
+
+from tigon.tokenizer.chat import render
+
+EXACT = "%Y-%m-%dT%H:%M:%S.%f"  # where a template does not say its format in so many words
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+# `strftime_now is defined` writes nothing
+_USE = re.compile(r"""\bstrftime_now\b(?!\s+is\b)(?:\s*\(\s*(['"])([^'"\\]{0,100})\1\s*\))?""")
+_TIMES = datetime(2001, 2, 3, 4, 5, 6, 7), datetime(2012, 11, 10, 9, 8, 7, 6)
+_USER = {"role": "user", "content": "?"}
+_CHATS = [_USER], [{"role": "system", "content": "?"}, _USER]
+_TOOLS = None, [{"type": "function", "function": {"name": "f", "description": "?"}}]
+
+
+def time_formats(
+    template: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
+) -> list[str]:
+    """The formats of the times that a template writes, EXACT for those that it computes.
+
+    None if `variables` pin them: short chats depend on the time without these, and not with them.
+    """
+    found = [use[2] or EXACT for use in _USE.finditer(_COMMENT.sub("", template))]
+    if found and variables and _changes(template, special_tokens):
+        return found if _changes(template, {**special_tokens, **variables}) else []
+    return found
+
+
+def _changes(template: str, given: Mapping[str, Any]) -> bool:
+    """Whether the text of any short chat depends on the time."""
+    for messages, tools in product(_CHATS, _TOOLS):
+        try:
+            first, second = (
+                render(template, messages, tools=tools, strftime_now=time, **given)
+                for time in _TIMES
+            )
+        except ValueError:
+            continue
+        if first.text != second.text:
+            return True
+    return False

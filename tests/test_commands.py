@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub_server import HubServer, hub
 from tests.models.gguf_files import write_gguf
-from tests.small import write_chats, write_model
+from tests.small import CHATML, write_chats, write_model
 from tigon.cli import main
 from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer
@@ -82,8 +82,7 @@ def test_generate_with_variables_of_the_chat_template(
     directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = shutil.copytree(directory, tmp_path / "model")
-    template = (model / "chat_template.jinja").read_text()
-    (model / "chat_template.jinja").write_text("{{ mood }}" + template)
+    (model / "chat_template.jinja").write_text("{{ mood }}" + CHATML)
     short = ("--max-new-tokens", 8)
     said = tigon("generate", model, QUESTION, *short, "--chat-template-kwargs", '{"mood": "who"}')
     assert said == text_of(directory, continuation(directory, f"who{CHAT}", 8)) + "\n"

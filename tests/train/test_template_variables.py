@@ -12,7 +12,7 @@ from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.data.workers import Pool
 from tigon.tokenizer import chat
-from tigon.train import build, main, pack, resume
+from tigon.train import build, main, pack
 from tigon.train.export import load_checkpoint
 
 DATED = "{{ date_string if date_string is defined else strftime_now('%d %b') }}" + CHATML
@@ -20,19 +20,14 @@ SAYS = "{{ mood }}{{ size }}" + CHATML
 DAY, NEXT = datetime(2026, 5, 1, 9), datetime(2026, 5, 2, 9)
 
 
-class Clock(datetime):
+class Clock:
     time = DAY
-
-    @classmethod
-    def now(cls, tz: Any = None) -> Any:
-        return cls.time
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Clock]:
-    """Which is read where a run begins, and nowhere else; and an empty cache."""
-    for module in (resume, chat):
-        monkeypatch.setattr(module, "datetime", Clock)
+    """The present time of this process, but not of workers; and an empty cache."""
+    monkeypatch.setattr(chat, "now", lambda: Clock.time)
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     Clock.time = DAY
     return Clock

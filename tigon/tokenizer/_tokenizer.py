@@ -304,7 +304,7 @@ class Tokenizer:
 
     def written_times(self) -> dict[str, str]:
         """What the chat template writes of the time, by the format; none if it is pinned."""
-        time, variables = self.strftime_now or datetime.now(), self.chat_template_kwargs
+        time, variables = self.strftime_now or chat.now(), self.chat_template_kwargs
         return {
             format: time.strftime(format)
             for template in self._templates()

@@ -66,10 +66,15 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(str(message))  # here, where its own errors are the template's
 
 
+def now() -> datetime:
+    """The time that templates write, unless one is given."""
+    return datetime.now()
+
+
 def _strftime_now(format: str) -> str:
     if len(format) > 100:  # the C library pads numbers as a format says
         raise ValueError(f"strftime_now takes a short format, not {len(format)} characters")
-    return (_time.get() or datetime.now()).strftime(format)
+    return (_time.get() or now()).strftime(format)
 
 
 class _Thread(threading.local):

@@ -1,17 +1,17 @@
 """Which times a chat template writes, so that caches and runs know on what their tokens depend."""
 
-import re
-from collections.abc import Mapping
+from ast import literal_eval
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from itertools import product
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+
 from tigon.tokenizer.chat import render
+from tigon.tokenizer.sandbox import LONGEST
 
 EXACT = "%Y-%m-%dT%H:%M:%S.%f"  # where a template does not say its format in so many words
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-# `strftime_now is defined` writes nothing
-_USE = re.compile(r"""\bstrftime_now\b(?!\s+is\b)(?:\s*\(\s*(['"])([^'"\\]{0,100})\1\s*\))?""")
 _TIMES = datetime(2001, 2, 3, 4, 5, 6, 7), datetime(2012, 11, 10, 9, 8, 7, 6)
 _USER = {"role": "user", "content": "?"}
 _CHATS = [_USER], [{"role": "system", "content": "?"}, _USER]
@@ -25,10 +25,29 @@ def time_formats(
 
     None if `variables` pin them: short chats depend on the time without these, and not with them.
     """
-    found = [use[2] or EXACT for use in _USE.finditer(_COMMENT.sub("", template))]
+    found = list(dict.fromkeys(_uses(template)))
     if found and variables and _changes(template, special_tokens):
         return found if _changes(template, {**special_tokens, **variables}) else []
     return found
+
+
+def _uses(template: str) -> Iterator[str]:
+    """The format of each call of strftime_now; `strftime_now is defined` is none."""
+    if len(template) > LONGEST:  # it is refused
+        return
+    try:
+        tokens = [t[1:] for t in Environment().lex(template) if t[1] != "whitespace"]
+    except TemplateSyntaxError:  # likewise
+        return
+    for i, token in enumerate(tokens):
+        if token == ("name", "strftime_now"):
+            match tokens[i + 1 : i + 4]:
+                case [("name", "is"), *_]:
+                    continue
+                case [("operator", "("), ("string", text), ("operator", ")")]:
+                    yield literal_eval(text)
+                case _:
+                    yield EXACT
 
 
 def _changes(template: str, given: Mapping[str, Any]) -> bool:

@@ -377,5 +377,7 @@ def test_a_greeting_is_a_prompt() -> None:
     row = {"conversations": [{"from": "gpt", "value": "hello"}, *SHAREGPT]}
     chat = as_chat(row, Format().told(row, ("sharegpt",)))
     assert isinstance(chat, Chat) and chat.messages[:2] == [*HELLO, ASK] and chat.prompt == 1
+    row = {"messages": HELLO}  # and nothing that could be learned in its place
+    assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
     row = {"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}
     assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]

@@ -40,9 +40,9 @@ def test_the_times_that_a_template_writes(
     tokenizer: Tokenizer, template: str, written: dict[str, str]
 ) -> None:
     tokenizer.chat_template, tokenizer.strftime_now = template + MESSAGES, DAY
-    assert tokenizer.written_times() == written
+    assert tokenizer.template_times() == written
     tokenizer.chat_template = {"default": MESSAGES, "tool_use": template}
-    assert tokenizer.written_times() == written
+    assert tokenizer.template_times() == written
 
 
 @pytest.mark.parametrize("template", [LLAMA, GPT_OSS, ""])
@@ -62,7 +62,7 @@ def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
     tokenizer.use_chat_template_kwargs({"date_string": "26 Jul 2024"})
     digests = set()
     for tokenizer.strftime_now in (DAY, NEXT, None):
-        assert tokenizer.written_times() == {}
+        assert tokenizer.template_times() == {}
         digests.add(tokenizer.digest())
         text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
         assert text == "Today Date: 26 Jul 2024usera"
@@ -70,10 +70,10 @@ def test_a_variable_pins_the_time(tokenizer: Tokenizer) -> None:
     tokenizer.use_chat_template_kwargs({"date_string": "27 Jul 2024"})
     assert tokenizer.digest() not in digests
     tokenizer.chat_template = LLAMA + GPT_OSS + MESSAGES  # of which it pins one alone
-    assert tokenizer.written_times()
+    assert tokenizer.template_times()
     tokenizer.chat_template = LLAMA.replace("system_message", "x") + MESSAGES
     tokenizer.chat_template_kwargs = {"other": 1}
-    assert tokenizer.written_times()
+    assert tokenizer.template_times()
 
 
 def test_without_a_time_it_is_now(tokenizer: Tokenizer) -> None:

@@ -24,7 +24,7 @@ class AnswerEncoder(FormatEncoder):
     """
 
     per_token: Mapping[str, DTypeLike] = SUPERVISED
-    renders = True
+    uses_chat_template = True
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)

@@ -74,7 +74,7 @@ class FormatEncoder(Encoder):
 
     def digest(self) -> str:
         parts = type(self).__name__, VERSION, tokenizers.__version__, self.options()
-        tokenizer = self.tokenizer.digest(chats=self.renders)
+        tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
         return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
 
 
@@ -127,7 +127,7 @@ class ChatEncoder(FormatEncoder):
     """
 
     formats = CHATS
-    renders = True
+    uses_chat_template = True
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class ChatEncoder(FormatEncoder):
         return form
 
     def _read(self, row: Row, form: Format) -> Chat | Text:
-        """The row with messages as the chat template takes them."""
+        """The row with messages as the chat template reads them."""
         chat = as_chat(row, form)
         if isinstance(chat, Text):
             return chat

@@ -49,7 +49,7 @@ KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.va
 # Under which a key is found without `columns`
 OTHER_NAMES = {"conversations": "messages", "conversation": "messages"}
 # Keys whose messages may be JSON as text, as columns of Parquet and CSV have them
-OF_MESSAGES = ("messages", "prompt", "completion", "chosen", "rejected")
+MESSAGE_LISTS = ("messages", "prompt", "completion", "chosen", "rejected")
 EXPLAINED = {
     "messages": '"messages": [{"role": ..., "content": ...}, ...]',
     "sharegpt": '"conversations": [{"from": "human", "value": ...}, ...]',
@@ -106,7 +106,7 @@ class Format:
     def get(self, row: Row, ours: str) -> Any:
         """The row's value of a key; messages as a list, even if they are JSON as text."""
         value = row.get(self.key(ours))
-        return read_messages(value) if ours in OF_MESSAGES and isinstance(value, str) else value
+        return read_messages(value) if ours in MESSAGE_LISTS and isinstance(value, str) else value
 
     def told(self, row: Row, accepted: Sequence[str]) -> "Format":
         """The format of the row, one of `accepted`; ValueError if none or several fit."""
@@ -214,8 +214,8 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
         messages = with_system(messages, row, form)
     messages = normalize_messages(messages, "messages")
-    # No prompt can be rendered before a greeting, so it is one
-    greets = form.kind in ("messages", "sharegpt") and _is_assistant(messages[:1])
+    # Nothing is rendered before a greeting, so it is no answer
+    greeting = form.kind != "prompt_completion" and _speaks(messages[:1]) and _speaks(messages[1:])
     weights = [_message_weight(i, message) for i, message in enumerate(messages)]
     messages = [
         {k: v for k, v in message.items() if k not in ("weight", "train")}
@@ -226,14 +226,15 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
     return Chat(
         messages,
         weights,
-        1 if greets else len(asked),
+        1 if greeting else len(asked),
         weight,
         tools_of(row, form),
         template_variables(row, form),
     )
 
 
-def _is_assistant(messages: Messages) -> bool:
+def _speaks(messages: Messages) -> bool:
+    """Whether the assistant says any of these messages."""
     return any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
 
 

@@ -226,7 +226,7 @@ class Tokenizer:
     def convert_messages(
         self, messages: Sequence[chat.Message], tools: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Messages with content as text and tool arguments as objects, as the template takes them.
+        """Messages with content as text and tool arguments as objects, as the template reads them.
 
         `apply_chat_template` passes messages on as they are, as transformers does.
         """
@@ -299,11 +299,11 @@ class Tokenizer:
             tokens = self.special_tokens.items()
             read = sorted(item for item in tokens if self.template_reads(item[0]))
             kwargs = json.dumps(self.chat_template_kwargs, sort_keys=True)
-            parts = read, self.chat_template, *parts, kwargs, self.written_times()
+            parts = read, self.chat_template, *parts, kwargs, self.template_times()
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
-    def written_times(self) -> dict[str, str]:
-        """What the chat template writes of the time, by the format; none if it is pinned."""
+    def template_times(self) -> dict[str, str]:
+        """What strftime_now gives the chat template, by format; empty if variables pin the time."""
         time, variables = self.strftime_now or chat.now(), self.chat_template_kwargs
         return {
             format: time.strftime(format)

@@ -1,7 +1,7 @@
-"""What a chat template takes: content as text or as parts, tool arguments as an object or as text.
+"""What a chat template expects: content as text or parts, tool arguments as an object or text.
 
-Templates do not say so, and one that is given the other kind fails, writes Python's text of it, or
-writes nothing. So a short conversation is tried, once for each template.
+Templates do not say so. With the other kind they fail, write Python's text of it, or write nothing:
+so a short conversation is rendered in each way, once for each template.
 """
 
 import json
@@ -29,18 +29,15 @@ _TOOL = {
 }
 
 
-class Taken(NamedTuple):
-    """What the messages of a template must have."""
+class MessageFormat(NamedTuple):
+    """What a chat template expects of messages."""
 
     content_parts: bool = False  # content as [{"type": "text", "text": ...}], not as text
     arguments_text: bool = False  # the arguments of tool calls as JSON text, not as an object
     no_content: str = ""  # the content of a message of tool calls alone, however it is spelled
 
     def convert(self, messages: Sequence[Message]) -> list[Any]:
-        """Messages with content as text and tool arguments as objects, as the template takes them.
-
-        What is no such message stays as it is.
-        """
+        """Messages with content as text and tool arguments as objects, in this format."""
         return [self._message(m) if isinstance(m, dict) else m for m in messages]
 
     def _message(self, message: Message) -> Message:
@@ -62,25 +59,25 @@ def _with_text(call: Any) -> Any:
 
 
 @lru_cache(maxsize=32)
-def probe(template: str, variables: tuple[tuple[str, str], ...]) -> Taken:
-    """What a template takes, given these variables; where nothing works, what most do."""
-    asked = [{"role": "user", "content": _VALUE}]
-    kinds = (Taken(content_parts=parts) for parts in (False, True))
+def probe(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
+    """The format that the template renders; the usual one, if it renders no tool calls."""
+    user = [{"role": "user", "content": _VALUE}]
+    kinds = (MessageFormat(content_parts=parts) for parts in (False, True))
     parts = next(
-        (k.content_parts for k in kinds if _VALUE in _render(template, k, asked, None, variables)),
+        (k.content_parts for k in kinds if _VALUE in _render(template, k, user, None, variables)),
         False,
     )
     for text, content in product((False, True), ("", Null())):
-        taken = Taken(parts, text, content)
-        written = _render(template, taken, [*asked, _TURN], [_TOOL], variables)
+        form = MessageFormat(parts, text, content)
+        written = _render(template, form, [*user, _TURN], [_TOOL], variables)
         if _NAME in written and _KEY in written and f"'{_KEY}':" not in written:
-            return taken
-    return Taken(parts)
+            return form
+    return MessageFormat(parts)
 
 
 def _render(
     template: str,
-    taken: Taken,
+    form: MessageFormat,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
     variables: tuple[tuple[str, str], ...],
@@ -88,6 +85,6 @@ def _render(
     """The text of the messages; empty where the template refuses them."""
     given: dict[str, Any] = dict(variables)
     try:
-        return render(template, taken.convert(messages), tools=tools, **given).text
+        return render(template, form.convert(messages), tools=tools, **given).text
     except ValueError:
         return ""

@@ -21,17 +21,17 @@ _TOOLS = None, [{"type": "function", "function": {"name": "f", "description": "?
 def time_formats(
     template: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any]
 ) -> list[str]:
-    """The formats of the times that a template writes, EXACT for those that it computes.
+    """The formats in which a template writes the time, EXACT for one that it computes.
 
-    None if `variables` pin them: short chats depend on the time without these, and not with them.
+    Empty if `variables` pin the time: short chats depend on it without them, and not with them.
     """
-    found = list(dict.fromkeys(_uses(template)))
-    if found and variables and _changes(template, special_tokens):
-        return found if _changes(template, {**special_tokens, **variables}) else []
-    return found
+    formats = list(dict.fromkeys(_formats(template)))
+    if formats and variables and _depends_on_time(template, special_tokens):
+        return formats if _depends_on_time(template, {**special_tokens, **variables}) else []
+    return formats
 
 
-def _uses(template: str) -> Iterator[str]:
+def _formats(template: str) -> Iterator[str]:
     """The format of each call of strftime_now; `strftime_now is defined` is none."""
     if len(template) > LONGEST:  # it is refused
         return
@@ -50,7 +50,7 @@ def _uses(template: str) -> Iterator[str]:
                     yield EXACT
 
 
-def _changes(template: str, given: Mapping[str, Any]) -> bool:
+def _depends_on_time(template: str, given: Mapping[str, Any]) -> bool:
     """Whether the text of any short chat depends on the time."""
     for messages, tools in product(_CHATS, _TOOLS):
         try:

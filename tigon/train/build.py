@@ -139,7 +139,7 @@ def read_inputs(
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
             cursor = checkpoint.facts(source).get("cursor")
             resume.check_adapter(source, config)
-    time = resume.shared_time(source, world)
+    time = resume.start_time(source, world)
     with world.together():
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)

@@ -39,7 +39,7 @@ def build_loader(
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
     encoder = objective.encoder(tokenizer)
-    if not held_out and encoder.renders and (times := tokenizer.written_times()):
+    if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
         world.say(
             f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
             "resumed run keeps. Another run, or data packed earlier, has other data unless "

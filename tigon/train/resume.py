@@ -45,7 +45,7 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
 
 
-def shared_time(source: Path | None, world: World) -> datetime:
+def start_time(source: Path | None, world: World) -> datetime:
     """When the run began, which is what chat templates write as the present time: as the checkpoint
     `source` has it, or rank 0. Every rank calls this."""
     known = None if source is None else checkpoint.facts(source).get("strftime_now")

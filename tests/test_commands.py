@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.hub_server import HubServer, hub
 from tests.models.gguf_files import write_gguf
-from tests.small import write_chats, write_model
+from tests.small import CHATML, write_chats, write_model
 from tigon.cli import main
 from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer
@@ -76,6 +76,19 @@ def test_generate_says_what_transformers_says(
     expected = text_of(directory, continuation(directory, prompt, 24))
     out = tigon("generate", directory, QUESTION, "--max-new-tokens", 24, *arguments)
     assert out == expected + "\n"
+
+
+def test_generate_with_variables_of_the_chat_template(
+    directory: Path, tigon: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(directory, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ mood }}" + CHATML)
+    short = ("--max-new-tokens", 8)
+    said = tigon("generate", model, QUESTION, *short, "--chat-template-kwargs", '{"mood": "who"}')
+    assert said == text_of(directory, continuation(directory, f"who{CHAT}", 8)) + "\n"
+    for given, error in (("{", "--chat-template-kwargs is no"), ('{"x": 1}', "has 'x', which the")):
+        assert main(["generate", str(model), "hi", "--chat-template-kwargs", given])
+        assert error in capfd.readouterr().err
 
 
 def test_generate_from_stdin(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def _add_text(commands: Any) -> None:
     p.add_argument("prompt", help="what the user says; - reads it from standard input")
     p.add_argument("--raw", action="store_true", help="continue the text, without a chat template")
     p.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    _template_argument(p)
     p.add_argument(
         "--max-new-tokens",
         type=int,
@@ -152,6 +153,7 @@ def _add_text(commands: Any) -> None:
     p = commands.add_parser("chat", help="talk with a model, or with what a run has made of it")
     _model_arguments(p)
     p.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    _template_argument(p)
     p.add_argument(
         "--max-new-tokens",
         type=int,
@@ -239,6 +241,7 @@ def _add_models(commands: Any) -> None:
     p = kinds.add_parser("perplexity", help="of texts, or of the answers in chats")
     _model_arguments(p)
     p.add_argument("files", nargs="+", help='.txt, or .jsonl rows with "text" or "messages"')
+    _template_argument(p)
     p.add_argument(
         "--context",
         type=int,
@@ -291,6 +294,14 @@ def _add_models(commands: Any) -> None:
     p.add_argument("model", nargs="?", help="as for generate")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
     p.set_defaults(run="info")
+
+
+def _template_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--chat-template-kwargs",
+        metavar="JSON",
+        help="variables of the chat template, as in '{\"enable_thinking\": false}'",
+    )
 
 
 def _model_arguments(

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from tigon.json_file import parse_object
 from tigon.models import CausalLM, split_gguf
 from tigon.parallel import from_pretrained
 from tigon.tokenizer import Tokenizer
@@ -17,6 +18,14 @@ from tigon.weights import Repository
 
 def load(args: Namespace, world: World | None = None) -> tuple[CausalLM, Tokenizer]:
     """`world`: of ranks that share the model."""
+    model, tokenizer = _load(args, world)
+    if (text := args.chat_template_kwargs) is not None:
+        given = parse_object(text.encode(), "--chat-template-kwargs")
+        tokenizer.use_chat_template_kwargs(tokenizer.chat_template_kwargs | given)
+    return model, tokenizer
+
+
+def _load(args: Namespace, world: World | None) -> tuple[CausalLM, Tokenizer]:
     dtype = dtype_of(args)
     ranks: dict[str, Any] = {}
     device: str | torch.device

@@ -31,6 +31,27 @@ def test_file_and_both_forms_of_override(tmp_path):
     )
 
 
+def test_entries_of_a_dictionary(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: m\ndata: a.jsonl\nrun_dir: r\n"
+        "chat_template_kwargs: {date_string: 26 Jul 2024, enable_thinking: true}\n"
+    )
+    dotted = "chat_template_kwargs.enable_thinking=false"
+    config = load(path, [dotted, "columns.messages=dialog"])
+    both = {"date_string": "26 Jul 2024", "enable_thinking": False}
+    assert (config.chat_template_kwargs, config.columns) == (both, {"messages": "dialog"})
+    config = load(path, ["chat_template_kwargs={a: 1}", "--chat-template-kwargs.b", "x"])
+    assert config.chat_template_kwargs == {"a": 1, "b": "x"}
+    assert load(path, ["chat_template_kwargs=null"]).chat_template_kwargs is None
+    assert load(path, ["chat_template_kwargs=null", dotted]).chat_template_kwargs == {
+        "enable_thinking": False
+    }
+    assert load(path, ["columns.text=a: b: c"]).columns == {"text": "a: b: c"}
+    with pytest.raises(strict.ConfigError, match=r"columns=3 and columns\.text contradict"):
+        load(path, ["columns=3", "columns.text=a"])
+
+
 def test_home_directories(tmp_path, monkeypatch):
     """Shells replace them in a word of their own alone, and nothing does in a file."""
     monkeypatch.setenv("HOME", "/home/me")

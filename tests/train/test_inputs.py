@@ -40,6 +40,16 @@ def test_chat_templates(fails, workspace, tmp_path):
     fails("chat template", f"chat_template={tmp_path}/bad.jinja")
 
 
+def test_chat_template_kwargs(fails):
+    kwargs = "chat_template_kwargs={{{}: false}}".format
+    fails("has 'enable_thinkin', which the chat template does not", kwargs("enable_thinkin"))
+    fails("chat_template_kwargs must be an object of the chat template's own", kwargs("messages"))
+    fails("chat_template_kwargs must be an object", kwargs("strftime_now"))
+    fails("chat_template_kwargs='x' is not a dictionary or null", "chat_template_kwargs=x")
+    fails("a chat template takes JSON values, not date", "chat_template_kwargs={m: 2024-07-26}")
+    fails("task=pretrain has no chats", "task=pretrain", kwargs("m"))
+
+
 def test_data(fails, workspace, tmp_path):
     path = tmp_path / "data.jsonl"
     fails(r"no data file matches .*data\.jsonl", f"data={path}")

@@ -24,6 +24,7 @@ class AnswerEncoder(FormatEncoder):
     """
 
     per_token: Mapping[str, DTypeLike] = SUPERVISED
+    uses_chat_template = True
 
     def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
@@ -37,6 +38,7 @@ class AnswerEncoder(FormatEncoder):
             given: dict[str, Any] = {"tools": said.tools, **said.variables}
 
             def encode(messages: Any, **more: Any) -> list[int]:
+                messages = tokenizer.convert_messages(messages, said.tools)
                 ids = tokenizer.apply_chat_template(messages, **given, **more)
                 assert isinstance(ids, list)
                 return ids

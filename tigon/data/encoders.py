@@ -13,11 +13,11 @@ from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Source
 from tigon.data.examples import WEIGHTED, Encoder, Example
-from tigon.data.formats import CHATS, TEXTS, Format, Row, Text, as_chat, as_text
+from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
 from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn
 
-VERSION = 1  # of what these make of a row; another one makes caches anew
+VERSION = 2  # of what these make of a row; another one makes caches anew
 TRIED = 100  # rows that may be bad before a source is refused, where bad rows are skipped
 
 MESSAGE_KEYS = {"role", "content", "weight", "train"}
@@ -74,7 +74,8 @@ class FormatEncoder(Encoder):
 
     def digest(self) -> str:
         parts = type(self).__name__, VERSION, tokenizers.__version__, self.options()
-        return hashlib.sha256(f"{self.tokenizer.digest()} {parts}".encode()).hexdigest()
+        tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
+        return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
 
 
 class TextEncoder(FormatEncoder):
@@ -126,6 +127,7 @@ class ChatEncoder(FormatEncoder):
     """
 
     formats = CHATS
+    uses_chat_template = True
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class ChatEncoder(FormatEncoder):
         self.read_in_messages = MESSAGE_KEYS | words_of_template(tokenizer)
 
     def begin(self, row: Row, form: Format) -> Format:
-        chat = as_chat(row, form)
+        chat = self._read(row, form)
         if isinstance(chat, Text):
             self.ends.update(self.ended([]))
             return replace(form, eos=self.eos)
@@ -150,6 +152,13 @@ class ChatEncoder(FormatEncoder):
             given: dict[str, Any] = {"tools": chat.tools, **chat.variables}
             self.ends.add(self.tokenizer.end_of_turn(chat.messages, **given))
         return form
+
+    def _read(self, row: Row, form: Format) -> Chat | Text:
+        """The row with messages as the chat template reads them."""
+        chat = as_chat(row, form)
+        if isinstance(chat, Text):
+            return chat
+        return replace(chat, messages=self.tokenizer.convert_messages(chat.messages, chat.tools))
 
     def options(self) -> dict[str, Any]:
         return {"train_on": self.train_on}
@@ -168,7 +177,7 @@ class ChatEncoder(FormatEncoder):
         return found
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
-        chat = as_chat(row, form)
+        chat = self._read(row, form)
         if isinstance(chat, Text) != (form.eos is not None):
             first = "lists of messages" if form.eos is None else "texts"
             raise ValueError(f"prompt and completion must be {first}, as in its source's first row")
@@ -201,6 +210,7 @@ def words_of_template(tokenizer: Tokenizer) -> set[str]:
     template = tokenizer.chat_template or ""
     texts = template.values() if isinstance(template, dict) else [template]
     words = set(re.findall(r"\w+", " ".join(texts)))
+    words |= {"function_call"} if "tool_calls" in words else set()  # which it becomes
     return words | set(REASONING) if words & set(REASONING) else words
 
 

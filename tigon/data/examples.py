@@ -149,6 +149,7 @@ class Encoder:
     per_token: Mapping[str, DTypeLike] = SUPERVISED
     per_example: Mapping[str, DTypeLike] = NONE
     skip_bad_rows = False
+    uses_chat_template = False  # whether a chat template makes text of rows
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:

@@ -3,13 +3,13 @@
 A source's format is told once, from the keys of its first row; then every row must have it.
 """
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tigon.json_file import unique
+from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
+from tigon.tokenizer.chat import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -38,7 +38,7 @@ OPTIONAL = {
     "messages": ("tools", "system", "weight", "chat_template_kwargs"),
     "sharegpt": ("tools", "system", "weight", "chat_template_kwargs"),
     "prompt_completion": ("tools", "system", "weight", "chat_template_kwargs"),
-    "instruction": ("input", "system", "weight", "chat_template_kwargs"),
+    "instruction": ("input", "history", "system", "weight", "chat_template_kwargs"),
     "text": ("weight",),
     "preference": ("prompt", "margin", *GIVEN),
     "unpaired": GIVEN,
@@ -46,7 +46,10 @@ OPTIONAL = {
     "completions": ("rewards", "advantages", "old_logprobs", *GIVEN),
 }
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
-OTHER_NAMES = {"messages": "conversations"}  # under which a key is found without `columns`
+# Under which a key is found without `columns`
+OTHER_NAMES = {"conversations": "messages", "conversation": "messages"}
+# Keys whose messages may be JSON as text, as columns of Parquet and CSV have them
+MESSAGE_LISTS = ("messages", "prompt", "completion", "chosen", "rejected")
 EXPLAINED = {
     "messages": '"messages": [{"role": ..., "content": ...}, ...]',
     "sharegpt": '"conversations": [{"from": "human", "value": ...}, ...]',
@@ -68,13 +71,8 @@ ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
     "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-    "function_call": "function_call",  # the assistant calls tools
-}
-RESERVED = {  # no variables of a chat template, but arguments of the functions that take them
-    *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
-    *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "function_call"),  # the assistant calls tools
 }
 
 
@@ -106,12 +104,14 @@ class Format:
         return self.columns.get(ours, ours)
 
     def get(self, row: Row, ours: str) -> Any:
-        return row.get(self.key(ours))
+        """The row's value of a key; messages as a list, even if they are JSON as text."""
+        value = row.get(self.key(ours))
+        return read_messages(value) if ours in MESSAGE_LISTS and isinstance(value, str) else value
 
     def told(self, row: Row, accepted: Sequence[str]) -> "Format":
         """The format of the row, one of `accepted`; ValueError if none or several fit."""
         columns = dict(self.columns)
-        for ours, other in OTHER_NAMES.items():
+        for other, ours in OTHER_NAMES.items():
             if row.get(ours) is None and row.get(other) is not None:
                 columns.setdefault(ours, other)
         form = replace(self, columns=columns)
@@ -213,6 +213,9 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
         if form.kind == "sharegpt":
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
         messages = with_system(messages, row, form)
+    messages = normalize_messages(messages, "messages")
+    # Nothing is rendered before a greeting, so it is no answer
+    greeting = form.kind != "prompt_completion" and _speaks(messages[:1]) and _speaks(messages[1:])
     weights = [_message_weight(i, message) for i, message in enumerate(messages)]
     messages = [
         {k: v for k, v in message.items() if k not in ("weight", "train")}
@@ -221,18 +224,25 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
         for message in messages
     ]
     return Chat(
-        messages, weights, len(asked), weight, tools_of(row, form), template_variables(row, form)
+        messages,
+        weights,
+        1 if greeting else len(asked),
+        weight,
+        tools_of(row, form),
+        template_variables(row, form),
     )
+
+
+def _speaks(messages: Messages) -> bool:
+    """Whether the assistant says any of these messages."""
+    return any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
 
 
 def template_variables(row: Row, form: Format) -> dict[str, Any]:
     """What the row says to the chat template; ValueError for what is not its own to say."""
-    variables = form.get(row, "chat_template_kwargs") or {}
-    if not isinstance(variables, dict) or RESERVED & variables.keys():
-        raise ValueError(
-            f"{form.key('chat_template_kwargs')!r} must be an object of the chat template's own "
-            f"variables, not {variables!r:.100}"
-        )
+    name = form.key("chat_template_kwargs")
+    variables = read_json(form.get(row, "chat_template_kwargs"), repr(name)) or {}
+    check_variables(variables, repr(name))
     return variables
 
 
@@ -240,8 +250,27 @@ def _instruction(row: Row, form: Format) -> Messages:
     asked = _text(row, form, "instruction")
     given = None if form.get(row, "input") is None else _text(row, form, "input")
     user = f"{asked}\n\n{given}" if given else asked
-    answer = _text(row, form, "output")
-    return [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    turns = [*_history(row, form), (user, _text(row, form, "output"))]
+    return [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _history(row: Row, form: Format) -> list[tuple[str, str]]:
+    """Earlier questions and answers, as LLaMA-Factory's Alpaca format has them."""
+    name = form.key("history")
+    pairs = read_json(form.get(row, "history"), repr(name)) or []
+    if not isinstance(pairs, list):
+        raise ValueError(f"{name!r} must be a list of [question, answer], not {kind_of(pairs)}")
+    for i, pair in enumerate(pairs):
+        texts = isinstance(pair, list) and all(isinstance(text, str) for text in pair)
+        if not texts or len(pair) != 2:
+            raise ValueError(
+                f"{name}[{i}] must be [question, answer], two texts, not {pair!r:.100}"
+            )
+    return [(question, answer) for question, answer in pairs]
 
 
 def with_system(messages: Asked, row: Row, form: Format) -> Asked:
@@ -263,12 +292,14 @@ def _from_sharegpt(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {', '.join(ROLES)}")
     rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
-    if speaker != "function_call":
+    if ROLES[speaker] != "function_call":
         return {"role": ROLES[speaker], "content": value, **rest}
-    calls = _json(value, f"messages[{i}]['value'] of a function_call")
-    calls = calls if isinstance(calls, list) else [calls]
-    tool_calls = [{"type": "function", "function": call} for call in calls]
-    return {"role": "assistant", "tool_calls": tool_calls, **rest}
+    calls = read_json(value, f"messages[{i}]['value'] of a function_call")
+    return {
+        "role": "assistant",
+        "tool_calls": calls if isinstance(calls, list) else [calls],
+        **rest,
+    }
 
 
 def _message_weight(i: int, message: Any) -> float | None:
@@ -301,21 +332,7 @@ def _weight(value: Any, name: str) -> float:
 
 def tools_of(row: Row, form: Format) -> list[Any] | None:
     """The functions that the row lets the model call; they may be given as JSON."""
-    tools, name = form.get(row, "tools"), form.key("tools")
-    if isinstance(tools, str):
-        tools = _json(tools, repr(name)) if tools.strip() else None
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"{name!r} must be a list, or its JSON as text, not {kind_of(tools)}")
-    return tools
-
-
-def _json(text: Any, name: str) -> Any:
-    if not isinstance(text, str):
-        return text
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except ValueError as error:
-        raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
+    return normalize_tools(form.get(row, "tools"), form.key("tools"))
 
 
 def _text(row: Row, form: Format, ours: str) -> str:
@@ -328,7 +345,8 @@ def _text(row: Row, form: Format, ours: str) -> str:
 def _list(row: Row, form: Format, ours: str) -> list[Any]:
     value = form.get(row, ours)
     if not isinstance(value, list):
-        raise ValueError(_missing(row, form, ours, "a list of messages"))
+        hint = ", which is not the JSON of one" if isinstance(value, str) else ""
+        raise ValueError(_missing(row, form, ours, "a list of messages") + hint)
     return list(value)
 
 

@@ -19,6 +19,7 @@ from tigon.data.formats import (
     tools_of,
     with_system,
 )
+from tigon.data.messages import normalize_messages, read_json, read_messages
 
 Said = str | Messages  # a text, or messages
 LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
@@ -121,7 +122,8 @@ class Rewarded:
 
 def as_rewarded(row: Row, form: Format) -> Rewarded:
     """A row of the format completions; prompt and completions may be texts, messages or tokens."""
-    prompt, answers = form.get(row, "prompt"), form.get(row, "completions")
+    prompt = form.get(row, "prompt")
+    answers = read_json(form.get(row, "completions"), repr(form.key("completions")))
     if not isinstance(answers, list) or not answers:
         raise ValueError(f"{form.key('completions')!r} must be a list of answers")
     given = [name for name in ("rewards", "advantages") if form.get(row, name) is not None]
@@ -156,15 +158,18 @@ def as_rewarded(row: Row, form: Format) -> Rewarded:
             check_tokens(ids, form.key(key))
     said = None
     if not tokens:
-        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
+        key = form.key("completions")
+        answers = [read_messages(a) if isinstance(a, str) else a for a in answers]
         for answer in answers:
             if not isinstance(answer, str | list):
                 raise ValueError(
-                    f"{form.key('completions')!r} has {kind_of(answer)} in it: give texts, or "
-                    "lists of messages"
+                    f"{key!r} has {kind_of(answer)} in it: give texts, or lists of messages"
                 )
+        answers = [_normalized(a, f"{key}[{i}]") for i, a in enumerate(answers)]
+        said = _prompted(row, form, _said(row, form, "prompt"), tuple(answers))
+        for answer in said.answers:
             _check_alike(form, "completions", said.prompt, answer)
-            _check_answer(form.key("completions"), answer)
+            _check_answer(key, answer)
         prompt, answers = [], []
     return Rewarded(said, prompt, answers, values, given == ["advantages"], old)
 
@@ -215,10 +220,14 @@ def _prompted(row: Row, form: Format, prompt: Said, answers: tuple[Said, ...]) -
 def _said(row: Row, form: Format, name: str) -> Said:
     value = form.get(row, name)
     if isinstance(value, str | list):
-        return value
+        return _normalized(value, form.key(name))
     raise ValueError(
         f"{form.key(name)!r} must be a text or a list of messages, not {kind_of(value)}"
     )
+
+
+def _normalized(said: Said, name: str) -> Said:
+    return said if isinstance(said, str) else normalize_messages(said, name)
 
 
 def _check_alike(form: Format, name: str, prompt: Said, answer: Said) -> None:

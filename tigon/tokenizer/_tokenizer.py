@@ -1,9 +1,11 @@
 """The tokenizer of a model repository."""
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -16,7 +18,9 @@ from tigon.tokenizer.backend import read_backend
 from tigon.tokenizer.failures import Failures
 from tigon.tokenizer.files import Files
 from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
+from tigon.tokenizer.probe import probe
 from tigon.tokenizer.stream import DecodeStream
+from tigon.tokenizer.times import time_formats
 
 if TYPE_CHECKING:  # worker processes that tokenise need none of it, and it takes seconds
     import torch
@@ -31,6 +35,7 @@ _NOT_VARIABLES = {
     "truncation",
     "add_generation_prompt",
     "continue_final_message",
+    "strftime_now",
 }
 
 
@@ -49,6 +54,8 @@ class Tokenizer:
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})  # {"bos_token": "<s>", ...}
         self.chat_template = chat_template  # or several, by name
+        self.chat_template_kwargs: dict[str, Any] = {}  # of all chats that do not say otherwise
+        self.strftime_now: datetime | None = None  # the time that templates write; None: now
         self.model_max_length = model_max_length
         self._files = Files(files or {})
         self._failures = Failures((files or {}).get("tokenizer.json"))
@@ -92,11 +99,23 @@ class Tokenizer:
         """Read them into memory, for a `save_pretrained` when they are gone."""
         self._files.keep()
 
+    def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
+        """Variables of the chat template for all chats; ValueError for one that it does not read.
+
+        A chat's own variables win, name by name.
+        """
+        chat.check_variables(variables, "chat_template_kwargs")
+        if unread := [name for name in variables if not self.template_reads(name)]:
+            raise ValueError(
+                f"chat_template_kwargs has {unread[0]!r}, which the chat template does not read"
+                if self.chat_template
+                else "chat_template_kwargs: the tokenizer has no chat template"
+            )
+        self.chat_template_kwargs = dict(variables)
+
     def template_reads(self, name: str) -> bool:
         """Whether a chat template speaks of a variable."""
-        templates = self.chat_template or ""
-        texts = templates.values() if isinstance(templates, dict) else [templates]
-        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates())
 
     def use_eos(self, token_id: int) -> None:
         """Another token as eos, which `save_pretrained` then writes too."""
@@ -204,6 +223,16 @@ class Tokenizer:
         ).text
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def convert_messages(
+        self, messages: Sequence[chat.Message], tools: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Messages with content as text and tool arguments as objects, as the template reads them.
+
+        `apply_chat_template` passes messages on as they are, as transformers does.
+        """
+        template = self._template(None, tools)
+        return probe(template, tuple(self.special_tokens.items())).convert(messages)
+
     def encode_chat(
         self,
         messages: Sequence[chat.Message],
@@ -260,11 +289,27 @@ class Tokenizer:
         ]
         return encoding.ids, token_weights(offsets, spans)
 
-    def digest(self) -> str:
-        """Changes with whatever changes the tokens of a text or of a conversation."""
-        read = sorted(item for item in self.special_tokens.items() if self.template_reads(item[0]))
-        parts = read, self.chat_template, self.backend.encode_special_tokens
+    def digest(self, *, chats: bool = True) -> str:
+        """Changes with whatever changes the tokens of a text or, with `chats`, of a conversation.
+
+        The time counts as the chat template writes it: by the day, if it writes a date.
+        """
+        parts: tuple[Any, ...] = (self.backend.encode_special_tokens,)
+        if chats:
+            tokens = self.special_tokens.items()
+            read = sorted(item for item in tokens if self.template_reads(item[0]))
+            kwargs = json.dumps(self.chat_template_kwargs, sort_keys=True)
+            parts = read, self.chat_template, *parts, kwargs, self.template_times()
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
+
+    def template_times(self) -> dict[str, str]:
+        """What strftime_now gives the chat template, by format; empty if variables pin the time."""
+        time, variables = self.strftime_now or chat.now(), self.chat_template_kwargs
+        return {
+            format: time.strftime(format)
+            for template in self._templates()
+            for format in time_formats(template, self.special_tokens, variables)
+        }
 
     def end_of_turn(
         self, messages: Sequence[chat.Message], *, tools: Sequence[Any] | None = None, **given: Any
@@ -313,7 +358,12 @@ class Tokenizer:
     def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
         if wrong := _NOT_VARIABLES & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(wrong))}")
-        return self.special_tokens | variables
+        given = self.special_tokens | self.chat_template_kwargs | variables
+        return given | {"strftime_now": self.strftime_now}
+
+    def _templates(self) -> list[str]:
+        templates = self.chat_template or {}
+        return [*templates.values()] if isinstance(templates, dict) else [templates]
 
     def _template(self, chosen: str | None, tools: Sequence[Any] | None) -> str:
         named = self.chat_template if isinstance(self.chat_template, dict) else {}

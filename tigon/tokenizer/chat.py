@@ -25,12 +25,24 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _CUT = "<|CUT HERE|> "
 
 
+class Null(str):
+    """Empty text that is null to the template. None itself is dropped, as transformers does."""
+
+
 class Rendered(NamedTuple):
     text: str
     generations: list[tuple[int, str]]  # start and text of each {% generation %} block
 
 
+# No variables of a chat template, but arguments of the functions that take them
+RESERVED = {
+    *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
+    *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    "strftime_now",
+}
 _note: ContextVar[Callable[[str], None]] = ContextVar("note")
+_time: ContextVar[datetime | None] = ContextVar("time", default=None)
 
 
 class _Generation(Extension):
@@ -54,10 +66,15 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(str(message))  # here, where its own errors are the template's
 
 
+def now() -> datetime:
+    """The time that templates write, unless one is given."""
+    return datetime.now()
+
+
 def _strftime_now(format: str) -> str:
     if len(format) > 100:  # the C library pads numbers as a format says
         raise ValueError(f"strftime_now takes a short format, not {len(format)} characters")
-    return datetime.now().strftime(format)
+    return (_time.get() or now()).strftime(format)
 
 
 class _Thread(threading.local):
@@ -98,9 +115,13 @@ def render(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
+    strftime_now: datetime | None = None,
     **variables: Any,
 ) -> Rendered:
-    """The conversation as text; ValueError with the template's own message where it refuses."""
+    """The conversation as text; ValueError with the template's own message where it refuses.
+
+    `strftime_now`: the time that the template's function of this name formats; None: now.
+    """
     try:
         chat = [_message(message) for message in messages]
         if continue_final_message:
@@ -118,18 +139,19 @@ def render(
         }
     except RecursionError:
         raise ValueError("what the chat template takes is nested too deeply") from None
-    rendered = _run(_thread.compile(template), given)
+    rendered = _run(_thread.compile(template), given, strftime_now)
     if continue_final_message:
         return rendered._replace(text=_cut(rendered.text, final))
     return rendered
 
 
-def _run(template: jinja2.Template, given: dict[str, Any]) -> Rendered:
+def _run(template: jinja2.Template, given: dict[str, Any], time: datetime | None) -> Rendered:
     sandbox = _thread.sandbox
     pieces: list[str] = []
     generations: list[tuple[int, str]] = []
     length, most = 0, ALLOWANCE
     token = _note.set(lambda text: generations.append((length, text)))
+    clock = _time.set(time)
     sandbox.start(given)
     try:
         for piece in template.root_render_func(template.new_context(given)):
@@ -142,6 +164,7 @@ def _run(template: jinja2.Template, given: dict[str, Any]) -> Rendered:
     finally:
         sandbox.stop()
         _note.reset(token)
+        _time.reset(clock)
     return Rendered("".join(pieces), generations)
 
 
@@ -159,6 +182,19 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"messages[{i}]['content'] is missing (role {role!r})")
         if not isinstance(content, (str, list, tuple, Mapping, type(None))):
             raise ValueError(f"messages[{i}]['content'] must be text, got {content!r:.100}")
+
+
+def check_variables(variables: Any, name: str) -> None:
+    """ValueError unless these are variables that a chat template can have."""
+    keys = variables.keys() if isinstance(variables, dict) else RESERVED
+    if RESERVED & keys or not all(isinstance(key, str) for key in keys):
+        raise ValueError(
+            f"{name} must be an object of the chat template's own variables, not {variables!r:.100}"
+        )
+    try:
+        _plain(variables)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def check_unicode(text: Any) -> None:
@@ -187,7 +223,7 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return None if isinstance(value, Null) else str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
     if isinstance(value, float):

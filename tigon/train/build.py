@@ -139,9 +139,11 @@ def read_inputs(
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
             cursor = checkpoint.facts(source).get("cursor")
             resume.check_adapter(source, config)
+    time = resume.start_time(source, world)
     with world.together():
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
+        tokenizer.strftime_now = time
         check_context(config, source)
         objective.check_beside(tokenizer, source)
         reason = sharing.decide(objective, source)
@@ -327,6 +329,7 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
         if all(name in was and was[name] == getattr(config, name) for name in named):
             tokenizer = Tokenizer.from_pretrained(source)
             tokenizer.keep_files()  # the checkpoint may go while the run saves them again
+            tokenizer.use_chat_template_kwargs(config.chat_template_kwargs or {})
             return tokenizer
     base = Path(config.model)
     if config.model and ((base / "checkpoints").is_dir() or (base / "run.json").is_file()):
@@ -339,4 +342,5 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     )
     if config.chat_template:
         tokenizer.use_chat_template(config.chat_template)
+    tokenizer.use_chat_template_kwargs(config.chat_template_kwargs or {})
     return tokenizer

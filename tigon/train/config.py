@@ -10,6 +10,7 @@ from tigon.hub import check_repository
 from tigon.json_file import shown
 from tigon.parallel import MeshSizes
 from tigon.paths import expanded
+from tigon.tokenizer.chat import check_variables
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import (
@@ -73,6 +74,7 @@ class Config(
                 f"lora.quantize=keep keeps a checkpoint's fp8, and the weights of init={self.init} "
                 "are drawn: lora.quantize=nf4 makes 4 bits of them"
             )
+        check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
         for name in ("keep_best", "hf_best"):
             if getattr(self, name) and not self.held_out:
                 raise ValueError(

@@ -14,6 +14,8 @@ from tigon.train.values import VALUES
 
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
+DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
+
 # Settings of which a config has one: that of the command line is in place of the file's other
 INSTEAD = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
 
@@ -38,13 +40,37 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             values = _read(read, _number)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    given = _read(dict(pairs(overrides)), _parse)
+    given = _read(_with_entries(dict(pairs(overrides)), values), _parse)
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
     over = {name.partition(".")[0] for name in given if "." in name}
     over |= {other for name, other in INSTEAD.items() if given.get(name) is not None}
     kept = {n: v for n, v in values.items() if n.partition(".")[0] not in given and n not in over}
     return strict.make(Config, kept | given)
+
+
+def _with_entries(given: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`columns.NAME=value` sets an entry of a dictionary and keeps the file's other ones."""
+    for name in DICTIONARIES:
+        entries = {key: given.pop(key) for key in [*given] if key.startswith(f"{name}.")}
+        if entries:
+            whole = (_value(given[name]) if name in given else values.get(name)) or {}
+            if not isinstance(whole, dict):
+                raise strict.ConfigError(
+                    f"{name}={whole} and {next(iter(entries))} contradict each other"
+                )
+            of_name = {key.removeprefix(f"{name}."): _value(entries[key]) for key in entries}
+            given[name] = whole | of_name
+    return given
+
+
+def _value(text: str) -> Any:
+    try:
+        return _parse(text)
+    except strict.ConfigError:
+        raise
+    except ValueError:  # no YAML, so it is text
+        return text
 
 
 def _read(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:

@@ -42,6 +42,12 @@ def build_loader(
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
     encoder = objective.encoder(tokenizer)
+    if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
+        world.say(
+            f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
+            "resumed run keeps. Another run, or data packed earlier, has other data unless "
+            "chat_template_kwargs gives a variable for it, such as date_string"
+        )
     streaming = config.streaming and not held_out
     sources = [
         find_sources(entry, separator=config.separator, streaming=streaming) for entry in entries

@@ -57,14 +57,22 @@ def load_checkpoint(
             resume.check_base(source, config, base_digest(config))
             model = adapted(config, dtype, device)
             checkpoint.load(source, model)
-            return model.eval(), Tokenizer.from_pretrained(source)
+            return model.eval(), tokenizer_of(source)
         model = described(source, torch.float32)
         model.to(dtype or torch_dtype(model.config.dtype or "float32"))
         if mesh is not None:
             cut_layers(model, mesh, expert_parallel=expert_parallel)
         materialize(model, torch.device(device))
         checkpoint.load(source, model)
-        return model.eval(), Tokenizer.from_pretrained(source)
+        return model.eval(), tokenizer_of(source)
+
+
+def tokenizer_of(source: Path) -> Tokenizer:
+    """The checkpoint's, which chats with the variables that the run gave the chat template."""
+    tokenizer = Tokenizer.from_pretrained(source)
+    given = checkpoint.facts(source).get("config", {}).get("chat_template_kwargs")
+    tokenizer.use_chat_template_kwargs(given or {})
+    return tokenizer
 
 
 def check_shareable(source: Path) -> None:

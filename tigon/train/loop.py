@@ -79,6 +79,8 @@ def steps(run: Run, record: Record) -> int:
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
     facts |= {"base": run.base} if run.base else {}
+    if run.tokenizer.strftime_now is not None:
+        facts |= {"strftime_now": run.tokenizer.strftime_now.isoformat()}
     for name in ("share_prompts", "distinct"):  # which rows a step has depends on them
         facts |= {name: True} if getattr(run.objective, name) else {}
     profiler = Profiler(config.profile, config.run_dir, world, run.start, run.steps)

@@ -10,6 +10,7 @@ from tigon.train.data import build_loader
 from tigon.train.matching import check_context
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import start
+from tigon.train.resume import start_time
 
 CONFIGS = (".yaml", ".yml")
 
@@ -34,6 +35,7 @@ def pack(arguments: Sequence[str]) -> None:
     with start("cpu") as world:
         objective = find_objective(config.task)(config, world)
         tokenizer = load_tokenizer(config)
+        tokenizer.strftime_now = start_time(None, world)
         check_context(config)
         build_loader(objective, config.data, tokenizer)
         if config.held_out:

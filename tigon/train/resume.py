@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import asdict, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tigon.data import Loader
+from tigon.tokenizer import chat
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
@@ -41,6 +43,17 @@ def find(config: Config, world: World) -> Path | None:
 def facts(config: Config, data: Loader) -> dict[str, Any]:
     """What a checkpoint must remember to be resumed: settings, and which data its steps meant."""
     return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
+
+
+def start_time(source: Path | None, world: World) -> datetime:
+    """When the run began, which is what chat templates write as the present time: as the checkpoint
+    `source` has it, or rank 0. Every rank calls this."""
+    known = None if source is None else checkpoint.facts(source).get("strftime_now")
+    first = world.board.gather(str(known or chat.now().isoformat()))[0]
+    try:
+        return datetime.fromisoformat(str(first))
+    except ValueError:
+        raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
 
 
 def check_adapter(source: Path, config: Config) -> None:

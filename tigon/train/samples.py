@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tigon.data.messages import normalize_messages
 from tigon.json_file import parse_json
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
@@ -108,6 +109,10 @@ def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Promp
     if isinstance(messages, list) and messages:
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError(f"{where}: a message is an object with role and content")
+        try:
+            messages = normalize_messages(messages, "messages")
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]  # what the model is to say
         text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
@@ -121,6 +126,7 @@ def _prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> Promp
     if messages is None:
         return Prompt(text, tokenizer.encode(text))
     try:
+        messages = tokenizer.convert_messages(messages)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -135,6 +135,11 @@ class DataSettings:
         "what is learned of a chat: the assistant's turns, its last one, or all of it",
         stream=True,
     )
+    chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009
+        None,
+        "variables of the chat template, as in {enable_thinking: false}; those of a row win",
+        stream=True,
+    )
     bad_rows: Literal["error", "skip"] = option(
         "error",
         "what a row that cannot be read or encoded does; skipped ones are counted",

@@ -14,8 +14,9 @@ class Pretrain(CrossEntropyObjective):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        if config.chat_template:
-            raise ValueError(f"chat_template={config.chat_template}: task=pretrain has no chats")
+        for name in ("chat_template", "chat_template_kwargs"):
+            if value := getattr(config, name):
+                raise ValueError(f"{name}={value}: task=pretrain has no chats")
         if config.train_on != "assistant":
             raise ValueError(f"train_on={config.train_on}: task=pretrain learns every token")
 

@@ -1,0 +1,137 @@
+"""One form for messages and tools that data sets spell in several ways.
+
+Content is text, and a tool call is {"type": "function", "function": {"name", "arguments"}} with
+arguments as an object, as transformers documents it.
+"""
+
+import json
+import re
+from typing import Any
+
+from tigon.json_file import unique
+
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
+
+
+def normalize_messages(messages: list[Any], name: str) -> list[Any]:
+    """The messages in their one form; ValueError, which names the place, for what has none.
+
+    What is no message at all stays as it is: whoever renders it says so.
+    """
+    return [
+        _message(message, f"{name}[{i}]") if isinstance(message, dict) else message
+        for i, message in enumerate(messages)
+    ]
+
+
+def normalize_tools(tools: Any, name: str) -> list[Any] | None:
+    """The list of tools, each with the wrapper {"type": "function", "function": ...}."""
+    tools = read_json(tools, repr(name))
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise ValueError(
+            f"{name!r} must be a list, or its JSON as text, not {type(tools).__name__}"
+        )
+    return [_tool(read_json(tool, f"{name}[{i}]")) for i, tool in enumerate(tools)] or None
+
+
+def read_messages(text: str) -> Any:
+    """The list of messages that a text is the JSON of; any other text as it is."""
+    if not re.match(r"\s*\[\s*\{", text):
+        return text
+    try:
+        messages = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        return text
+    if all(isinstance(message, dict) and message.keys() & {"role", "from"} for message in messages):
+        return messages
+    return text
+
+
+def read_json(value: Any, name: str) -> Any:
+    """What a text is the JSON of, None if it is blank, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value, object_pairs_hook=unique)
+    except ValueError as error:
+        raise ValueError(f"{name} is text, but not valid JSON: {error}") from None
+
+
+def _message(message: dict[str, Any], name: str) -> dict[str, Any]:
+    plain = _present(message)
+    if isinstance(plain.get("content"), list):
+        plain["content"] = _content(plain["content"], plain.get("role"), f"{name}['content']")
+    calls = read_json(plain.pop("tool_calls", None), f"{name}['tool_calls']") or []
+    if not isinstance(calls, list):
+        raise ValueError(f"{name}['tool_calls'] must be a list, not {calls!r:.100}")
+    legacy = read_json(plain.pop("function_call", None), f"{name}['function_call']")
+    if calls:
+        plain["tool_calls"] = [
+            _tool_call(call, f"{name}['tool_calls'][{j}]") for j, call in enumerate(calls)
+        ]
+    elif legacy:
+        plain["tool_calls"] = [_tool_call(legacy, f"{name}['function_call']")]
+    return plain
+
+
+def _content(parts: list[Any], role: Any, name: str) -> Any:
+    """The text of content parts. A tool's result may be any other list, which stays as it is."""
+    if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
+        return parts
+    texts = []
+    for j, part in enumerate(parts):
+        kind = part.get("type") or "text"
+        if kind not in TEXT_PARTS:
+            if role == "tool":
+                return parts
+            raise ValueError(
+                f"{name}[{j}] has the type {kind!r:.100}: Tigon trains on text, so give parts of "
+                "type 'text' only (reasoning goes into 'reasoning_content')"
+            )
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}[{j}]['text'] must be text, not {part.get('text')!r:.100}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _tool_call(call: Any, name: str) -> dict[str, Any]:
+    call = read_json(call, name)
+    if isinstance(call, dict) and call.get("function") is None:  # without the wrapper
+        outer = {"id": call.get("id"), "type": "function"}
+        function = {key: value for key, value in call.items() if key not in outer}
+    elif isinstance(call, dict):
+        outer, function = {"type": "function", **call}, call["function"]
+    if not isinstance(call, dict) or not isinstance(function, dict) or not function.get("name"):
+        raise ValueError(f"{name} must be an object with the name of a function, not {call!r:.100}")
+    arguments = read_json(function.get("arguments"), f"{name}: 'arguments'")
+    if not isinstance(arguments, dict | None):
+        raise ValueError(
+            f"{name}: 'arguments' must be an object, or its JSON as text, not {arguments!r:.100}"
+        )
+    # Templates that write the function as JSON write its keys in this order
+    function = {"name": function["name"], "arguments": arguments or {}} | {
+        key: value for key, value in function.items() if key not in ("name", "arguments")
+    }
+    return _present(outer) | {"function": _present(function)}
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    function = tool.get("function")
+    if function is None and "name" in tool:
+        function = {key: value for key, value in tool.items() if key not in ("type", "function")}
+        tool = {"type": "function"}
+    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
+        parameters = read_json(function["parameters"], "the 'parameters' of a tool")
+        function = function | {"parameters": parameters}
+    return tool if function is None else tool | {"function": function}
+
+
+def _present(values: dict[str, Any]) -> dict[str, Any]:
+    """Without the nulls that Arrow, and what is exported from it, gives keys that are not there."""
+    return {key: value for key, value in values.items() if value is not None}

@@ -42,7 +42,9 @@ ARROWS: dict[str, set[str]] = {
     "shared_chat": {"chat", "train"},
     "shared_commands": {"chat", "model_arguments"},
     "commands": {"eval", "info", "shared_chat", "shared_commands"},
-    "cli": {"commands", "report", "train"},
+    "data_commands": {"train"},
+    "cli": {"commands", "data_commands", "report", "train"},
+    "__main__": {"cli"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tigon.chat import Chat, put, talk
-from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.info import describe, dtype_name
 from tigon.json_file import escaped
@@ -20,7 +19,6 @@ from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.tokenizer import Tokenizer
-from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
 from tigon.train.merge import as_merged_directory, export_merged, is_adapter
 from tigon.train.parallel import World
@@ -128,16 +126,6 @@ def plan(args: Namespace) -> int:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
     print(show(make_plan(job, args.most)))
-    return 0
-
-
-def data_pack(args: Namespace) -> int:
-    pack(args.arguments)
-    return 0
-
-
-def data_clean(args: Namespace) -> int:
-    print(clean_cache(args.days))
     return 0
 
 

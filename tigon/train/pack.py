@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tigon.data import cache_root
 from tigon.train.build import load_tokenizer
+from tigon.train.config import Config
 from tigon.train.config_file import load
 from tigon.train.data import build_loader
 from tigon.train.matching import check_context
@@ -14,8 +15,8 @@ from tigon.train.parallel import start
 CONFIGS = (".yaml", ".yml")
 
 
-def pack(arguments: Sequence[str]) -> None:
-    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+def read_arguments(arguments: Sequence[str]) -> Config:
+    """The settings of a config file, or of data files, and of `key=value`s."""
     settings = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     for path in paths:
@@ -28,7 +29,12 @@ def pack(arguments: Sequence[str]) -> None:
     if files:
         settings.append(f"data={files}")
     # A run would write there; this one does not
-    config = load(configs[0] if configs else None, ["run_dir=unused", *settings])
+    return load(configs[0] if configs else None, ["run_dir=unused", *settings])
+
+
+def pack(arguments: Sequence[str]) -> None:
+    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+    config = read_arguments(arguments)
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:

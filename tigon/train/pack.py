@@ -1,5 +1,6 @@
 """`tigon data pack`: the cache of tokenised data, made before a run needs it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
     if len(configs) > 1 or (configs and files):
         raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
     if files:
-        settings.append(f"data={files}")
+        settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
     # A run would write there; this one does not
     return load(configs[0] if configs else None, ["run_dir=unused", *settings])
 

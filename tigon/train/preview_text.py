@@ -33,7 +33,7 @@ def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[s
     if shown.warnings:
         yield ""
     for line in shown.warnings:
-        yield _painted(f"note: {line}", YELLOW, color)
+        yield _painted(f"note: {visible(line)}", YELLOW, color)
     if config.bad_rows == "error" and any(row.error for row in shown.rows):
         yield "bad_rows=error: a run would end at the first bad row; bad_rows=skip leaves them out"
 
@@ -42,7 +42,7 @@ def _row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
     where = escaped(row.where)
     if row.error:
         yield _painted(f"--- {where}: bad row", BOLD, color)
-        yield row.error
+        yield visible(row.error)
     elif not row.examples:
         yield _painted(f"--- {where}: nothing to learn", BOLD, color)
     for number, example in enumerate(row.examples, start=1):

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tigon.version import __version__
@@ -30,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # Imported now: torch takes seconds, and --help must not
-            if training:
+            if training and {"--help", "-h"} & {*arguments}:
+                print(Path(__file__).with_name("train").joinpath("help.txt").read_text())
+                status = 0
+            elif training:
                 status = _imported("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
                 print(import_module("tigon.report").write(args.runs, args.out))
@@ -60,7 +64,16 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         args.arguments += rest
+    if args.command == "info" and _needs_headers_alone(args):
+        args.module = "tigon.summary"
     return args
+
+
+def _needs_headers_alone(args: argparse.Namespace) -> bool:
+    """Whether what `tigon info` is asked is in config.json and headers, and so needs no torch."""
+    if args.check or args.model is None or args.model.endswith(".gguf"):
+        return False
+    return not any(Path(args.model, name).exists() for name in ("run.json", "checkpoints"))
 
 
 def _imported(name: str) -> Any:
@@ -318,7 +331,13 @@ def _add_models(commands: Any) -> None:
     p = commands.add_parser("info", help="describe a model, or this machine")
     p.add_argument("model", nargs="?", help="as for generate")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
-    p.set_defaults(run="info")
+    p.add_argument(
+        "--check",
+        action="store_true",
+        help="compare every tensor with the model's: would it load? takes seconds; of runs and "
+        ".gguf files always",
+    )
+    p.set_defaults(module="tigon.info", run="info")
 
 
 def _model_arguments(

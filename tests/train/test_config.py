@@ -193,10 +193,10 @@ packing_strategy pad_token peft_layer_replication prediction_loss_only project p
 remove_unused_columns roles sample_packing_bin_size sapo_temperature_neg save_last_epoch_only
 split_thinking strict tokenizer_type top_k train_on_split train_sampling_strategy use_cache
 vllm_importance_sampling_cap vllm_model_impl wandb_watch adam_beta3
-""".split()
+"""
 
 
-@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("name", FAR.split())
 def test_a_name_that_only_sounds_alike_is_not_suggested(name):
     assert answer(name, Config.__dataclass_fields__) == "`tigon train --help` lists all"
 

@@ -121,6 +121,7 @@ def _examples(
         values = {name: column[i].item() for name, column in examples.per_example.items()}
         if not values.pop("matched", True):
             continue  # of another row, for KTO's estimate alone
+        ids = examples.tokens[start:stop].tolist()
         weights = examples.supervised[start:stop].astype(float)
         if "loss_weights" in examples.per_token:
             weights *= examples.per_token["loss_weights"][start:stop]
@@ -130,7 +131,7 @@ def _examples(
         end = ends[1] if ends[1:] else int(stop - start)
         shown.append(
             PreviewExample(
-                tuple(_pieces(examples.tokens[start : start + end], weights[:end], tokenizer)),
+                tuple(_pieces(ids[:end], weights[:end].tolist(), tokenizer)),
                 tokens=int(stop - start),
                 learned=int((weights > 0).sum()),
                 kept=ends[-1],
@@ -143,14 +144,14 @@ def _examples(
     return tuple(shown), rows.lost
 
 
-def _pieces(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) -> Iterator[Piece]:
+def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Iterator[Piece]:
     """The text of tokens, divided where the weight changes.
 
     Each piece is what its tokens add to the text before them, since decoders treat the beginning of
     a text specially. A character that only later tokens complete is in their piece.
     """
     text, start, end = tokenizer.decode(ids), 0, 0
-    for weight, tokens in groupby(weights.tolist()):
+    for weight, tokens in groupby(weights):
         end += len(list(tokens))
         stop = len(text) if end == len(ids) else _common(tokenizer.decode(ids[:end]), text)
         if stop > start:
@@ -167,17 +168,17 @@ def _common(beginning: str, text: str) -> int:
 def special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:
     """A line for each text of a row that the tokenizer makes special tokens of; keys that are
     `ignored` are not looked at."""
-    special = {
-        i for i, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
-    }
-    special.update(tokenizer.backend.token_to_id(t) for t in tokenizer.special_tokens.values())
+    backend = tokenizer.backend
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    named = tokenizer.special_tokens.values()
+    special |= {i for i in map(backend.token_to_id, named) if i is not None}
     for path, text in _texts(row, "", "", ignored):
         with suppress(ValueError):  # no Unicode: a bad row, which says so itself
             ids = tokenizer.encode(text, add_special_tokens=False)
             found = dict.fromkeys(i for i in ids if i in special)
             if found:
-                named = ", ".join(str(tokenizer.backend.id_to_token(i)) for i in found)
-                yield f"special tokens in the text of {path}: {named}"
+                names = ", ".join(str(backend.id_to_token(i)) for i in found)
+                yield f"special tokens in the text of {path}: {names}"
 
 
 def _texts(value: Any, path: str, key: str, ignored: set[str]) -> Iterator[tuple[str, str]]:

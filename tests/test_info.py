@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.hub_server import HubServer, hub
+from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.tiny import CASES, FIRST, ROPES, reference
-from tests.small import EXPERTS, write_chats, write_model
+from tests.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main
 from tigon.info import describe
 from tigon.models import MODELS, from_pretrained
@@ -58,6 +60,22 @@ def test_a_summary_says_what_the_model_says(model_type: str, case: str, tmp_path
     assert facts.pop("loads") == "not checked: --check compares every tensor"
     assert checked.pop("loads").startswith(f"as tigon.{MODELS[model_type].__name__} in ")
     assert facts == checked and list(facts) == list(checked)
+
+
+@pytest.mark.parametrize("settings", [DYNAMIC, STATIC])
+def test_a_summary_of_fp8(folder: Path, settings: dict[str, Any]) -> None:
+    to_fp8(folder, (16, 32) if settings is DYNAMIC else None, settings)
+    facts, checked = summarize(str(folder)), describe(str(folder))
+    assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
+    assert facts | {"loads": checked["loads"]} == checked
+
+
+def test_a_summary_of_a_reward_model(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    facts, checked = summarize(str(tmp_path)), describe(str(tmp_path))
+    assert facts["embeddings"] == "20,544, and a head of 1 scores"
+    assert facts | {"loads": checked["loads"]} == checked
 
 
 def test_a_summary_of_the_keys_of_transformers_4(folder: Path) -> None:

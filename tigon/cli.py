@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
-    args = argparse.Namespace(command="train") if training else _parsed(arguments)
+    args = argparse.Namespace(command="train") if training else _parse(arguments)
     args.arguments_given = arguments
     try:
         with warnings.catch_warnings():
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     """argparse takes no more `key=value`s once an option has followed the first ones."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)

@@ -16,12 +16,12 @@ from tigon.kernels.attention import survey
 from tigon.models import MODELS, CausalLM, build, misfits, split_gguf
 from tigon.summary import (
     Facts,
+    config_facts,
+    file_facts,
     mebibytes,
-    of_config,
-    of_files,
     open_headers,
     print_facts,
-    quantisation,
+    quantization_facts,
     rope_text,
 )
 from tigon.train.export import described_checkpoint, find_checkpoint
@@ -73,24 +73,24 @@ def describe(path: str, revision: str | None = None) -> Facts:
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
-            problems = [repository.renamed(error)]
+            problems = [repository.rename_in(error)]
             known = isinstance(kind, str) and (kind in MODELS or "text_config" in source)
             if not known:
                 problems = [f"model_type {shown(kind)} is not supported; README.md lists what is"]
             try:
                 Checkpoint.open(repository)  # for what is in its files all the same
             except (OSError, ValueError) as error:
-                problems += [] if known else [repository.renamed(error)]
+                problems += [] if known else [repository.rename_in(error)]
         tensors = repository.tensors()
         if model is None:
-            facts = of_config(source, {})
+            facts = config_facts(source, {})
             if tensors:
                 facts["parameters"] = f"{sum(tensor.count for tensor in tensors):,} stored"
         else:
-            facts = _of_model(model) | quantisation(source)
+            facts = _of_model(model) | quantization_facts(source)
         if model is not None and stored is not None:
             problems += _unfit(model, stored)
-        return facts | of_files(tensors) | {"loads": _loading(model, stored, problems)}
+        return facts | file_facts(tensors) | {"loads": _loading(model, stored, problems)}
 
 
 def _of_model(model: CausalLM) -> Facts:

@@ -159,7 +159,7 @@ def find_misspelled(name: str, known: Iterable[str]) -> str | None:
     misspelling has the same first letter and the same digits, and one letter of five at most is
     missing, added, wrong or swapped with the next.
     """
-    edits = {other: _edits(_letters(name), _letters(other)) for other in known}
+    edits = {other: _count_edits(_letters(name), _letters(other)) for other in known}
     near = {other: count for other, count in edits.items() if count is not None}
     return min(near, key=lambda other: near[other], default=None)
 
@@ -168,7 +168,7 @@ def _letters(name: str) -> str:
     return re.sub(r"[\W_]", "", name).lower()
 
 
-def _edits(a: str, b: str) -> int | None:
+def _count_edits(a: str, b: str) -> int | None:
     """How many letters of one have to change for the other; None if they are too many."""
     shorter, longer = sorted((len(a), len(b)))
     most = 0 if shorter < 3 else max(1, shorter // 5)

@@ -20,6 +20,7 @@ FIRST = 1 << 16  # bytes of a file of weights that are asked for at first; most 
 Facts = dict[str, str]  # what it is -> its value, as people read it
 # Tensors that are no parameters of the text model
 OTHERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
+SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -46,8 +47,8 @@ def summarize(path: str, revision: str | None = None) -> Facts:
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
-            loads = f"no: {repository.renamed(error)}"
-        return of_config(source, stored) | of_files(repository.tensors()) | {"loads": loads}
+            loads = f"no: {repository.rename_in(error)}"
+        return config_facts(source, stored) | file_facts(repository.tensors()) | {"loads": loads}
 
 
 class HeadersOnly(Repository):
@@ -78,7 +79,7 @@ class HeadersOnly(Repository):
                 found += read_tensors(path).values()
         return found
 
-    def renamed(self, error: Exception) -> str:
+    def rename_in(self, error: Exception) -> str:
         """Its text, with the name of the repository."""
         return str(error).replace(str(self.holes), self.name)
 
@@ -91,7 +92,7 @@ def open_headers(path: str, revision: str | None) -> Iterator[HeadersOnly]:
         yield repository
 
 
-def of_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
+def config_facts(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
     """What config.json says, which may be anything, and how many parameters are stored."""
     names, inner = source.get("architectures"), source.get("text_config")
     name = names[0] if isinstance(names, list) and names else "unknown"
@@ -99,20 +100,21 @@ def of_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> 
     kind = source.get("model_type", "no model_type")
     return {
         "architecture": f"{_plain(name)} ({_plain(kind)})",
-        **_parameters(source, values, stored),
-        **_sizes(values),
-        **({"RoPE": rope} if (rope := rope_text(_rope(values))) else {}),
-        **quantisation(source),
+        **_parameter_facts(values, stored),
+        **_size_facts(values),
+        **({"RoPE": rope} if (rope := rope_text(_rope_parameters(values))) else {}),
+        **quantization_facts(values),
     }
 
 
-def _parameters(
-    source: Mapping[str, Any], values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
-) -> Facts:
-    if not stored or "quantization_config" in source:  # its tensors are no parameters
-        count = f"{sum(t.count for t in stored.values()):,} stored"
-        return {"parameters": count if stored else "unknown"}
-    ours = {n: t for n, t in stored.items() if not any(part in n for part in OTHERS)}
+def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
+    if not stored:
+        return {"parameters": "unknown"}
+    plain = values.get("quantization_config") is None
+    if not plain and quantization_facts(values) != {"quantised": "fp8"}:
+        # Other methods pack several parameters into a value
+        return {"parameters": f"{sum(t.count for t in stored.values()):,} stored"}
+    ours = {n: t for n, t in stored.items() if not any(part in n for part in (*OTHERS, *SCALES))}
     head = next((n for n in ours if n.endswith(HEAD)), None)
     if head is not None and values.get("tie_word_embeddings") is True:
         del ours[head]
@@ -128,7 +130,7 @@ def _parameters(
     return facts
 
 
-def _sizes(values: Mapping[str, Any]) -> Facts:
+def _size_facts(values: Mapping[str, Any]) -> Facts:
     """Those that config.json has; what it leaves out is as in its class of transformers."""
 
     def of(*keys: str) -> Any:
@@ -146,18 +148,18 @@ def _sizes(values: Mapping[str, Any]) -> Facts:
         "vocabulary": of("vocab_size"),
         "context": of("max_position_embeddings"),
     }
-    shown_facts = {what: _plain(value) for what, value in facts.items() if value is not None}
-    if "heads" in shown_facts and width is not None:
+    texts = {what: _plain(value) for what, value in facts.items() if value is not None}
+    if "heads" in texts and width is not None:
         kv = _plain(heads if kv_heads is None else kv_heads)
-        shown_facts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"
-    if "MLP dim" in shown_facts and act is not None:
-        shown_facts["MLP dim"] += f", {_plain(act)}"
-    if "context" in shown_facts:
-        shown_facts["context"] += " tokens"
-    return shown_facts
+        texts["heads"] += f" query, {kv} key/value, {_plain(width)} dims each"
+    if "MLP dim" in texts and act is not None:
+        texts["MLP dim"] += f", {_plain(act)}"
+    if "context" in texts:
+        texts["context"] += " tokens"
+    return texts
 
 
-def _rope(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """By the keys of transformers 5, or of earlier versions."""
     if isinstance(rope := values.get("rope_parameters"), dict):
         return rope
@@ -178,14 +180,14 @@ def rope_text(rope: Mapping[str, Any]) -> str:
     return ", ".join(texts) if rope else ""
 
 
-def quantisation(source: Mapping[str, Any]) -> Facts:
+def quantization_facts(source: Mapping[str, Any]) -> Facts:
     quantised = source.get("quantization_config")
     if not isinstance(quantised, dict):
         return {}
     return {"quantised": _plain(quantised.get("quant_method"))}
 
 
-def of_files(tensors: Sequence[StoredTensor]) -> Facts:
+def file_facts(tensors: Sequence[StoredTensor]) -> Facts:
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for tensor in tensors:

@@ -103,7 +103,7 @@ def test_what_limits_cut(tmp_path: Path, tokenizer: Path) -> None:
     assert "".join(text for text, _ in texts(whole)).startswith(texts(example)[0][0])
     assert f"seq_len={whole.tokens} takes all" in shown.warnings[0]
     left = show(data, tokenizer, "seq_len=32", "truncate=false").rows[0].examples[0]
-    assert (left.kept, left.rows, texts(left)) == (0, 0, texts(whole))
+    assert (left.kept, left.rows, texts(left)) == (0, 0, texts(example))
     lines = "\n".join(
         format_preview(shown, load(None, ["data=x", "model=y", "run_dir=z"]), color=False)
     )

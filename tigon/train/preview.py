@@ -37,7 +37,7 @@ class Piece:
 class PreviewExample:
     """One sequence of tokens that a row becomes."""
 
-    pieces: tuple[Piece, ...]  # the text of its first row of tokens, or all of it if it is left out
+    pieces: tuple[Piece, ...]  # the text of its first row of seq_len tokens
     tokens: int
     learned: int  # tokens with a weight above 0, those that are cut off too
     kept: int  # tokens that the run reads; 0: the example is left out
@@ -128,11 +128,11 @@ def _examples(
         weights[:1] = 0  # nothing predicts the first token
         within = (rows.spans[:, 0] >= start) & (rows.spans[:, 0] < stop)
         ends = [0, *np.sort(rows.spans[within, 1] - start).tolist()]
-        end = ends[1] if ends[1:] else int(stop - start)
+        end = ends[1] if ends[1:] else min(len(ids), objective.config.seq_len)
         shown.append(
             PreviewExample(
                 tuple(_pieces(ids[:end], weights[:end].tolist(), tokenizer)),
-                tokens=int(stop - start),
+                tokens=len(ids),
                 learned=int((weights > 0).sum()),
                 kept=ends[-1],
                 kept_learned=int((weights[: ends[-1]] > 0).sum()),
@@ -150,16 +150,24 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
     Each piece is what its tokens add to the text before them, since decoders treat the beginning of
     a text specially. A character that only later tokens complete is in their piece.
     """
-    text, start, end = tokenizer.decode(ids), 0, 0
+    text, end, at = tokenizer.decode(ids), 0, 0
+    whole = [(0, 0), (0, 0)]  # tokens and characters up to the last two places between characters
     for weight, tokens in groupby(weights):
         end += len(list(tokens))
-        stop = len(text) if end == len(ids) else _common(tokenizer.decode(ids[:end]), text)
-        if stop > start:
-            yield Piece(text[start:stop], weight)
-            start = stop
+        (before, _), (start, stop) = whole
+        known = tokenizer.decode(ids[before:start])
+        added = tokenizer.decode(ids[before:end])[len(known) :]
+        if text.startswith(added, stop):
+            whole = [whole[1], (end, stop := stop + len(added))]
+        else:  # the end is inside a character
+            stop = _common_prefix(tokenizer.decode(ids[:end]), text)
+        stop = len(text) if end == len(ids) else stop
+        if stop > at:
+            yield Piece(text[at:stop], weight)
+            at = stop
 
 
-def _common(beginning: str, text: str) -> int:
+def _common_prefix(beginning: str, text: str) -> int:
     """How many characters both begin with."""
     pairs = enumerate(zip(beginning, text, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(beginning), len(text)))

@@ -33,7 +33,7 @@ def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[s
     if shown.warnings:
         yield ""
     for line in shown.warnings:
-        yield _painted(f"note: {visible(line)}", YELLOW, color)
+        yield _paint(f"note: {escape_controls(line)}", YELLOW, color)
     if config.bad_rows == "error" and any(row.error for row in shown.rows):
         yield "bad_rows=error: a run would end at the first bad row; bad_rows=skip leaves them out"
 
@@ -41,22 +41,22 @@ def format_preview(shown: Preview, config: Config, *, color: bool) -> Iterator[s
 def _row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
     where = escaped(row.where)
     if row.error:
-        yield _painted(f"--- {where}: bad row", BOLD, color)
-        yield visible(row.error)
+        yield _paint(f"--- {where}: bad row", BOLD, color)
+        yield escape_controls(row.error)
     elif not row.examples:
-        yield _painted(f"--- {where}: nothing to learn", BOLD, color)
+        yield _paint(f"--- {where}: nothing to learn", BOLD, color)
     for number, example in enumerate(row.examples, start=1):
         name = example.name or (f"{number} of {len(row.examples)}" if len(row.examples) > 1 else "")
-        head = f"--- {where}{' ' * bool(name)}{name}: {_facts(example, config)}"
-        yield _painted(head, BOLD, color)
-        yield "".join(_marked(piece, color) for piece in example.pieces)
+        head = f"--- {where}{' ' * bool(name)}{name}: {_describe(example, config)}"
+        yield _paint(head, BOLD, color)
+        yield "".join(_mark(piece, color) for piece in example.pieces)
         if end := _end(example):
-            yield _painted(end, YELLOW, color)
+            yield _paint(end, YELLOW, color)
     for note in row.notes:
-        yield _painted(f"note: {visible(note)}", YELLOW, color)
+        yield _paint(f"note: {escape_controls(note)}", YELLOW, color)
 
 
-def _facts(example: PreviewExample, config: Config) -> str:
+def _describe(example: PreviewExample, config: Config) -> str:
     learned = f"{example.learned:,} learned"
     if config.labels:
         learned = f"{example.learned:,} of them in the answer, whose score is learned"
@@ -81,12 +81,12 @@ def _end(example: PreviewExample) -> str:
     return ""
 
 
-def _marked(piece: Piece, color: bool) -> str:
-    text = visible(piece.text)
+def _mark(piece: Piece, color: bool) -> str:
+    text = escape_controls(piece.text)
     weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
     if color:
         before = f"{YELLOW}[{weight}]{RESET}" if weight else ""
-        return before + _painted(text, GREEN if piece.weight else DIM, color)
+        return before + _paint(text, GREEN if piece.weight else DIM, color)
     while "[[" in text or "]]" in text:
         text = text.replace("[[", r"[\[").replace("]]", r"]\]")
     if not piece.weight:
@@ -94,12 +94,12 @@ def _marked(piece: Piece, color: bool) -> str:
     return f"[[{weight}|{text}]]" if weight else f"[[{text}]]"
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """The text with control characters escaped, but for the ends of lines and tabs."""
     return "".join(
         c if c.isprintable() or c in KEPT else c.encode("unicode_escape").decode() for c in text
     )
 
 
-def _painted(text: str, code: str, color: bool) -> str:
+def _paint(text: str, code: str, color: bool) -> str:
     return f"{code}{text}{RESET}" if color else text

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tigon.headers import StoredTensor, find_tensors, read_tensors
+from tigon.families import FAMILIES
+from tigon.headers import DTYPES, StoredTensor, find_tensors, read_tensors
 from tigon.hub import Repository, config_file
 from tigon.json_file import escaped, read_json, shown
 
@@ -40,10 +41,10 @@ def summarize(path: str, revision: str | None = None) -> Facts:
     config.json that can be read; what is wrong with the weights is the value of "loads"."""
     with open_headers(path, revision) as repository:
         source = read_json(config_file(repository), nan=True)
-        loads = "not checked: --check compares every tensor"
         stored: Mapping[str, StoredTensor] = {}
         try:
             stored = find_tensors(repository)
+            loads = _loading(source, stored)
         except ConnectionError:
             raise
         except (OSError, ValueError) as error:
@@ -108,26 +109,51 @@ def config_facts(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) 
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    if not stored:
-        return {"parameters": "unknown"}
-    plain = values.get("quantization_config") is None
-    if not plain and quantization_facts(values) != {"quantised": "fp8"}:
-        # Other methods pack several parameters into a value
-        return {"parameters": f"{sum(t.count for t in stored.values()):,} stored"}
-    ours = {n: t for n, t in stored.items() if not any(part in n for part in (*OTHERS, *SCALES))}
-    head = next((n for n in ours if n.endswith(HEAD)), None)
-    if head is not None and values.get("tie_word_embeddings") is True:
-        del ours[head]
-        head = None
+    ours = _parameters(values, stored)
+    if not stored or ours is None:
+        count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"
+        return {"parameters": count}
     facts = {"parameters": f"{sum(t.count for t in ours.values()):,}"}
     embedding = next((t for n, t in ours.items() if n.endswith(EMBEDDING)), None)
     if embedding is not None:
         score = next((t for n, t in ours.items() if n == "score.weight"), None)
-        tied = "tied to the head" if head is None else "and as many in the head"
+        untied = any(n.endswith(HEAD) for n in ours)
+        tied = "and as many in the head" if untied else "tied to the head"
         if score is not None:
             tied = f"and a head of {score.shape[0] if score.shape else 0} scores"
         facts["embeddings"] = f"{embedding.count:,}, {tied}"
     return facts
+
+
+def _parameters(
+    values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor] | None:
+    """The tensors that are parameters of the text model; None where a value packs several."""
+    plain = values.get("quantization_config") is None
+    if not plain and quantization_facts(values) != {"quantised": "fp8"}:
+        return None
+    tied = values.get("tie_word_embeddings") is True
+    left = (*OTHERS, *SCALES, *(HEAD,) * tied)
+    return {n: t for n, t in stored.items() if not any(part in n for part in left)}
+
+
+def _loading(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
+    """What the model is loaded as, if all of its tensors fit."""
+    inner, kind = source.get("text_config"), source.get("model_type")
+    values = {**source, **inner} if isinstance(inner, dict) else source
+    kinds = [k for k in (values.get("model_type"), kind) if isinstance(k, str) and k in FAMILIES]
+    if not kinds:
+        return f"no: model_type {shown(kind)} is not supported; README.md lists what is"
+    ours = _parameters(values, stored)
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    if dtype is None and ours:
+        dtype = next(iter(ours.values())).dtype
+    size = dict(DTYPES.values()).get(dtype) if isinstance(dtype, str) else None
+    if ours is None or size is None:
+        return "not checked: --check builds the model"
+    count = sum(t.count for t in ours.values())
+    name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {mebibytes(count * size)}"
+    return f"as {name}; --check compares every tensor"
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:

@@ -116,7 +116,8 @@ def test_documents_go_on_in_further_rows(tmp_path: Path, tokenizer: Path) -> Non
     shown = show(data, tokenizer, "task=pretrain", "seq_len=16")
     (example,) = shown.rows[0].examples
     assert example.kept == example.tokens and example.rows == -(-example.tokens // 16)
-    assert texts(example)[0][1] == 0, "nothing predicts the first token"
+    assert texts(example)[0][1] == 0
+    assert example.learned == example.tokens - example.rows, "nothing predicts a row's first token"
     assert not shown.warnings
 
 

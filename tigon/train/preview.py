@@ -125,9 +125,9 @@ def _examples(
         weights = examples.supervised[start:stop].astype(float)
         if "loss_weights" in examples.per_token:
             weights *= examples.per_token["loss_weights"][start:stop]
-        weights[:1] = 0  # nothing predicts the first token
-        within = (rows.spans[:, 0] >= start) & (rows.spans[:, 0] < stop)
-        ends = [0, *np.sort(rows.spans[within, 1] - start).tolist()]
+        spans = rows.spans[(rows.spans[:, 0] >= start) & (rows.spans[:, 0] < stop)] - start
+        weights[[0, *spans[:, 0]]] = 0  # nothing predicts the first token
+        ends = [0, *sorted(spans[:, 1].tolist())]
         end = ends[1] if ends[1:] else min(len(ids), objective.config.seq_len)
         shown.append(
             PreviewExample(

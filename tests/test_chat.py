@@ -257,5 +257,5 @@ def test_a_signal_at_the_prompt_gives_the_terminal_its_echo_back(number):
 def test_closed_input_and_output_are_empty(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr("tigon.commands.info", lambda args: len(sys.stdin.read()))
+    monkeypatch.setattr("tigon.info.info", lambda args: len(sys.stdin.read()))
     assert main(["info"]) == 0

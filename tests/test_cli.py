@@ -18,6 +18,7 @@ from tigon.cli import main
 COMMANDS = (
     "generate", "chat", "train", "plan", "report", "data", "eval", "export", "push", "info"
 )  # fmt: skip
+QUICK = ("'-h'", "'trian', 'c.yaml'", "'train', '--help'", "'train', '-h'")
 SCRIPT = Path(sys.executable).with_name("tigon")
 
 
@@ -26,7 +27,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("cli") / "model")
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "-m", "tigon.cli"], [str(SCRIPT)]])
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "tigon.cli"], [sys.executable, "-m", "tigon"], [str(SCRIPT)]]
+)
 def test_version(command: list[str]) -> None:
     if command == [str(SCRIPT)] and not SCRIPT.exists():
         pytest.skip("tigon is not installed beside this python")
@@ -44,7 +47,11 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["import tigon", "import sys; sys.argv = ['tigon', '-h']; tigon.cli.main()"]
+    "code",
+    [
+        "import tigon",
+        *(f"import sys; sys.argv = ['tigon', {rest}]; tigon.cli.main()" for rest in QUICK),
+    ],
 )
 def test_starts_without_heavy_imports(code: str) -> None:
     report = (
@@ -203,7 +210,7 @@ def test_interrupt_is_quiet(
     def interrupted(args: Namespace) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("tigon.commands"), "info", interrupted)
+    monkeypatch.setattr(importlib.import_module("tigon.info"), "info", interrupted)
     assert main(["info"]) == 130
     assert capfd.readouterr() == ("", "")
 
@@ -252,7 +259,7 @@ def test_warnings_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     config = json.dumps(LLAMA | {"attention_dropout": 0.5})
     write_model(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(config)
-    assert main(["info", str(tmp_path / "model")]) == 0
+    assert main(["info", "--check", str(tmp_path / "model")]) == 0
     assert capfd.readouterr().err == (
         "tigon: attention_dropout=0.5 is not applied: Tigon trains without dropout\n"
     )

@@ -208,9 +208,11 @@ def test_info(directory: Path, tigon: Any) -> None:
   RoPE          default, rope_theta 10000.0
   files         1 of weights, {size:,} bytes
   tensors       21 float32, {size / 2**20:.1f} MiB
-  loads         as tigon.Llama in float32, {size / 2**20:.1f} MiB
+  loads         as tigon.Llama in float32, {size / 2**20:.1f} MiB; --check compares every tensor
 """
     )
+    said = tigon("info", directory).replace("; --check compares every tensor", "")
+    assert tigon("info", directory, "--check") == said
 
 
 def test_export_in_another_dtype_and_sharding(directory: Path, tigon: Any, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_export_of_a_run(
 def test_from_the_hub(directory: Path, tigon: Any, hub: HubServer, tmp_path: Path) -> None:
     hub.push("org/words", directory)
     assert "context       512 tokens\n" in tigon("info", "org/words")
-    needed = ("config.json", "generation_config.json", "model.safetensors")
+    needed = ("config.json", "model.safetensors")
     assert hub.gets.keys() == {f"org/words/{name}" for name in needed}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(

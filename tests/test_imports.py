@@ -26,7 +26,8 @@ ARROWS: dict[str, set[str]] = {
     "paths": set(),
     "strict": {"json_file"},
     "hub": {"json_file", "paths"},
-    "weights": {"hub"},
+    "headers": {"hub"},
+    "weights": {"headers"},
     "layers": {"kernels"},
     "generation": {"layers", "strict"},
     "models": {"generation", "weights"},
@@ -37,12 +38,16 @@ ARROWS: dict[str, set[str]] = {
     "train": {"data", "parallel", "report", "version"},
     "eval": {"data", "models"},
     "chat": {"models", "tokenizer"},
-    "info": {"train"},
+    "families": set(),
+    "summary": {"families", "headers"},
+    "info": {"summary", "train"},
     "model_arguments": {"train"},
     "shared_chat": {"chat", "train"},
     "shared_commands": {"chat", "model_arguments"},
     "commands": {"eval", "info", "shared_chat", "shared_commands"},
-    "cli": {"commands", "report", "train"},
+    "data_commands": {"train"},
+    "cli": {"commands", "data_commands", "report", "summary", "train"},
+    "__main__": {"cli"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
 # processes that tokenise

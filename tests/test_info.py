@@ -1,19 +1,28 @@
-"""tigon info: what a model is and what loading it would do, from headers alone."""
+"""tigon info: what a model is, from headers alone, and what loading it would do."""
 
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.hub_server import HubServer, hub
-from tests.small import EXPERTS, write_chats, write_model
+from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
+from tests.models.tiny import CASES, FIRST, ROPES, reference
+from tests.small import EXPERTS, LLAMA, write_chats, write_model
+from tigon.cli import main
+from tigon.families import FAMILIES
 from tigon.info import describe
 from tigon.models import MODELS, from_pretrained
+from tigon.models._layout import MULTIMODAL
+from tigon.summary import summarize
 from tigon.train import main as train
 
 __all__ = ["hub"]
@@ -31,6 +40,98 @@ def rewrite(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_a_summary_imports_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from tigon.cli import main; main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'numpy', 'tokenizers', 'tigon.train') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "info", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n") and "architecture  LlamaForCausalLM" in done.stdout, done
+
+
+SOME = [*FIRST, ("llama", "tied"), ("llama", "rope llama3"), ("gemma3_text", "two ropes")]
+
+
+@pytest.mark.parametrize(("model_type", "case"), SOME)
+def test_a_summary_says_what_the_model_says(model_type: str, case: str, tmp_path: Path) -> None:
+    reference(model_type, CASES[model_type][case], tmp_path)
+    facts, checked = summarize(str(tmp_path)), describe(str(tmp_path))
+    loads = checked["loads"].partition(";")[0]  # of mixtures, how experts are stored follows
+    assert loads.startswith(f"as tigon.{MODELS[model_type].__name__} in ")
+    assert facts["loads"] == f"{loads}; --check compares every tensor"
+    assert facts | {"loads": checked["loads"]} == checked and list(facts) == list(checked)
+
+
+@pytest.mark.parametrize("settings", [DYNAMIC, STATIC])
+def test_a_summary_of_fp8(folder: Path, settings: dict[str, Any]) -> None:
+    to_fp8(folder, (16, 32) if settings is DYNAMIC else None, settings)
+    facts, checked = summarize(str(folder)), describe(str(folder))
+    assert facts["quantised"] == "fp8" and "float8_e4m3fn" in facts["tensors"]
+    assert facts | {"loads": checked["loads"]} == checked
+
+
+def test_a_summary_of_a_reward_model(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA, num_labels=1)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    facts, checked = summarize(str(tmp_path)), describe(str(tmp_path))
+    assert facts["embeddings"] == "20,544, and a head of 1 scores"
+    assert facts | {"loads": checked["loads"]} == checked
+
+
+def test_a_summary_of_the_keys_of_transformers_4(folder: Path) -> None:
+    scaling = {k: v for k, v in ROPES["llama3"].items() if k != "rope_theta"}
+    scaling["type"] = scaling.pop("rope_type")
+    rewrite(folder, rope_parameters=None, rope_theta=5e5, rope_scaling=scaling, head_dim=None)
+    facts = summarize(str(folder))
+    assert facts["RoPE"].startswith("llama3, rope_theta 500000.0, factor 8.0, high_freq")
+    assert facts["heads"] == "4 query, 2 key/value, 16 dims each"
+    assert {k: v for k, v in facts.items() if k != "loads"}.items() <= describe(str(folder)).items()
+
+
+def test_a_summary_knows_the_families(folder: Path) -> None:
+    known = {kind: model.__name__ for kind, model in MODELS.items()}
+    assert known | {kind: known[inner] for kind, inner in MULTIMODAL.items()} == FAMILIES
+    rewrite(folder, model_type="new", architectures=["NewModel"])
+    assert summarize(str(folder))["loads"] == describe(str(folder))["loads"]
+    rewrite(folder, model_type="mistral3", text_config={"model_type": "ministral3"})
+    assert summarize(str(folder))["loads"].startswith("as tigon.Ministral3 in float32, 0.3 MiB; ")
+    rewrite(folder, model_type="llama", quantization_config={"quant_method": "awq"})
+    assert summarize(str(folder))["loads"] == "not checked: --check builds the model"
+
+
+def test_a_summary_of_anything(hub: HubServer, folder: Path) -> None:
+    """Values of config.json that no model has, and weights that nothing reads."""
+    values = {"hidden_size": "\x1b[31m", "num_attention_heads": 0, "rope_parameters": {"a": 1}}
+    rewrite(folder, **values, architectures=3, text_config=[], quantization_config="?")
+    hub.push(NAME, folder)
+    facts = summarize(NAME)
+    assert facts["model dim"] == r"\x1b[31m" and facts["parameters"] == "82,304 stored"
+    assert hub.sent[f"{NAME}/model.safetensors"] <= 65536
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    assert "model.safetensors is no safetensors file" in summarize(str(folder))["loads"]
+    (folder / "model.safetensors").unlink()
+    facts = summarize(str(folder))
+    assert facts["parameters"] == "unknown" and "has neither model.safe" in facts["loads"]
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no file config\.json"):
+        summarize(str(folder))
+
+
+def test_the_check_and_runs_say_whether_it_loads(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for arguments, said in (
+        (["info", str(folder)], "loads         as tigon.Llama in float32, 0.3 MiB; --check"),
+        (["info", str(folder), "--check"], "loads         as tigon.Llama in float32"),
+    ):
+        assert main(arguments) == 0
+        assert said in capsys.readouterr().out
+    assert main(["info", str(tmp_path / "run")]) == 1  # as before: it has no checkpoint
+    assert "has no file config.json" in capsys.readouterr().err
 
 
 def test_of_a_hub_repository_only_headers_are_fetched(

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from tigon.version import __version__
@@ -24,19 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
-    args = argparse.Namespace(command="train") if training else _parser().parse_args(arguments)
+    args = argparse.Namespace(command="train") if training else _parse(arguments)
     args.arguments_given = arguments
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # Imported now: torch takes seconds, and --help must not
-            if training:
+            if training and {"--help", "-h"} & {*arguments}:
+                print(Path(__file__).with_name("train").joinpath("help.txt").read_text())
+                status = 0
+            elif training:
                 status = _imported("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
                 print(import_module("tigon.report").write(args.runs, args.out))
                 status = 0
             else:
-                status = getattr(_imported("tigon.commands"), args.run)(args)
+                status = getattr(_imported(args.module), args.run)(args)
         sys.stdout.flush()  # a closed pipe raises here
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
@@ -50,6 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; for this command: {OFFLINE}" * reading
         print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
         return 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """argparse takes no more `key=value`s once an option has followed the first ones."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(arguments)
+    if rest and ("arguments" not in args or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.arguments += rest
+    if args.command == "info" and _needs_headers_alone(args):
+        args.module = "tigon.summary"
+    return args
+
+
+def _needs_headers_alone(args: argparse.Namespace) -> bool:
+    """Whether what `tigon info` is asked is in config.json and headers, and so needs no torch."""
+    if args.check or args.model is None or args.model.endswith(".gguf"):
+        return False
+    return not any(Path(args.model, name).exists() for name in ("run.json", "checkpoints"))
 
 
 def _imported(name: str) -> Any:
@@ -108,6 +132,7 @@ def _ranks_argument(parser: argparse.ArgumentParser) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tigon", description=__doc__)
     parser.add_argument("--version", action="version", version=f"tigon {__version__}")
+    parser.set_defaults(module="tigon.commands")  # has the function `run`
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_text(commands)
     _add_runs(commands)
@@ -217,21 +242,37 @@ def _add_runs(commands: Any) -> None:
         help="default: RUN/report.html; of several, comparison.html in the first one's directory",
     )
 
-    p = commands.add_parser("data", help="the cache of tokenised data: make it ahead, or clean it")
+    p = commands.add_parser("data", help="show what is learned of data, or make or clean its cache")
     kinds = p.add_subparsers(dest="kind", required=True, metavar="WHAT")
-    p = kinds.add_parser("pack", help="tokenise, and report examples, tokens, rows and padding")
+    p = kinds.add_parser(
+        "show", help="print the first rows as text, with the learned tokens marked"
+    )
+    _data_arguments(p, run="data_show")
     p.add_argument(
+        "-n",
+        "--rows",
+        type=int,
+        default=5,
+        metavar="N",
+        help="rows of each entry of data (default: 5)",
+    )
+    p = kinds.add_parser("pack", help="tokenise, and report examples, tokens, rows and padding")
+    _data_arguments(p, run="data_pack")
+    p = kinds.add_parser("clean", help="remove what no running process uses")
+    p.add_argument(
+        "--days", type=float, default=0.0, metavar="N", help="only what was not used for N days"
+    )
+    p.set_defaults(module="tigon.data_commands", run="data_clean")
+
+
+def _data_arguments(parser: argparse.ArgumentParser, *, run: str) -> None:
+    parser.add_argument(
         "arguments",
         nargs="+",
         metavar="CONFIG | FILE | key=value",
         help="a run's config.yaml, or data files and settings such as model=DIRECTORY seq_len=4096",
     )
-    p.set_defaults(run="data_pack")
-    p = kinds.add_parser("clean", help="remove what no running process uses")
-    p.add_argument(
-        "--days", type=float, default=0.0, metavar="N", help="only what was not used for N days"
-    )
-    p.set_defaults(run="data_clean")
+    parser.set_defaults(module="tigon.data_commands", run=run)
 
 
 def _add_models(commands: Any) -> None:
@@ -293,7 +334,13 @@ def _add_models(commands: Any) -> None:
     p = commands.add_parser("info", help="describe a model, or this machine")
     p.add_argument("model", nargs="?", help="as for generate")
     p.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub repository")
-    p.set_defaults(run="info")
+    p.add_argument(
+        "--check",
+        action="store_true",
+        help="compare every tensor with the model's: would it load? takes seconds; of runs and "
+        ".gguf files always",
+    )
+    p.set_defaults(module="tigon.info", run="info")
 
 
 def _template_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,5 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
-import platform
 import sys
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
@@ -10,23 +9,18 @@ from typing import Any
 import torch
 
 from tigon.chat import Chat, put, talk
-from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
-from tigon.info import describe, dtype_name
-from tigon.json_file import escaped
-from tigon.kernels.attention import survey
+from tigon.info import dtype_name
 from tigon.model_arguments import device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.tokenizer import Tokenizer
-from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
 from tigon.train.merge import as_merged_directory, export_merged, is_adapter
 from tigon.train.parallel import World
 from tigon.train.plan import make_plan, read_job, show
 from tigon.train.push import push as push_folder
-from tigon.version import __version__
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -128,16 +122,6 @@ def plan(args: Namespace) -> int:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
     print(show(make_plan(job, args.most)))
-    return 0
-
-
-def data_pack(args: Namespace) -> int:
-    pack(args.arguments)
-    return 0
-
-
-def data_clean(args: Namespace) -> int:
-    print(clean_cache(args.days))
     return 0
 
 
@@ -246,23 +230,4 @@ def push(args: Namespace) -> int:
         overwrite_card=args.overwrite_card,
     )
     print(where)
-    return 0
-
-
-def info(args: Namespace) -> int:
-    if args.model is None:
-        print(f"tigon {__version__}, python {platform.python_version()}, torch {torch.__version__}")
-        print(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
-        for i in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(i)
-            print(f"cuda:{i}: {device.name}, {device.total_memory / 2**30:.0f} GiB")
-        where = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        print(f"attention on {where}, bfloat16, heads of 128 dims:")
-        for kind, choice in survey(where).items():
-            print(f"  {kind:<20}{choice.name} ({choice.why})")
-        return 0
-    facts = describe(args.model, args.revision)
-    print(args.model)
-    for name, value in facts.items():
-        print(f"  {name:<14}{escaped(value, 4000)}")
     return 0

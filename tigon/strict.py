@@ -6,6 +6,7 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, field, fields, is_dataclass
 from numbers import Integral, Real
@@ -82,7 +83,8 @@ def read(
             if not inside and not group:  # all of its settings have their defaults
                 found[first] = make(inner, {})
         elif key not in kinds:
-            known = suggest(str(key), kinds) or f"known: {', '.join(kinds)}"
+            meant = find_misspelled(str(key), kinds)
+            known = f"did you mean {meant!r}?" if meant else f"known: {', '.join(kinds)}"
             if ":" in str(key):  # {tensor:2} has the one key tensor:2
                 known = f"a colon needs a space after it: {str(key).replace(':', ': ')}"
             raise ConfigError(f"unknown setting {name!r}; {known}")
@@ -148,6 +150,38 @@ def suggest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """A "did you mean" with the closest of the known names; empty if none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def find_misspelled(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is a misspelling of; None if there is none.
+
+    For names that may be another program's, of which a similar one means something else. A
+    misspelling has the same first letter and the same digits, and one letter of five at most is
+    missing, added, wrong or swapped with the next.
+    """
+    edits = {other: _count_edits(_letters(name), _letters(other)) for other in known}
+    near = {other: count for other, count in edits.items() if count is not None}
+    return min(near, key=lambda other: near[other], default=None)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _count_edits(a: str, b: str) -> int | None:
+    """How many letters of one have to change for the other; None if they are too many."""
+    shorter, longer = sorted((len(a), len(b)))
+    most = 0 if shorter < 3 else max(1, shorter // 5)
+    if longer - shorter > most or a[:1] != b[:1] or re.findall(r"\d", a) != re.findall(r"\d", b):
+        return None
+    before, row = [0] * (len(b) + 1), [*range(len(b) + 1)]
+    for i, x in enumerate(a):
+        last, before, row = before, row, [i + 1]
+        for j, y in enumerate(b):
+            row.append(min(row[j] + 1, before[j + 1] + 1, before[j] + (x != y)))
+            if i and j and (x, y) == (b[j - 1], a[i - 1]):
+                row[-1] = min(row[-1], last[j - 1] + 1)
+    return row[-1] if row[-1] <= most else None
 
 
 def describe(kind: Any) -> str:

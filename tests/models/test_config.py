@@ -257,6 +257,21 @@ def test_unknown_keys_warn_once_together() -> None:
     ]
 
 
+def test_what_earlier_versions_of_transformers_write_never_warns() -> None:
+    """Tokens and notes that no decoder computes with."""
+    tokens = ("unk", "sep", "cls", "mask", "decoder_start")
+    raw: dict[str, Any] = {f"{name}_token_id": 0 for name in tokens}
+    raw |= {"tokenizer_class": "LlamaTokenizer", "finetuning_task": None, "prefix": None}
+    raw |= {"torchscript": False, "use_bfloat16": False, "tf_legacy_loss": False}
+    raw |= {"pruned_heads": {}, "add_cross_attention": False, "tie_encoder_decoder": False}
+    raw |= {"gradient_checkpointing": False, "cross_attention_hidden_size": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OURS.from_dict(raw)
+    with pytest.raises(ConfigError, match="add_cross_attention=True changes what the model"):
+        OURS.from_dict(raw | {"add_cross_attention": True})
+
+
 def test_a_key_that_is_nearly_right() -> None:
     with pytest.warns(UserWarning, match="ignored: {'rms_norm_epsilon': 1}; did you mean 'rms_no"):
         OURS.from_dict({"rms_norm_epsilon": 1})

@@ -39,6 +39,8 @@ def test_unpacked(model: CausalLM) -> None:
     out = model(IDS, labels=LABELS, return_logits=True, metrics=("nll",))
     loss, logits = out[:2]
     assert loss is out.loss and logits is out.logits and out["metrics"] is out.metrics
+    alone = model(IDS, labels=LABELS)
+    assert alone.to_tuple() == alone[:2] == (alone.loss,)
     assert "past_key_values" not in out and "metrics" not in model(IDS)
 
 

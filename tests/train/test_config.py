@@ -9,7 +9,7 @@ from tigon.data.formats import REQUIRED
 from tigon.train.config import Config
 from tigon.train.config_file import dump, load
 from tigon.train.lora_settings import Lora
-from tigon.train.names import OTHERS
+from tigon.train.names import OTHERS, answer
 from tigon.train.objectives import OBJECTIVES
 from tigon.train.parallel_settings import Parallel
 from tigon.train.usage import help_text
@@ -197,6 +197,51 @@ def test_other_trainers_names_are_answered_with_settings_that_exist():
     inside = {f"{group}.{name}" for group, kind in groups for name in kind.__dataclass_fields__}
     assert words <= set(Config.__dataclass_fields__) | inside
     assert not set(OTHERS) & inside
+
+
+# Settings of transformers, TRL, axolotl and torchtune that have no counterpart, or one that no
+# similar name says
+FAR = """
+accelerator_config auto_find_batch_size average_tokens_across_devices base_model_config
+batch_eval_metrics batch_size_val cache_implementation checkpointer.checkpoint_dir
+custom_sharded_layers dataloader_in_order dataset.new_system_prompt dataset_keep_in_memory debug
+device_map do_eval do_predict do_train enable_jit_checkpoint eval_accumulation_steps eval_delay
+eval_max_new_tokens eval_on_start eval_sequence_len eval_table_size excess_length_strategy gc_steps
+entropy_coef field_messages gpu_memory_limit hub_always_push ignore_data_skip label_names
+lisa_n_layers local_rank log_level log_multimodal log_unique_prompts loss lr_div_factor max_memory
+min_p min_sample_len model_init_kwargs num_completions_to_print num_generations_eval optimizer.fused
+packing_strategy pad_token peft_layer_replication prediction_loss_only project push_dataset_to_hub
+remove_unused_columns roles sample_packing_bin_size sapo_temperature_neg save_last_epoch_only
+split_thinking strict tokenizer_type top_k train_on_split train_sampling_strategy use_cache
+vllm_importance_sampling_cap vllm_model_impl wandb_watch adam_beta3
+"""
+
+
+@pytest.mark.parametrize("name", FAR.split())
+def test_a_name_that_only_sounds_alike_is_not_suggested(name):
+    assert answer(name, Config.__dataclass_fields__) == "`tigon train --help` lists all"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("max_samples", "here: take, of an entry"),
+        ("test_size", "here: eval_data, files that are held out, or eval_fraction"),
+        ("eval_split_ratio", "here: eval_data, files that are held out, or eval_fraction"),
+        ("added_tokens", "here: new_tokens"),
+        ("tokens", "here: new_tokens"),
+        ("dataset.split", "here: split, of an entry"),
+        ("dataset.source", "here: data"),
+        ("relora", "here: no: "),
+        ("sede", "did you mean 'seed'?"),
+        ("Batch-Size", "did you mean 'batch_size'?"),
+        ("sequnce_len", "if 'sequence_len' is meant, here: seq_len"),
+        ("weigth_decay", "did you mean 'weight_decay'?"),
+        ("learning_rat", "if 'learning_rate' is meant, here: lr"),
+    ],
+)
+def test_a_misspelled_name_and_one_of_another_trainer_are_answered(name, expected):
+    assert answer(name, Config.__dataclass_fields__).startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tigon.models._batch import Batch
 from tigon.models._config import torch_dtype
 from tigon.models._convert import convert, write_converted
 from tigon.models._decoder import recomputed_blocks
-from tigon.models._description import config_file, describe, read_config
+from tigon.models._description import describe, read_config
 from tigon.models._few_bits import Quantize, count_parameters, quantise, quantised_bytes
 from tigon.models._fit import misfits
 from tigon.models._init import init_parts
@@ -65,7 +65,6 @@ __all__ = [
     "build",
     "check_apart",
     "check_keywords",
-    "config_file",
     "convert",
     "count_parameters",
     "describe",

@@ -1,12 +1,11 @@
 """What describes a checkpoint's model: config.json, or a GGUF file's metadata."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tigon import strict
-from tigon.hub import adapter_hint
+from tigon.hub import config_file
 from tigon.json_file import escaped, read_json, shown
 from tigon.models._config import Config, ConfigError
 from tigon.models._gguf import GGUFModel
@@ -57,28 +56,6 @@ def _class_of(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[
     return models[kind]
 
 
-def config_file(repository: Repository) -> Path:
-    """config.json; the FileNotFoundError where there is none says what else may be meant."""
-    try:
-        return repository.file("config.json")
-    except FileNotFoundError as error:
-        directory = repository.directory
-        if directory is not None and (directory / "hf" / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{error}; if it is a run, its export is {directory}/hf"
-            ) from error
-        names = repository.listing()
-        if (adapter := _adapter(repository, names)) is not None:
-            raise FileNotFoundError(f"{error}; {adapter_hint(adapter)}") from error
-        ggufs = [name for name in names if name.endswith(".gguf")]
-        if not ggufs:
-            raise
-        raise FileNotFoundError(
-            f"{error}; for a GGUF file there pass its name, gguf_file={shown(ggufs[0])}, or in the "
-            "shell the path of a file that was downloaded"
-        ) from error
-
-
 def _text_config(source: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a multimodal config; any other config as it is."""
     kind = source.get("model_type")
@@ -100,11 +77,3 @@ def named(file: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
-
-
-def _adapter(repository: Repository, names: Iterable[str]) -> str | None:
-    """The repository, or the `adapter` of a run, if it holds PEFT's files; else None."""
-    if "adapter_config.json" in names:
-        return repository.name
-    inside = repository.directory and repository.directory / "adapter"
-    return str(inside) if inside and (inside / "adapter_config.json").is_file() else None

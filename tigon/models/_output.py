@@ -17,9 +17,9 @@ from tigon.layers import Cache
 class CausalLMOutput:
     """What a forward pass returns; `metrics` holds what the call asked for.
 
-    Also read as transformers' outputs are: `out["loss"]`, `out[0]`, `loss, logits = out[:2]`,
-    `dict(out)`, and iteration over the names. Only what is there counts in these: no None, no
-    empty metrics or criteria.
+    Also read as transformers' outputs are: `out["loss"]`, `out[0]`, `dict(out)`, and iteration over
+    the names. Only what is there counts in these: no None, no empty metrics or criteria. So
+    `loss, logits = out[:2]` needs a call with `return_logits=True`.
     """
 
     loss: Tensor | None = None  # fp32 scalar, or [B, n] with loss_reduction="none"

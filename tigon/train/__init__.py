@@ -7,5 +7,6 @@ from tigon.train.launch import launch, main
 from tigon.train.loop import train
 from tigon.train.pack import pack
 from tigon.train.parallel import start
+from tigon.train.preview import preview
 
-__all__ = ["Config", "launch", "load", "main", "pack", "prepare", "start", "train"]
+__all__ = ["Config", "launch", "load", "main", "pack", "prepare", "preview", "start", "train"]

@@ -1,8 +1,8 @@
 """What the settings of other trainers are called here; `values` has their values."""
 
-import difflib
 from collections.abc import Iterable
 
+from tigon.strict import find_misspelled
 from tigon.train.names_aligned import ADAPTERS, ALIGNED, FOUR_BITS
 from tigon.train.names_parallel import PARALLEL, SHARDING
 
@@ -26,7 +26,16 @@ STATES = "optimizer: adamw_bf16 has states of bfloat16, adamw_8bit of 8 bits"
 PURE = "param_dtype=bfloat16"
 OFFLOAD = "optimizer_offload=true keeps optimizer states in host memory; weights stay on the GPU"
 AVERAGE = "ema_decay, such as 0.999"
+TAKE = "take, of an entry of data: {path: chats.jsonl, take: 1000}"
+HELD_OUT = "eval_data, files that are held out, or eval_fraction, such as 0.05, of the rows of data"
+NEW_TOKENS = "new_tokens: [...], which embedding and head get rows for"
+SHUFFLED = "nothing to set: training data is shuffled, by seed"
+FUSED = "nothing to set: the kernels are fused already"
+NO_NOISE = "no noise is added to embeddings"
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
+
+# In a group of another trainer's settings, the one that chooses what the group is of
+CHOICES = ("_component_", "_target_", "mode", "name", "path", "source", "type")
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
 OTHERS = {
@@ -46,8 +55,13 @@ OTHERS = {
     "checkpoint": "model, to start from; resume, to go on from one",
     "checkpointing_steps": "save_every",
     "chat_template_path": "chat_template",
+    "chat_template_jinja": "chat_template, which takes a file",
     "completion_only_loss": LEARNED,
     "dataset": "data: files or globs",
+    "dataset.split": "split, of an entry of data: {path: hf://owner/name, split: train}",
+    "dataset.column_map": "columns: {messages: NAME}",
+    "dataset_val": "eval_data",
+    **dict.fromkeys(("max_samples", "max_train_samples", "max_eval_samples"), TAKE),
     "dataset_name": "data: files or globs",
     "dataset_path": "data: files or globs",
     "datasets": "data: files or globs",
@@ -63,9 +77,11 @@ OTHERS = {
     "mixed_precision": f"{DTYPE}; fp8=true for products of 8-bit floats",
     "eval_dataset": "eval_data",
     "eval_steps": "eval_every",
+    "run_val_every_n_steps": "eval_every",
     "eval_strategy": "eval_every: steps between evaluations",
     "evaluation_strategy": "eval_every: steps between evaluations",
     "evals_per_epoch": "eval_every: steps between evaluations",
+    **dict.fromkeys(("sdp_attention", "xformers_attention"), "attention"),
     "flash_attention": "attention: auto takes the fastest backend that is there",
     "full_determinism": "deterministic",
     "global_batch_size": "batch_size",
@@ -77,6 +93,7 @@ OTHERS = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing: true, or N for every n-th block",
     "activation_checkpoint": "activation_checkpointing",
+    "activation_checkpointing_kwargs": "activation_checkpointing: true, or N for every n-th block",
     "selective_ac_option": "activation_checkpointing: N recomputes every n-th block",
     "activation_checkpoint.memory_budget": (
         "activation_checkpointing=auto, with memory_budget in GiB rather than as a share"
@@ -97,6 +114,7 @@ OTHERS = {
     "load_in_8bit": "lora.quantize: nf4 has 4 bits; keep leaves an fp8 checkpoint its 8",
     "local_batch_size": ROWS,
     "logging_steps": "log_every",
+    "logging_strategy": "log_every: steps between lines",
     "log_every_n_steps": "log_every",
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule",
@@ -192,8 +210,8 @@ OTHERS = {
     "tf32": "nothing to set: torch.backends decides",
     "tokenizer_name": "tokenizer",
     "tokenizer_name_or_path": "tokenizer",
-    "torch_compile": "nothing to set: the kernels are fused already",
-    "compile": "nothing to set: the kernels are fused already",
+    **dict.fromkeys(("compile", "torch_compile", "torch_compile_backend"), FUSED),
+    "torch_compile_mode": FUSED,
     "torch_dtype": DTYPE,
     "total_steps": "steps",
     "train_data": "data",
@@ -205,9 +223,11 @@ OTHERS = {
     "roles_to_train": LEARNED,
     "train_on_eos": END,
     "eos_token": END,
-    "special_tokens": "the tokenizer's own: tokenizer= takes a directory with others",
+    "special_tokens": f"{NEW_TOKENS}; else the tokenizer's own",
+    **dict.fromkeys(("added_tokens", "add_tokens", "add_special_tokens", "tokens"), NEW_TOKENS),
+    **dict.fromkeys(("additional_special_tokens", "resize_vocab"), NEW_TOKENS),
     "dataloader_num_workers": AHEAD,
-    "dataloader_prefetch_factor": AHEAD,
+    **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_persistent_workers"), AHEAD),
     "dataset_num_proc": "workers",
     "dataset_processes": "workers",
     "preprocessing_num_workers": "workers",
@@ -220,7 +240,7 @@ OTHERS = {
     "pad_to_sequence_len": "nothing to set: packed rows have seq_len tokens",
     "eval_packing": "packing, which is for both",
     "eval_sample_packing": "packing, which is for both",
-    "neftune_noise_alpha": "no noise is added to embeddings",
+    **dict.fromkeys(("neftune_noise_alpha", "noisy_embedding_alpha"), NO_NOISE),
     "metric_for_best_model": "nothing to set: the best has the lowest eval loss",
     "greater_is_better": "nothing to set: the best has the lowest eval loss",
     "saves_per_epoch": "save_every: steps between checkpoints",
@@ -229,11 +249,12 @@ OTHERS = {
     "no_cuda": "device=cpu",
     "streaming_multipack_buffer_size": "shuffle_window",
     "shuffle_buffer_size": "shuffle_window",
-    "shuffle": "nothing to set: training data is shuffled, by seed",
+    **dict.fromkeys(("shuffle", "shuffle_dataset", "shuffle_merged_datasets"), SHUFFLED),
     "test_datasets": "eval_data",
     "train_steps": "steps",
-    "use_liger_kernel": "nothing to set: the kernels are fused already",
-    "val_set_size": "eval_data: files that are held out",
+    "use_liger_kernel": FUSED,
+    **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_split_ratio"), HELD_OUT),
+    **dict.fromkeys(("validation_split", "validation_split_percentage"), HELD_OUT),
     "validation_file": "eval_data",
     "warmup": "warmup_steps",
     "warmup_ratio": SHARE,
@@ -263,11 +284,12 @@ def answer(name: str, known: Iterable[str]) -> str:
         return f"here: {OTHERS[name]}"
     if "." in name:  # optimizer.lr, dataset.source
         first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
-        for part in (last, first):
+        for part in (last, *(first,) * (last in CHOICES)):
             if part in known or part in OTHERS:
                 return f"here: {OTHERS.get(part, part)}"
-    close = difflib.get_close_matches(name, [*known, *OTHERS], n=1, cutoff=0.7)
-    if close and close[0] in OTHERS and close[0] not in known:
-        return f"if {close[0]!r} is meant, here: {OTHERS[close[0]]}"
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "`tigon train --help` lists all"
+    meant = find_misspelled(name, [*known, *OTHERS])  # ours first, of equally near ones
+    if meant is None:
+        return "`tigon train --help` lists all"
+    if meant in known:
+        return f"did you mean {meant!r}?"
+    return f"if {meant!r} is meant, here: {OTHERS[meant]}"

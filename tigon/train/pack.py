@@ -1,10 +1,12 @@
 """`tigon data pack`: the cache of tokenised data, made before a run needs it."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tigon.data import cache_root
 from tigon.train.build import load_tokenizer
+from tigon.train.config import Config
 from tigon.train.config_file import load
 from tigon.train.data import build_loader
 from tigon.train.matching import check_context
@@ -15,8 +17,8 @@ from tigon.train.resume import start_time
 CONFIGS = (".yaml", ".yml")
 
 
-def pack(arguments: Sequence[str]) -> None:
-    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+def read_arguments(arguments: Sequence[str]) -> Config:
+    """The settings of a config file, or of data files, and of `key=value`s."""
     settings = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     for path in paths:
@@ -27,9 +29,14 @@ def pack(arguments: Sequence[str]) -> None:
     if len(configs) > 1 or (configs and files):
         raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
     if files:
-        settings.append(f"data={files}")
+        settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
     # A run would write there; this one does not
-    config = load(configs[0] if configs else None, ["run_dir=unused", *settings])
+    return load(configs[0] if configs else None, ["run_dir=unused", *settings])
+
+
+def pack(arguments: Sequence[str]) -> None:
+    """Tokenise what a config file, or files and `key=value`s, say; print what is in it."""
+    config = read_arguments(arguments)
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:

@@ -2,26 +2,21 @@
 
 import hashlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
 import torch
 from torch import Tensor
 
+from tigon.headers import find_tensors
 from tigon.hub import Repository
-from tigon.json_file import escaped, read_json, shown
 from tigon.weights.decoded import Decoded
 from tigon.weights.fp8 import BlockScales, decode_fp8
-from tigon.weights.header import MAX_HEADER, TensorInfo, read_header
+from tigon.weights.header import TensorInfo
 from tigon.weights.reading import Reader
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SAMPLED = 4096  # bytes of each tensor that tell checkpoints apart
 DECODED = 8 << 20  # bytes of values that a thread decodes at a time
-OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
 
 
 class Checkpoint:
@@ -56,24 +51,8 @@ class Checkpoint:
 
         `scales` is what config.json says of fp8 tensors, which without it cannot be read.
         """
-        single = repository.optional_file(SINGLE)
-        if single is not None:
-            return cls(repository.name, decode_fp8(read_header(single), scales))
-        index = repository.optional_file(INDEX)
-        if index is None:
-            raise FileNotFoundError(_no_weights(repository))
-        weight_map = _read_index(index)
-        shards = sorted(set(weight_map.values()))
-
-        def fetch(shard: str) -> Path:
-            try:
-                return repository.file(shard)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{error}, but {INDEX} names it") from error
-
-        with ThreadPoolExecutor(8) as pool:
-            paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
-        return cls(repository.name, decode_fp8(_merge(index, weight_map, paths), scales))
+        tensors = {n: TensorInfo.of(stored) for n, stored in find_tensors(repository).items()}
+        return cls(repository.name, decode_fp8(tensors, scales))
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""
@@ -117,61 +96,3 @@ def read_rows(reader: Reader, info: TensorInfo | Decoded, out: Tensor, row: int)
             stop = min(end, (row // step + 1) * step)  # all but the ends begin at whole units
             out[: stop - row].copy_(info.rows(reader, row, stop - row))
             out, row = out[stop - row :], stop
-
-
-def _no_weights(repository: Repository) -> str:
-    names = repository.listing()
-    message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
-    if pickles := [name for name in names if name.endswith(PICKLES)]:
-        return (
-            f"{message}; its pickled weights ({', '.join(pickles[:3])}) are not read, as they can "
-            "run code: convert them once with transformers, "
-            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(directory)"
-        )
-    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
-    return f"{message}; other weights there: {', '.join(others[:3]) or 'none'}"
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Tensor name -> shard file, checked to stay in the index's directory."""
-    weight_map = read_json(path, most_bytes=MAX_HEADER).get("weight_map")
-    where = escaped(path)
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{where} has no weight_map from tensor names to shard files")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
-            raise ValueError(
-                f"{where}: tensor {shown(name)} is in {shown(shard)}, no .safetensors file"
-            )
-        parts = PurePosixPath(shard)
-        if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
-            raise ValueError(
-                f"{where}: the shard {shown(shard)} is outside the checkpoint's directory"
-            )
-        if str(parts) != shard or not shard.isprintable():  # one file, one name
-            raise ValueError(f"{where}: the shard {shown(shard)} is no plain file name")
-    return weight_map
-
-
-def _merge(
-    index: Path, weight_map: dict[str, str], paths: dict[str, Path]
-) -> dict[str, TensorInfo]:
-    """All tensors of all shards; where two hold one of the same name, the one the index means."""
-    tensors: dict[str, TensorInfo] = {}
-    for shard, path in paths.items():
-        for name, info in read_header(path).items():
-            if weight_map.get(name, shard) != shard:
-                continue
-            if name in tensors:
-                raise ValueError(
-                    f"{escaped(index)} does not list tensor {shown(name)}, which is in two "
-                    f"shards: {tensors[name].path.name} and {shard}"
-                )
-            tensors[name] = info
-    if absent := sorted(weight_map.keys() - tensors.keys()):
-        raise ValueError(
-            f"{escaped(index)} names {len(absent)} tensors that their shards do not hold, the "
-            f"first {shown(absent[0])} in {weight_map[absent[0]]}: the files are not of one "
-            "checkpoint"
-        )
-    return tensors

@@ -1,6 +1,6 @@
 """What a run learns from, and how: one file each, under the name that `task` takes."""
 
-from tigon.strict import suggest
+from tigon.strict import find_misspelled
 from tigon.train.objectives.base import Inputs, Objective, Part
 from tigon.train.objectives.cpo import CPO, SimPO
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
@@ -52,6 +52,7 @@ def find_objective(task: str) -> type[Objective]:
     if task not in OBJECTIVES:
         if task in OTHERS:
             raise ValueError(f"no objective is called task={task!r}; here: {OTHERS[task]}")
-        hint = suggest(task, OBJECTIVES) or f"known: {', '.join(OBJECTIVES)}"
+        meant = find_misspelled(task, OBJECTIVES)
+        hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(OBJECTIVES)}"
         raise ValueError(f"no objective is called task={task!r}; {hint}")
     return OBJECTIVES[task]

@@ -1,0 +1,31 @@
+"""The commands `tigon data ...`: those that read no model."""
+
+import sys
+from argparse import Namespace
+from io import TextIOWrapper
+
+from tigon.data import clean_cache
+from tigon.train import pack, preview
+from tigon.train.pack import read_arguments
+from tigon.train.preview_text import format_preview, has_color
+
+
+def data_show(args: Namespace) -> int:
+    """1 if a run would end at one of the rows."""
+    config = read_arguments(args.arguments)
+    shown = preview(config, args.rows)
+    if isinstance(sys.stdout, TextIOWrapper):  # text that a locale cannot write ends nothing
+        sys.stdout.reconfigure(errors="backslashreplace")
+    for line in format_preview(shown, config, color=has_color(sys.stdout)):
+        print(line)
+    return int(config.bad_rows == "error" and any(row.error for row in shown.rows))
+
+
+def data_pack(args: Namespace) -> int:
+    pack(args.arguments)
+    return 0
+
+
+def data_clean(args: Namespace) -> int:
+    print(clean_cache(args.days))
+    return 0

@@ -1,0 +1,254 @@
+"""The tensors of a safetensors checkpoint, told from its files' headers: no tensor is read.
+
+A file is the header's length in 8 bytes, a JSON header, and the tensors' bytes. This imports no
+torch, which takes seconds.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard
+
+from tigon.hub import Repository
+from tigon.json_file import escaped, parse_object, read_json, shown
+
+# What torch calls them, and bytes of a value. The reference implementation stores the last of these
+# first; equal ones follow by name.
+DTYPES = {
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "I8": ("int8", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "I16": ("int16", 2),
+    "U16": ("uint16", 2),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "I32": ("int32", 4),
+    "U32": ("uint32", 4),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "I64": ("int64", 8),
+    "U64": ("uint64", 8),
+}
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".npz")
+MAX_HEADER = 100_000_000  # bytes, the reference implementation's limit
+MOST_DIMENSIONS = 64  # of a tensor, torch's limit
+LARGEST = 2**63 - 1  # of a size or a product of sizes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes are: row-major, little-endian, from `offset` of the file on."""
+
+    tag: str  # one of DTYPES
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    @property
+    def dtype(self) -> str:
+        """As torch calls it."""
+        return DTYPES[self.tag][0]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * DTYPES[self.tag][1]
+
+
+def find_tensors(repository: Repository) -> dict[str, StoredTensor]:
+    """Those of the repository's model.safetensors, or of its index and all shards, which are
+    fetched."""
+    single = repository.optional_file(SINGLE)
+    if single is not None:
+        return read_tensors(single)
+    index = repository.optional_file(INDEX)
+    if index is None:
+        raise FileNotFoundError(_no_weights(repository))
+    weight_map = _read_index(index)
+    shards = sorted(set(weight_map.values()))
+
+    def fetch(shard: str) -> Path:
+        try:
+            return repository.file(shard)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}, but {INDEX} names it") from error
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = dict(zip(shards, pool.map(fetch, shards), strict=True))
+    return _merge(index, weight_map, paths)
+
+
+def read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, every length, dtype, shape and offset of its header checked."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise ValueError(
+                f"{escaped(path)} is no safetensors file: its first 8 bytes announce a header of "
+                f"{length} bytes and the file has {size}; if a download was cut off, delete it "
+                "and repeat"
+            )
+        text = file.read(length)
+    header = parse_object(text, f"{path}: its header")
+    _check_metadata(path, header.pop("__metadata__", {}))
+
+    tensors, spans = {}, []
+    for name, entry in header.items():
+        tag, shape, begin, end = _entry(path, name, entry)
+        tensors[name] = StoredTensor(tag, shape, path, 8 + length + begin)
+        spans.append((begin, end, name))
+    _check_spans(path, sorted(spans), size - 8 - length)
+    return tensors
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{escaped(path)}: __metadata__ is {shown(metadata)}, not an object")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{escaped(path)}: __metadata__ has {shown(value)} as {shown(key)}, not a text"
+            )
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        return _checked(entry)
+    except ValueError as error:
+        raise ValueError(f"{escaped(path)}: tensor {shown(name)} {error}") from None
+
+
+def _checked(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"is described by {shown(entry)}, not by dtype, shape and data_offsets")
+    tag, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not _counts(shape):
+        raise ValueError(f"has shape {shown(shape)}, not a list of sizes")
+    if not _counts(span) or len(span) != 2 or span[0] > span[1]:
+        raise ValueError(f"has data_offsets {shown(span)}, not [begin, end]")
+    if not isinstance(tag, str) or tag not in DTYPES:
+        if isinstance(tag, str) and tag.startswith(("F4", "F6", "F8")):
+            raise ValueError(
+                f"is stored as {shown(tag)}: this is a quantised checkpoint, which is not "
+                "supported; use the model's bf16, fp16 or fp32 checkpoint"
+            )
+        raise ValueError(f"has the unknown dtype {shown(tag)}; known: {', '.join(DTYPES)}")
+    expected = _count(shape)
+    if expected is None:
+        raise ValueError(f"has shape {shown(shape)}: no tensor is so large")
+    expected *= DTYPES[tag][1]
+    if span[1] - span[0] != expected:
+        raise ValueError(
+            f"is {tag} {shown(shape)}, {expected} bytes, but its data_offsets {span} "
+            f"hold {span[1] - span[0]}"
+        )
+    return tag, tuple(shape), span[0], span[1]
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item <= LARGEST for item in value
+    )
+
+
+def _count(shape: Sequence[int]) -> int | None:
+    """The values of a tensor; None if torch has no tensor of so many dimensions or values, sizes of
+    zero aside. Stops at the limit: the product of a million sizes would take a minute."""
+    if len(shape) > MOST_DIMENSIONS:
+        return None
+    product = 1
+    for size in filter(None, shape):
+        product *= size
+        if product > LARGEST:
+            return None
+    return 0 if 0 in shape else product
+
+
+def _check_spans(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
+    """The format allows neither overlaps nor holes nor a tail."""
+    end, last = 0, None
+    for begin, next_end, name in spans:
+        if begin != end:
+            fault = "overlaps" if begin < end else f"leaves a hole of {begin - end} bytes after"
+            before = "the header" if last is None else shown(last)
+            raise ValueError(f"{escaped(path)}: tensor {shown(name)} {fault} {before}")
+        end, last = next_end, name
+    if end > data_bytes:
+        raise ValueError(
+            f"{escaped(path)} is truncated: its tensors take {end} bytes and {data_bytes} are "
+            "there; delete it and download or copy it again"
+        )
+    if end < data_bytes:
+        raise ValueError(f"{escaped(path)} has {data_bytes - end} bytes after its last tensor")
+
+
+def _no_weights(repository: Repository) -> str:
+    names = repository.listing()
+    message = f"{repository.name} has neither {SINGLE} nor {INDEX}"
+    if pickles := [name for name in names if name.endswith(PICKLES)]:
+        return (
+            f"{message}; its pickled weights ({', '.join(pickles[:3])}) are not read, as they can "
+            "run code: convert them once with transformers, "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(directory)"
+        )
+    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    return f"{message}; other weights there: {', '.join(others[:3]) or 'none'}"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor name -> shard file, checked to stay in the index's directory."""
+    weight_map = read_json(path, most_bytes=MAX_HEADER).get("weight_map")
+    where = escaped(path)
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{where} has no weight_map from tensor names to shard files")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise ValueError(
+                f"{where}: tensor {shown(name)} is in {shown(shard)}, no .safetensors file"
+            )
+        parts = PurePosixPath(shard)
+        if parts.is_absolute() or ".." in parts.parts or "\\" in shard:
+            raise ValueError(
+                f"{where}: the shard {shown(shard)} is outside the checkpoint's directory"
+            )
+        if str(parts) != shard or not shard.isprintable():  # one file, one name
+            raise ValueError(f"{where}: the shard {shown(shard)} is no plain file name")
+    return weight_map
+
+
+def _merge(
+    index: Path, weight_map: dict[str, str], paths: dict[str, Path]
+) -> dict[str, StoredTensor]:
+    """All tensors of all shards; where two hold one of the same name, the one the index means."""
+    tensors: dict[str, StoredTensor] = {}
+    for shard, path in paths.items():
+        for name, info in read_tensors(path).items():
+            if weight_map.get(name, shard) != shard:
+                continue
+            if name in tensors:
+                raise ValueError(
+                    f"{escaped(index)} does not list tensor {shown(name)}, which is in two "
+                    f"shards: {tensors[name].path.name} and {shard}"
+                )
+            tensors[name] = info
+    if absent := sorted(weight_map.keys() - tensors.keys()):
+        raise ValueError(
+            f"{escaped(index)} names {len(absent)} tensors that their shards do not hold, the "
+            f"first {shown(absent[0])} in {weight_map[absent[0]]}: the files are not of one "
+            "checkpoint"
+        )
+    return tensors

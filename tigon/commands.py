@@ -19,6 +19,7 @@ from tigon.model_arguments import device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
+from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
@@ -231,7 +232,7 @@ def export(args: Namespace) -> int:
         dtype = convert(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
-    print(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}")
+    print(one_line(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}"))
     return 0
 
 
@@ -245,7 +246,7 @@ def push(args: Namespace) -> int:
         create_pr=args.create_pr,
         overwrite_card=args.overwrite_card,
     )
-    print(where)
+    print(one_line(where))
     return 0
 
 
@@ -262,7 +263,7 @@ def info(args: Namespace) -> int:
             print(f"  {kind:<20}{choice.name} ({choice.why})")
         return 0
     facts = describe(args.model, args.revision)
-    print(args.model)
+    print(one_line(args.model))
     for name, value in facts.items():
         print(f"  {name:<14}{escaped(value, 4000)}")
     return 0

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ARROWS: dict[str, set[str]] = {
     "splitmix": set(),
     "version": set(),
+    "yaml_file": {"json_file"},
     "kernels": {"splitmix"},
     "json_file": set(),
     "paths": set(),
@@ -34,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "parallel": {"models"},
     "tokenizer": {"hub"},
     "data": {"splitmix", "tokenizer"},
-    "report": {"json_file", "terminal"},
+    "report": {"terminal", "yaml_file"},
     "train": {"data", "parallel", "report", "version"},
     "eval": {"data", "models"},
     "chat": {"models", "terminal", "tokenizer"},

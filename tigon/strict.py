@@ -7,6 +7,7 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -75,7 +76,8 @@ def read(
         first, dot, rest = str(key).partition(".")
         inner = _dataclass(kinds.get(first))
         if inner is not None and not dot and parse is not None and isinstance(value, str):
-            value = parse(value)
+            with suppress(ValueError):  # which `check` says
+                value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
             found |= read(inner, inside, parse=parse, group=f"{group}{first}.")

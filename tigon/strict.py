@@ -185,6 +185,10 @@ def check_range(name: str, value: Any, least: float | None, most: float | None) 
     """Raises ConfigError unless the value is None or in this range."""
     if value is None or isinstance(value, str):  # of a setting that is a number or a word
         return
+    if isinstance(value, tuple):
+        for item in value:
+            check_range(name, item, least, most)
+        return
     if least is not None and not value >= least:  # NaN too
         raise ConfigError(f"{name}={shown(value)} must be at least {least}")
     if most is not None and not value <= most:

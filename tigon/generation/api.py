@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon import memory
 from tigon.generation.alike import check_alike
 from tigon.generation.caches import choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
@@ -30,6 +31,7 @@ from tigon.generation.settings import (
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.static import StaticSteps
 from tigon.generation.stopping import Continuations, find_stops
+from tigon.memory import gib
 
 
 def generate(
@@ -92,14 +94,16 @@ def generate(
     """
     arguments = locals()
     given = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
-    settings = settle(model, generation_config, given, others)
+    settings, files = settle(model, generation_config, given, others)
     eos = settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
     _check_ranks(model, prompt, settings)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
-    rows, max_tokens = prompt.repeat(settings.num_return_sequences), max_new(prompt, settings)
+    _check_rows(model, len(prompt.ids), settings)
+    rows = prompt.repeat(settings.num_return_sequences)
+    max_tokens = max_new(prompt, settings, files.get("max_length", ""))
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
-    stop = find_stops(settings.stop_strings, tokenizer)
+    stop = find_stops(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
     output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit)
     cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
     warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
@@ -112,6 +116,17 @@ def generate(
         streamer.end()
     # Outside of inference mode, for the caller may train on what comes back
     return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+
+
+def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
+    """ValueError for more rows than there is memory for the scores of one token each."""
+    rows, vocab = prompts * settings.num_return_sequences, model.config.vocab_size
+    needed, there = 4 * rows * vocab, memory.total(model.device)
+    if needed > there:
+        raise ValueError(
+            f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
+            f"scores over {vocab} tokens take {gib(needed)}, and {model.device} has {gib(there)}"
+        )
 
 
 def _check_ranks(model: Model, prompt: Prompt, settings: Settings) -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tigon import memory
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
 from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.collectives import Ranks
+from tigon.memory import gib
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -151,17 +153,25 @@ class LanguageModel(nn.Module):
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
-        Inside `torch.autocast` it keeps what autocast computes.
+        Inside `torch.autocast` it keeps what autocast computes. ValueError for more than the device
+        has memory for.
         """
-        return StaticCache(
-            self.model.make_states,
-            rows,
-            capacity,
-            dtype=autocast_dtype(self.device) or self.dtype,
-            device=self.device,
-            chunk=chunk,
-            quantize=quantize,
-        )
+        dtype, device = autocast_dtype(self.device) or self.dtype, self.device
+
+        def cache(place: torch.device) -> StaticCache:
+            make, how = self.model.make_states, {"chunk": chunk, "quantize": quantize}
+            return StaticCache(make, rows, capacity, dtype=dtype, device=place, **how)
+
+        try:
+            needed = cache(torch.device("meta")).nbytes
+        except RuntimeError:  # sizes that no tensor can have
+            needed = memory.UNKNOWN
+        if needed > (there := memory.total(device)):
+            raise ValueError(
+                f"a cache of {capacity} tokens in each of {rows} rows takes {gib(needed)}, and "
+                f"{device} has {gib(there)}"
+            )
+        return cache(device)
 
     @spelled_out
     def num_items(

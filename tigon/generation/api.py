@@ -82,10 +82,11 @@ def generate(
     are tokens. `streamer` is called with the new tokens [B], on the CPU, of each step; an object
     with `put` and `end` is used as transformers uses its streamers.
 
-    `cache_implementation`: "dynamic" grows; "static" is allocated once, decodes with a CUDA graph
-    and reads prompts `prefill_chunk_size` (8192) tokens at a time; "quantized" is a static one in
-    int8. By default static on a GPU, dynamic on a CPU, under FSDP, and where a text can pass the
-    length at which its RoPE turns (dynamic, LongRoPE). `assistant_model`, smaller and with the same
+    `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
+    doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a
+    time; "quantized" is a static one in int8. By default static on a GPU, dynamic on a CPU, under
+    FSDP, and where a text can pass the length at which its RoPE turns (dynamic, LongRoPE).
+    `assistant_model`, smaller and with the same
     tokenizer, proposes `num_assistant_tokens` (5) at a time: the greedy tokens stay what they are,
     and sampled ones are distributed as they were, though a seed draws others.
 

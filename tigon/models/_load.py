@@ -192,7 +192,7 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), _NoInit():
-            return cls(config)
+            model = cls(config)
     except ConfigError:
         raise
     except ValueError as error:  # a layer does not take what only its own sizes show
@@ -201,6 +201,8 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
         raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
     finally:
         torch.set_default_dtype(before)
+    model.warn_of_overflow()
+    return model
 
 
 class _NoInit(TorchFunctionMode):

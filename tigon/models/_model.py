@@ -3,6 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -116,7 +117,20 @@ class LanguageModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if (few := self._quantised) is not None:  # before anything is converted
             few.check(fn)
-        return super()._apply(fn, recurse)
+        before = self.dtype
+        super()._apply(fn, recurse)
+        if self.dtype != before:
+            self.warn_of_overflow()
+        return self
+
+    def warn_of_overflow(self) -> None:
+        """A model that computes nan in float16, which transformers loads without a word."""
+        if self.dtype == torch.float16 and self.config.overflows_float16:
+            warnings.warn(
+                f"activations of {self.config.architecture} exceed the range of float16, and its "
+                "logits are nan then: take bfloat16 or float32",
+                stacklevel=2,
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if requires_grad and (few := self._quantised) is not None:

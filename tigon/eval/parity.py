@@ -99,7 +99,11 @@ def parity(
 
 def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
     """Greedy tokens that agree; all of them if both texts end early and are equal."""
-    how = {"max_new_tokens": new_tokens, "do_sample": False, "num_return_sequences": 1}
+    how: dict[str, Any] = {
+        "max_new_tokens": new_tokens,
+        "do_sample": False,
+        "num_return_sequences": 1,
+    }
     a = ours.generate(ids, **how)
     b = reference.generate(ids, attention_mask=torch.ones_like(ids), **how)
     a, b = a[0, ids.shape[1] :], b[0, ids.shape[1] :]

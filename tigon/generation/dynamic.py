@@ -32,7 +32,8 @@ class DynamicSteps:
         self._model, self._sampling, self._draws = model, sampling, draws
         self._cache = KVCache() if use_cache else None
         self._length = ids.shape[1]
-        self._tokens, self._visible, self._positions = ids, mask, None
+        self._tokens, self._visible = ids, mask
+        self._positions: Tensor | None = None
         self._extend(min(max_tokens, ROOM))
         self._seen = sampling.seen(ids, mask, model.config.vocab_size)
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row

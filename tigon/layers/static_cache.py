@@ -5,6 +5,7 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -58,7 +59,9 @@ class StaticCache(Cache):
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
             super().__init__(make(rows, capacity, **options))
-            self._make = functools.partial(make, **options | {"device": "meta"})
+            self._make: Callable[[int, int], list[State]] = functools.partial(
+                make, **options | {"device": "meta"}
+            )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._known = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0  # of `lengths`, of `_known`

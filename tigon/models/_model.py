@@ -173,8 +173,15 @@ class LanguageModel(nn.Module):
         dtype, device = autocast_dtype(self.device) or self.dtype, self.device
 
         def cache(place: torch.device) -> StaticCache:
-            make, how = self.model.make_states, {"chunk": chunk, "quantize": quantize}
-            return StaticCache(make, rows, capacity, dtype=dtype, device=place, **how)
+            return StaticCache(
+                self.model.make_states,
+                rows,
+                capacity,
+                dtype=dtype,
+                device=place,
+                chunk=chunk,
+                quantize=quantize,
+            )
 
         try:
             needed = cache(torch.device("meta")).nbytes

@@ -183,6 +183,23 @@ def test_generate_warns_of_what_was_asked_alone(
         assert err.count("\n") == bool(message)
 
 
+def test_one_text_is_written_whatever_the_file_says(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_model(tmp_path / "model")
+    settings = {"do_sample": True, "num_return_sequences": 2, "eos_token_id": [3, None]}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    assert main(["generate", str(path), "hi", "--max-new-tokens", "4"]) == 0
+    assert capfd.readouterr().err == (
+        "tigon: num_return_sequences=2 of generation_config.json is not followed: one text is "
+        "written\n"
+    )
+    (path / "generation_config.json").write_text(json.dumps({"min_new_tokens": 10**21}))
+    assert main(["generate", str(path), "hi"]) == 1
+    err = capfd.readouterr().err
+    assert "generation_config.json: min_new_tokens=1" in err and err.count("\n") == 1
+
+
 def test_ends_beyond_the_vocabulary_do_no_harm(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", eos_token_id=5000)
     assert main(["generate", str(model), "hi", "--max-new-tokens", "2"]) == 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tigon.models import CausalLM
+from tigon.terminal import escape_controls, exact, one_line
 from tigon.tokenizer import Tokenizer
 
 with suppress(ImportError):  # not on Windows; input() then has editing and history
@@ -24,10 +25,6 @@ COMMANDS = {
     "/exit": "end, as Ctrl-D does",
 }
 Message = dict[str, str]
-# What a terminal would follow, not show: it could set its title, the clipboard, or hide text
-CONTROL = {
-    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
-} | {ord("\r"): None}
 
 
 class Chat:
@@ -82,6 +79,7 @@ class Chat:
             self.generate(
                 torch.tensor([ids]),
                 max_new_tokens=min(self.max_new_tokens, self.context - len(ids)),
+                num_return_sequences=1,
                 streamer=lambda new: show(stream.step(int(new))),
                 **self.settings,
             )
@@ -159,8 +157,10 @@ def turn(chat: Chat, text: str, name: str) -> None:
 
 
 def put(piece: str) -> None:
-    """Print what a model says; on a terminal, control characters as what they are called."""
-    print(piece.translate(CONTROL) if sys.stdout.isatty() else piece, end="", flush=True)
+    """Print what a model says: exactly, but on a terminal with control characters escaped."""
+    if sys.stdout.isatty():
+        piece = escape_controls(piece.replace("\r", ""))
+    print(piece, end="", flush=True, file=exact(sys.stdout))
 
 
 def command(chat: Chat, line: str) -> bool:
@@ -241,4 +241,4 @@ def terminal_kept() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    print(f"({text})", file=sys.stderr, flush=True)
+    print(f"({one_line(text)})", file=sys.stderr, flush=True)

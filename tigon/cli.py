@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tigon.terminal import escaping_output, one_line
 from tigon.version import __version__
 
 CACHES = ("dynamic", "static", "quantized")
@@ -24,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    with escaping_output():
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     training = arguments[:1] == ["train"]  # has a syntax and a help of its own
     args = argparse.Namespace(command="train") if training else _parse(arguments)
     args.arguments_given = arguments
@@ -37,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif training:
                 status = _imported("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
-                print(import_module("tigon.report").write(args.runs, args.out))
+                print(one_line(import_module("tigon.report").write(args.runs, args.out)))
                 status = 0
             else:
                 status = getattr(_imported(args.module), args.run)(args)
@@ -52,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # An unreachable hub raises with advice for callers from Python
         reading = isinstance(error, ConnectionError) and args.command != "push"
         hint = f"; for this command: {OFFLINE}" * reading
-        print(f"tigon {args.command}: {error}{hint}", file=sys.stderr)
+        print(f"tigon {args.command}: {one_line(error)}{hint}", file=sys.stderr)
         return 1
 
 
@@ -92,7 +98,7 @@ def _imported(name: str) -> Any:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"tigon: {message}", file=sys.stderr)
+    print(f"tigon: {one_line(message)}", file=sys.stderr)
 
 
 def _sampling_arguments(p: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
 import sys
+import warnings
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from tigon.model_arguments import device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
+from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
 from tigon.train.merge import as_merged_directory, export_merged, is_adapter
@@ -61,8 +63,10 @@ def _generate(args: Namespace, world: World | None) -> int:
         if main:
             put(stream.step(int(new)) or "")
 
+    warn_of_sequences(model)
     model.generate(
         torch.tensor([ids]),
+        num_return_sequences=1,
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
         eos_token_id=_ends(model, tokenizer),
         tokenizer=tokenizer,
@@ -84,6 +88,7 @@ def _chat(args: Namespace, world: World | None) -> int:
     """On this process, or as one of the ranks that share the model; the first one talks."""
     with together(world):
         model, tokenizer = load(args, world)
+        warn_of_sequences(model)
         try:
             conversation = Chat(
                 model,
@@ -150,10 +155,21 @@ def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
+def warn_of_sequences(model: CausalLM) -> None:
+    """A command writes one text for a prompt."""
+    several = model.generation_config.get("num_return_sequences")
+    if several not in (None, 1):
+        warnings.warn(
+            f"num_return_sequences={several} of generation_config.json is not followed: one text "
+            "is written",
+            stacklevel=2,
+        )
+
+
 def _ends(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Every token that ends a text: the model's own, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    ends = [ends] if isinstance(ends, int) else [end for end in ends or () if end is not None]
     own = tokenizer.eos_token_id
     ends = ends if own is None or own in ends else [*ends, own]
     return [end for end in ends if 0 <= end < model.config.vocab_size]
@@ -215,7 +231,7 @@ def export(args: Namespace) -> int:
         dtype = convert(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
-    print(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}")
+    print(one_line(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}"))
     return 0
 
 
@@ -229,5 +245,5 @@ def push(args: Namespace) -> int:
         create_pr=args.create_pr,
         overwrite_card=args.overwrite_card,
     )
-    print(where)
+    print(one_line(where))
     return 0

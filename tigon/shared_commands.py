@@ -15,6 +15,7 @@ from tigon.chat import terminal_modes
 from tigon.model_arguments import dtype_of, refused_on_ranks, tokenizer_of
 from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
+from tigon.terminal import one_line
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint
 from tigon.train.merge import is_adapter
@@ -98,7 +99,7 @@ def _start_ranks(args: Namespace) -> int:
         )
     # A pipe that is closed is no fault, and rank 0 has said why it ended
     if problem and code != CLOSED and not problem.startswith("rank 0 ended"):
-        print(f"tigon {args.command}: {problem}", file=sys.stderr)
+        print(f"tigon {args.command}: {one_line(problem)}", file=sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -76,7 +77,8 @@ def read(
         first, dot, rest = str(key).partition(".")
         inner = _dataclass(kinds.get(first))
         if inner is not None and not dot and parse is not None and isinstance(value, str):
-            value = parse(value)
+            with suppress(ValueError):  # which `check` says
+                value = parse(value)
         if inner is not None and (dot or isinstance(value, Mapping)):
             inside = {rest: value} if dot else value
             found |= read(inner, inside, parse=parse, group=f"{group}{first}.")
@@ -216,6 +218,10 @@ def _group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str)
 def check_range(name: str, value: Any, least: float | None, most: float | None) -> None:
     """Raises ConfigError unless the value is None or in this range."""
     if value is None or isinstance(value, str):  # of a setting that is a number or a word
+        return
+    if isinstance(value, tuple):
+        for item in value:
+            check_range(name, item, least, most)
         return
     if least is not None and not value >= least:  # NaN too
         raise ConfigError(f"{name}={shown(value)} must be at least {least}")

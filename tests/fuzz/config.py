@@ -2,21 +2,24 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 import tigon
 from tests.fuzz.junk import altered, damaged, dump
 from tests.fuzz.target import Case, Files, Link, Target
-from tigon.generation.settings import DEFAULTS, UNSUPPORTED
+from tigon.generation.settings import DEFAULTS, OURS, UNSUPPORTED
 from tigon.models._config import NEUTRAL
 from tigon.models._ranges import RANGES, ROPE_RANGES
 from tigon.strict import hints
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+NUMBERS = sorted(DEFAULTS.keys() - {*OURS, "do_sample", "stop_strings"})
 SIZES: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 8,
@@ -86,14 +89,40 @@ def config_cases(model_type: str) -> Callable[[Files], st.SearchStrategy[Case]]:
     return cases
 
 
+# Numbers that are each in their range, or just outside of it
+numbers = st.dictionaries(
+    st.sampled_from([*NUMBERS, "do_sample"]),
+    st.sampled_from([-1, 0, 1, 2, 7, True, 2**16, 2**31 - 1, 10**30, 0.5, 1e-320, 1e308, [2, -5]]),
+    min_size=1,
+)
+
+
 def generation_cases(files: Files) -> st.SearchStrategy[Case]:
     valid = json.loads(files[GENERATION])
     contents = st.one_of(
         altered(valid, [*DEFAULTS, *DEFAULTS, *UNSUPPORTED]).map(dump),
+        numbers.map(lambda some: dump(valid | some)),
         damaged(files[GENERATION]),
         st.sampled_from([None, Link("../secret.json"), Link("/etc/hostname")]),
     )
     return contents.map(lambda content: {GENERATION: content})
+
+
+class Enough(Exception):
+    """Raised by a streamer, as a file may ask for a text without an end."""
+
+
+def generate(folder: Path) -> None:
+    """A few tokens, by the file alone."""
+    model, columns = tigon.from_pretrained(folder), []
+
+    def few(column: torch.Tensor) -> None:
+        columns.append(column)
+        if len(columns) == 3:
+            raise Enough
+
+    with suppress(Enough):
+        model.generate(torch.tensor([[3, 4]]), streamer=few)
 
 
 TARGETS = [
@@ -106,8 +135,4 @@ TARGETS = [
     )
     for model_type in FAMILIES
 ]
-TARGETS += [
-    Target(
-        "generation_config", 1 / 2, partial(write, "llama"), generation_cases, tigon.from_pretrained
-    )
-]
+TARGETS += [Target("generation_config", 1 / 2, partial(write, "llama"), generation_cases, generate)]

@@ -12,6 +12,7 @@ from tests.fuzz.junk import altered, damaged, dump, values
 from tests.fuzz.target import Case, Files, Link, Target
 from tests.fuzz.weights import header
 from tests.small import write_chats, write_model
+from tigon.report.page import page
 from tigon.report.read import read
 from tigon.train import main
 from tigon.train.export import load_checkpoint
@@ -19,7 +20,51 @@ from tigon.train.export import load_checkpoint
 STEP = "checkpoints/step-00000001"
 CONFIG, RUN, SUMS = f"{STEP}/config.json", f"{STEP}/run.json", f"{STEP}/SHA256SUMS"
 GENERATION, WEIGHTS = f"{STEP}/generation_config.json", f"{STEP}/weights-00000.safetensors"
-METRICS = "metrics.jsonl"
+METRICS, SETTINGS = "metrics.jsonl", "config.yaml"
+YAML = (
+    "!!bool x",
+    '!!int ""',
+    '!!float ""',
+    "!!timestamp x",
+    "2020-99-99",
+    "1:1:1",
+    "1:" * 99 + "1.0",
+)
+YAML += (
+    "9" * 5000,
+    ".inf",
+    "-.nan",
+    "0x",
+    "!!set {a, b}",
+    "!!omap [a: 1]",
+    "!!map [x]",
+    "!!int [x]",
+)
+YAML += (
+    "[{path: 3}]",
+    "{<<: {a: 1}}",
+    "&a [*a]",
+    "{? [a] : b}",
+    "[a",
+    "\t",
+    "\x1b[2J",
+    "-",
+    "*x",
+    "=",
+)
+SET = (
+    "steps",
+    "epochs",
+    "patience",
+    "data",
+    "eval_data",
+    "model",
+    "init",
+    "run_dir",
+    "lr",
+    "\x1b",
+    "~",
+)
 
 
 def write(folder: Path) -> None:
@@ -29,12 +74,12 @@ def write(folder: Path) -> None:
     settings |= {"data": write_chats(beside / "train.jsonl", 9), "seq_len": 64, "batch_size": 1}
     settings |= {"device": "cpu", "export": "false", "save_every": 1, "optimizer": "sgd"}
     main([f"{key}={value}" for key, value in settings.items()])
-    # Not fuzzed, as it is the user's own; of its usual length, reading it takes most of the time
+    # Of its usual length, reading it takes most of the time
     (folder / "config.yaml").write_text("steps: 1\nsave_every: 1\n")
 
 
 def load(folder: Path) -> None:
-    read(folder)
+    page([read(folder)])
     load_checkpoint(folder / STEP)
 
 
@@ -51,7 +96,8 @@ def sums(files: Files, changed: dict[str, Any]) -> bytes:
 
 @st.composite
 def cases(draw: Any, files: Files) -> Case:
-    name = draw(st.sampled_from([CONFIG, CONFIG, RUN, GENERATION, WEIGHTS, SUMS, METRICS]))
+    names = [CONFIG, CONFIG, RUN, GENERATION, WEIGHTS, SUMS, METRICS, SETTINGS]
+    name = draw(st.sampled_from(names))
     content = files[name]
     if name == METRICS:
         row = st.dictionaries(
@@ -59,6 +105,10 @@ def cases(draw: Any, files: Files) -> Case:
         )
         rows = st.lists(row.map(dump), max_size=3)
         strategy = st.one_of(damaged(content), rows.map(lambda r: content + b"\n".join(r) + b"\n"))
+    elif name == SETTINGS:
+        line = st.builds("{}: {}\n".format, st.sampled_from(SET), st.sampled_from(YAML))
+        lines = st.lists(line, max_size=3).map(lambda some: "".join(some).encode())
+        strategy = st.one_of(lines, damaged(content))
     elif name == SUMS:
         strategy = damaged(content)
     elif name == WEIGHTS:

@@ -135,6 +135,18 @@ templates = st.builds(
 )
 
 
+token = st.sampled_from([None, 5, "", "<y>", {"content": "<y>"}, {"content": None}, {}, []])
+special_tokens = st.dictionaries(
+    st.sampled_from(["eos_token", "x_token", "extra_special_tokens", "additional_special_tokens"]),
+    st.one_of(
+        token,
+        st.lists(token, min_size=1, max_size=2),
+        st.dictionaries(st.sampled_from(["x_token", "y"]), token, min_size=1),
+    ),
+    min_size=1,
+)
+
+
 def cases(files: Files) -> st.SearchStrategy[Case]:
     config = json.loads(files[CONFIG])
     keys = [
@@ -146,12 +158,24 @@ def cases(files: Files) -> st.SearchStrategy[Case]:
     ]
     named = {
         TOKENIZER: st.one_of(backends(files[TOKENIZER]), damaged(files[TOKENIZER])),
-        CONFIG: st.one_of(altered(config, keys).map(dump), damaged(files[CONFIG])),
-        MAP: st.one_of(altered({"eos_token": "</s>"}, keys).map(dump), values.map(dump)),
+        CONFIG: st.one_of(
+            special_tokens.map(lambda some: dump(config | some)),
+            altered(config, keys).map(dump),
+            damaged(files[CONFIG]),
+        ),
+        MAP: st.one_of(special_tokens, altered({"eos_token": "</s>"}, keys), values).map(dump),
         ADDED: st.one_of(altered({"<x>": 258}, ["<x>", "<y>"]).map(dump), values.map(dump)),
         TEMPLATE: st.one_of(templates.map(str.encode), damaged(files[TEMPLATE])),
     }
-    return st.one_of(*(content.map(lambda c, n=name: {n: c}) for name, content in named.items()))
+    # Beside an added_tokens_decoder the two others are not read
+    old = {k: v for k, v in config.items() if k != "added_tokens_decoder"}
+    beside = {name: {CONFIG: dump(old)} for name in (MAP, ADDED)}
+    return st.one_of(
+        *(
+            content.map(lambda c, n=name: {**beside.get(n, {}), n: c})
+            for name, content in named.items()
+        )
+    )
 
 
 def row_cases(files: Files) -> st.SearchStrategy[Case]:

@@ -1,6 +1,8 @@
 """Where settings come from, what None means, and what is said of those that cannot be."""
 
+import json
 import re
+import resource
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from transformers import BatchEncoding, GenerationConfig
 import tigon
 from tests.generation.common import Counted, blurred, padded
 from tests.models.tiny import load_reference, reference
+from tigon import memory
+from tigon.generation import dynamic, speculative, static
 from tigon.generation.settings import DEFAULTS, UNSUPPORTED
+from tigon.models import MODELS
 
 FILE: dict[str, Any] = {
     "do_sample": True,
@@ -259,6 +264,38 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"use_cache": "no"}, TypeError, "use_cache='no' is not true or false"),
     ({"prefill_chunk_size": 0}, ValueError, "prefill_chunk_size=0 must be at least 1"),
     ({"num_assistant_tokens": 0}, ValueError, "num_assistant_tokens=0 must be at least 1"),
+    (
+        {"max_new_tokens": 10**21},
+        ValueError,
+        "max_new_tokens=1000000000000000000000 must be at most",
+    ),
+    ({"max_length": 2**31}, ValueError, "max_length=2147483648 must be at most 2147483647"),
+    (
+        {"min_new_tokens": 10**21},
+        ValueError,
+        "min_new_tokens=1000000000000000000000 must be at most",
+    ),
+    ({"num_return_sequences": 10**8}, ValueError, "=100000000 must be at most 65536"),
+    ({"prefill_chunk_size": 10**21}, ValueError, "prefill_chunk_size=1000000000000000000000 must"),
+    (
+        {"num_assistant_tokens": 10**9},
+        ValueError,
+        "num_assistant_tokens=1000000000 must be at most",
+    ),
+    ({"pad_token_id": 10**30}, ValueError, "pad_token_id=1000000000000000000000000000000 must be"),
+    (
+        {"eos_token_id": [1, 10**30]},
+        ValueError,
+        "eos_token_id=1000000000000000000000000000000 must",
+    ),
+    ({"temperature": float("nan")}, ValueError, "temperature=nan is not above 0"),
+    ({"temperature": float("inf")}, ValueError, "temperature=inf is not above 0, between"),
+    ({"temperature": 10**99}, ValueError, "temperature=1000.* is not above 0, between"),
+    ({"temperature": 1e-320}, ValueError, "temperature=1e-320 is not above 0, between"),
+    ({"repetition_penalty": float("inf")}, ValueError, "repetition_penalty=inf is not above 0"),
+    ({"repetition_penalty": 0}, ValueError, "repetition_penalty=0 is not above 0"),
+    ({"top_p": float("nan")}, ValueError, r"top_p=nan is not in \(0, 1]"),
+    ({"min_p": float("nan")}, ValueError, r"min_p=nan is not in \[0, 1]"),
     ({"stop_strings": [2]}, TypeError, r"stop_strings=\[2\] is not text or a list of texts"),
     ({"assistant_model": "gpt2"}, TypeError, "assistant_model is a str, not a model that tigon"),
     ({"assistant_model": torch.nn.Linear(2, 2)}, TypeError, "assistant_model is a Linear, not"),
@@ -271,6 +308,130 @@ def test_bad_input(
 ) -> None:
     with pytest.raises(error, match=message):
         model.generate(**{"input_ids": IDS, "do_sample": True, **given})
+
+
+# What a file may say: each is applied, or one error
+OF_FILES: list[tuple[dict[str, Any], str]] = [
+    ({"do_sample": True, "temperature": 0.0}, "temperature=0.0 is not above 0"),
+    ({"do_sample": True, "top_k": -1}, "top_k=-1 is negative"),
+    ({"do_sample": True, "top_p": 7}, r"top_p=7 is not in \(0, 1]"),
+    ({"repetition_penalty": -2.0}, "repetition_penalty=-2.0 is not above 0"),
+    ({"num_return_sequences": 2}, "num_return_sequences=2 need do_sample=True"),
+    ({"num_beams": 4}, "generation_config has num_beams=4, which generate does not follow"),
+    (
+        {"num_beams": "\x1b" * 9999},
+        r"generation_config has num_beams='\\x1b.{10,400}\.\.\., which generate",
+    ),
+    ({"typical_p": 10**30}, "generation_config has typical_p=1000000000000000000000000000000"),
+    ({"max_length": 2}, "max_length=2 leaves no room after a prompt of 2 tokens"),
+    ({"stop_strings": "a"}, r"stop_strings \['a'\] need the model's tokenizer"),
+    ({"stop_strings": ["a", ""]}, r"stop_strings has an empty string: \['a', ''\]"),
+]
+
+
+def loaded(model: tigon.Llama, path: Path, values: dict[str, Any]) -> tigon.CausalLM:
+    """A model with these values in its generation_config.json."""
+    model.generation_config = {}
+    model.save_pretrained(path / "model")
+    (path / "model" / "generation_config.json").write_text(json.dumps(values))
+    return tigon.from_pretrained(path / "model")
+
+
+@pytest.mark.parametrize(("values", "message"), OF_FILES, ids=lambda x: str(x)[:40])
+def test_a_number_of_a_file_names_the_file(
+    model: tigon.Llama, tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"/model/generation_config\.json: {message}"):
+        loaded(model, tmp_path, values).generate(IDS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_new_tokens": 10**21},
+        {"min_new_tokens": 10**21},
+        {"num_return_sequences": 10**8, "do_sample": True},
+        {"max_length": 10**21},
+        {"pad_token_id": 10**30},
+        {"eos_token_id": [2, 10**30]},
+    ],
+    ids=str,
+)
+def test_a_number_beyond_all_use_is_refused_with_the_file(
+    model: tigon.Llama, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    name = next(iter(values))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {name}=1.* must be at most"):
+        loaded(model, tmp_path, values)
+
+
+def test_ids_of_a_file_that_no_token_has(model: tigon.Llama, tmp_path: Path) -> None:
+    expected = model.generate(IDS, eos_token_id=[], max_new_tokens=5).tolist()
+    many = {"eos_token_id": [-7, *range(1000, 50_000)], "pad_token_id": -3, "min_new_tokens": 2}
+    odd = loaded(model, tmp_path, many)
+    assert odd.generate(IDS, max_new_tokens=5).tolist() == expected
+    ended = odd.generate(IDS, max_new_tokens=5, eos_token_id=expected[0][3], min_new_tokens=None)
+    assert int(ended.min()) >= 0
+
+
+def test_rows_that_no_memory_has_scores_for(
+    model: tigon.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "total", lambda device: 4 * 2 * 9 * 97)
+    given = {"do_sample": True, "max_new_tokens": 1, "cache_implementation": "dynamic"}
+    assert len(model.generate(IDS, num_return_sequences=9, **given)) == 18
+    with pytest.raises(ValueError, match="=10 of 2 prompts: their scores"):
+        model.generate(IDS, num_return_sequences=10, **given)
+    with pytest.raises(ValueError, match=r"a cache of 256 tokens in each of 2 rows takes .* fewer"):
+        model.generate(IDS, max_new_tokens=1, cache_implementation="static")
+
+
+class Enough(Exception):
+    """Raised by a streamer."""
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static", "quantized", "assisted"])
+@pytest.mark.parametrize("length", [{"max_new_tokens": 10**9}, {"max_length": 2**31 - 1}], ids=str)
+def test_memory_is_taken_for_what_is_generated(
+    model: tigon.Llama, how: Any, length: dict[str, int]
+) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    columns: list[Tensor] = []
+
+    def three(column: Tensor) -> None:
+        columns.append(column)
+        if len(columns) == 3:
+            raise Enough
+
+    given = {"assistant_model": model} if how == "assisted" else {"cache_implementation": how}
+    with pytest.raises(Enough), pytest.warns(UserWarning, match="max_position_embeddings"):
+        model.generate(IDS, eos_token_id=None, streamer=three, **length, **given)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
+
+
+@pytest.mark.parametrize("how", ["dynamic", "static", "quantized", "assisted"])
+@pytest.mark.parametrize("family", ["llama", "windows"])
+def test_memory_that_grows_changes_no_token(
+    how: Any, family: str, model: tigon.Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer: tigon.CausalLM = model
+    if family == "windows":  # rings that are full before, between and after the memory grows
+        kind = {"model_type": "gemma3_text", "num_hidden_layers": 2, "sliding_window_pattern": 2}
+        sizes = {"head_dim": 4, "sliding_window": 290, "initializer_range": 0.5}
+        sizes |= {"hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 2}
+        sizes |= {"vocab_size": 97, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+        longer = MODELS["gemma3_text"].from_config(kind | sizes).eval()
+    ids, mask = padded((6, 2, 5), 97)
+    given: dict[str, Any] = {"cache_implementation": how}
+    if how == "assisted":
+        given = {"assistant_model": blurred(longer, 0.05), "num_assistant_tokens": 3}
+    given |= {"attention_mask": mask, "max_new_tokens": 340, "do_sample": True, "seed": 5}
+    given |= {"eos_token_id": None, "pad_token_id": 3}
+    with warnings.catch_warnings(action="ignore"):
+        expected = longer.generate(ids, **given)
+        for module in (dynamic, speculative, static):
+            monkeypatch.setattr(module, "ROOM", 20)
+        assert longer.generate(ids, **given).tolist() == expected.tolist()
 
 
 def test_numbers_of_numpy_and_old_ids_are_fine(model: tigon.Llama) -> None:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 import tigon
 from tests.small import write_model
 from tests.train.ranks import Ranks
-from tigon.chat import CONTROL, Chat
+from tigon.chat import Chat
 from tigon.cli import main
+from tigon.terminal import escape_controls
 from tigon.train.board import LAUNCHED
 
 NEW = 12
@@ -261,7 +262,7 @@ def test_in_a_terminal(directory, alone):
         read_until("> ")
         os.write(terminal, b"hello\n")
         read_until("hello\n")  # the echo
-        text = say(alone, "hello")[:20].translate(CONTROL)
+        text = escape_controls(say(alone, "hello")[:20])
         read_until(text)
         os.write(terminal, b"\x03")
         read_until("(stopped)", again=b"\x03")

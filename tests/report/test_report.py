@@ -181,7 +181,10 @@ def test_the_settings_are_those_of_training() -> None:
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    rows = [step_row(1, **{HOSTILE: 1.0, "skipped": HOSTILE}), step_row(2, **{HOSTILE: 2.0})]
+    rows = [
+        step_row(1, **{HOSTILE: 1.0, "skipped": HOSTILE + "\x1b[2J\u202e"}),
+        step_row(2, **{HOSTILE: 2.0}),
+    ]
     rows += [{"step": 2, "eval_loss": 1.0, f"eval_loss/{HOSTILE}": 1.0}]
     path = write_run(tmp_path / HOSTILE.replace("/", "∕"), rows, "steps=2")
     config = yaml.safe_load((path / "config.yaml").read_text())
@@ -195,6 +198,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         elements = assert_harmless(page)
         assert HOSTILE in elements.text
         assert HOSTILE not in page
+        assert not {c for c in page if not c.isprintable()} - set("\t\n")
 
 
 def test_two_runs_side_by_side(run: Path, tmp_path: Path) -> None:

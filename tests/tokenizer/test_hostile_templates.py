@@ -209,6 +209,8 @@ def test_no_way_out(template: str) -> None:
         ("\n{{ raise_exception('x' * 100000) }}", r"in line 2: x{1000}\.\.\.$"),
         ("\n{% for loop in [1] %}{% endfor %}", "in line 2: Can't assign to special loop variable"),
         ("\n{{ " + "1" * 5000 + " }}", "failed: ValueError: Exceeds the limit"),
+        ("a{{ '\\ud800' }}", r"failed: its text has the lone surrogate '\\ud800' behind 'a'"),
+        ("{{ '%c' % 56320 }}", r"failed: its text has the lone surrogate '\\udc00' behind ''"),
         ("{{ " + "(" * 5000, "failed: RecursionError"),
         ("{{ " + "not " * 5000 + "1 }}", "failed: RecursionError"),
         ("{{ a" + ".a" * 5000 + " }}", "failed: its expressions are nested deeper than 256"),

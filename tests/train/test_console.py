@@ -147,7 +147,7 @@ def test_every_row_has_its_speed(workspace, capsys):
 
 
 def test_no_control_character_of_a_sample_reaches_a_terminal():
-    assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\u009bc\u2028"'
+    assert shorten("a\x1b]0;b\x07\x9bc\u2028", 70) == r'"a\u001b]0;b\u0007\x9bc\u2028"'
 
 
 def test_a_metric_may_have_a_stroke_in_its_name():

@@ -22,6 +22,7 @@ from tigon.data.examples import Encoder, Examples
 from tigon.data.store import Store, Stored
 from tigon.data.usage import Cleaned, clean, lock, looking, note
 from tigon.data.workers import Pool
+from tigon.json_file import escaped
 from tigon.paths import expanded
 
 PARTIAL = ".partial"
@@ -262,6 +263,7 @@ class Progress:
 
     def add(self, rows: int, tokens: int, name: str, done: int) -> None:
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
+        name = escaped(name)
         where = f"{name}, {done} of {self.files} done" if self.files > 1 else name
         self.bar.set_postfix_str(f"{self.tokens / 1e6:.1f} M tokens, {where}", refresh=False)
         self.bar.update(rows)

@@ -99,10 +99,13 @@ def parity(
 
 def _agreement(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
     """Greedy tokens that agree; all of them if both texts end early and are equal."""
-    a = ours.generate(ids, max_new_tokens=new_tokens, do_sample=False)
-    b = reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
+    how: dict[str, Any] = {
+        "max_new_tokens": new_tokens,
+        "do_sample": False,
+        "num_return_sequences": 1,
+    }
+    a = ours.generate(ids, **how)
+    b = reference.generate(ids, attention_mask=torch.ones_like(ids), **how)
     a, b = a[0, ids.shape[1] :], b[0, ids.shape[1] :]
     n = min(len(a), len(b))
     same = int((a[:n] == b[:n]).long().cumprod(0).sum())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon import memory
 from tigon.generation.alike import check_alike
 from tigon.generation.caches import choose_cache, is_sharded
 from tigon.generation.dynamic import DynamicSteps
@@ -30,6 +31,7 @@ from tigon.generation.settings import (
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.static import StaticSteps
 from tigon.generation.stopping import Continuations, find_stops
+from tigon.memory import gib
 
 
 def generate(
@@ -80,10 +82,11 @@ def generate(
     are tokens. `streamer` is called with the new tokens [B], on the CPU, of each step; an object
     with `put` and `end` is used as transformers uses its streamers.
 
-    `cache_implementation`: "dynamic" grows; "static" is allocated once, decodes with a CUDA graph
-    and reads prompts `prefill_chunk_size` (8192) tokens at a time; "quantized" is a static one in
-    int8. By default static on a GPU, dynamic on a CPU, under FSDP, and where a text can pass the
-    length at which its RoPE turns (dynamic, LongRoPE). `assistant_model`, smaller and with the same
+    `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
+    doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a
+    time; "quantized" is a static one in int8. By default static on a GPU, dynamic on a CPU, under
+    FSDP, and where a text can pass the length at which its RoPE turns (dynamic, LongRoPE).
+    `assistant_model`, smaller and with the same
     tokenizer, proposes `num_assistant_tokens` (5) at a time: the greedy tokens stay what they are,
     and sampled ones are distributed as they were, though a seed draws others.
 
@@ -92,14 +95,16 @@ def generate(
     """
     arguments = locals()
     given = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
-    settings = settle(model, generation_config, given, others)
+    settings, files = settle(model, generation_config, given, others)
     eos = settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
     _check_ranks(model, prompt, settings)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
-    rows, max_tokens = prompt.repeat(settings.num_return_sequences), max_new(prompt, settings)
+    _check_rows(model, len(prompt.ids), settings)
+    rows = prompt.repeat(settings.num_return_sequences)
+    max_tokens = max_new(prompt, settings, files.get("max_length", ""))
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
-    stop = find_stops(settings.stop_strings, tokenizer)
+    stop = find_stops(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
     output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit)
     cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
     warn_of_unused(given, settings.do_sample, assistant_model is not None, cache)
@@ -112,6 +117,17 @@ def generate(
         streamer.end()
     # Outside of inference mode, for the caller may train on what comes back
     return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+
+
+def _check_rows(model: Model, prompts: int, settings: Settings) -> None:
+    """ValueError for more rows than there is memory for the scores of one token each."""
+    rows, vocab = prompts * settings.num_return_sequences, model.config.vocab_size
+    needed, there = 4 * rows * vocab, memory.total(model.device)
+    if needed > there:
+        raise ValueError(
+            f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
+            f"scores over {vocab} tokens take {gib(needed)}, and {model.device} has {gib(there)}"
+        )
 
 
 def _check_ranks(model: Model, prompt: Prompt, settings: Settings) -> None:

@@ -11,6 +11,8 @@ from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling
 from tigon.layers import KVCache
 
+ROOM = 1024  # tokens after the prompt that there is memory for at first
+
 
 class DynamicSteps:
     """Prompts keep their padding, and finished rows stay in the batch."""
@@ -27,20 +29,20 @@ class DynamicSteps:
         use_cache: bool,
     ):
         ids, mask = prompt
-        b, t = ids.shape
         self._model, self._sampling, self._draws = model, sampling, draws
         self._cache = KVCache() if use_cache else None
-        self._length = t
-        self._tokens = torch.cat((ids, ids.new_zeros(b, max_tokens)), 1)
-        self._visible = self._positions = None
-        if mask is not None:
-            self._visible = torch.cat((mask, mask.new_ones(b, max_tokens)), 1)
-            self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
+        self._length = ids.shape[1]
+        self._tokens, self._visible = ids, mask
+        self._positions: Tensor | None = None
+        self._extend(min(max_tokens, ROOM))
         self._seen = sampling.seen(ids, mask, model.config.vocab_size)
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, remaining: int) -> Tensor:
-        n, visible, positions = self._length, self._visible, self._positions
+        n = self._length
+        if n == self._tokens.shape[1]:
+            self._extend(min(remaining, n))
+        visible, positions = self._visible, self._positions
         if self._cache is not None and n == self._model.cache_restart:
             self._cache = KVCache()
         start = 0 if self._cache is None or self._cache.length == 0 else n - 1
@@ -60,6 +62,14 @@ class DynamicSteps:
         self._generated += 1
         self._length += 1
         return new
+
+    def _extend(self, count: int) -> None:
+        """Memory for so many tokens more, which are visible."""
+        ids, visible = self._tokens, self._visible
+        self._tokens = torch.cat((ids, ids.new_zeros(len(ids), count)), 1)
+        if visible is not None:
+            self._visible = torch.cat((visible, visible.new_ones(len(ids), count)), 1)
+            self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
 
     def select(self, index: Tensor) -> None:
         raise NotImplementedError("rows of a KVCache stay to the end")

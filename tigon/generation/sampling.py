@@ -89,31 +89,17 @@ class Sampling:
     min_new_tokens: int = 0
     ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
 
-    def __post_init__(self) -> None:
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} is not above 0")
-        if not self.do_sample:
-            return
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature={self.temperature} is not above 0; do_sample=False is greedy"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} is negative; 0 keeps every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is not in (0, 1]")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} is not in [0, 1]")
-
     @classmethod
     def of(cls, settings: Settings, vocab: int, device: torch.device) -> Self:
         ends = None
-        eos = [token for token in settings.eos_token_id if token < vocab]
+        eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:
             ends = torch.zeros(vocab, dtype=torch.bool)
             ends[eos] = True
             ends = ends.to(device)
         values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "ends"}
+        # torch takes no whole number of more than 64 bits
+        values |= {name: float(values[name]) for name in ("temperature", "repetition_penalty")}
         return cls(**values, ends=ends)
 
     def scores(

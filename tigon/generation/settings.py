@@ -4,13 +4,19 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 import tigon.strict as strict
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
+from tigon.json_file import escaped, shown
 from tigon.strict import setting
 
+LARGEST = 2**31 - 1  # of lengths and token ids, as in config.json
+MOST_SEQUENCES = 2**16
+MOST_PROPOSALS = 2**10
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30  # what scores in fp32 can be divided by
 Caches = Literal["dynamic", "static", "quantized"]
 
 
@@ -31,24 +37,24 @@ class Settings:
     What only sampling goes by is checked where it is used.
     """
 
-    max_new_tokens: int | None = setting(None, least=0)
-    max_length: int | None = setting(None, least=1)
-    min_new_tokens: int = setting(0, least=0)
-    num_return_sequences: int = setting(1, least=1)
+    max_new_tokens: int | None = setting(None, least=0, most=LARGEST)
+    max_length: int | None = setting(None, least=1, most=LARGEST)
+    min_new_tokens: int = setting(0, least=0, most=LARGEST)
+    num_return_sequences: int = setting(1, least=1, most=MOST_SEQUENCES)
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_id: tuple[int, ...] = ()
-    pad_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = setting((), most=LARGEST)
+    pad_token_id: int | None = setting(None, most=LARGEST)
     stop_strings: tuple[str, ...] = ()
     seed: int | None = setting(None, least=-(2**63), most=2**64 - 1)
     use_cache: bool = True
     cache_implementation: Caches | None = None
-    prefill_chunk_size: int = setting(8192, least=1)
-    num_assistant_tokens: int = setting(5, least=1)
+    prefill_chunk_size: int = setting(8192, least=1, most=LARGEST)
+    num_assistant_tokens: int = setting(5, least=1, most=MOST_PROPOSALS)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Settings)}
@@ -106,14 +112,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 def settle(
     model: Model, generation_config: Any, given: Mapping[str, Any], others: Mapping[str, Any]
-) -> Settings:
+) -> tuple[Settings, dict[str, str]]:
     """Every setting: of the call, generation_config, the model's own, its config, or the default.
 
     `given` are the arguments that were given, and `others` those that generate has no name for.
+    The second is what begins a message about a setting of the model's own: its file, by name.
     """
     own = _values("model.generation_config", model.generation_config)
     passed = _values("generation_config", generation_config)
-    _check_others(own | passed, others)
+    files = {name: _file(model) for name in own.keys() - passed.keys() - given.keys()}
+    _check_others(own | passed, others, files)
     if given.get("max_new_tokens") is not None and given.get("max_length") is not None:
         raise ValueError(
             f"max_new_tokens={given['max_new_tokens']} and max_length={given['max_length']}: "
@@ -130,20 +138,50 @@ def settle(
     settings["pad_token_id"] = _tokens(settings["pad_token_id"], None)
     read = strict.read(Settings, settings)
     if "" in read["stop_strings"]:
-        raise ValueError(f"stop_strings has an empty string: {list(read['stop_strings'])}")
-    # Ids that files have beyond the vocabulary do no harm: they are never generated
+        strings = shown(list(read["stop_strings"]))
+        file = files.get("stop_strings", "")
+        raise ValueError(f"{file}stop_strings has an empty string: {strings}")
     vocab = model.config.vocab_size
     for name in TOKENS:
         ids = read[name] if isinstance(read[name], tuple) else (read[name],)
         outside = [i for i in ids if i is not None and not 0 <= i < vocab]
         if outside and (name in passed or name in call):
             raise ValueError(f"{name}={outside[0]} is outside the vocabulary [0, {vocab})")
-    copies = read["num_return_sequences"]
-    if copies > 1 and not read["do_sample"]:
-        raise ValueError(
-            f"num_return_sequences={copies} need do_sample=True, else all are the same"
-        )
-    return Settings(**read)
+    # Ids that files have beyond the vocabulary do no harm: they are never generated. Rows could be
+    # filled with negative ones
+    read["eos_token_id"] = tuple(i for i in read["eos_token_id"] if i >= 0)
+    if (read["pad_token_id"] or 0) < 0:
+        read["pad_token_id"] = None
+    _check_values(read, files)
+    return Settings(**read), files
+
+
+def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
+    """ValueError for a number that cannot be used as it is now; `files`: where a value is from."""
+    factor = f"is not above 0, between {SMALLEST_FACTOR} and {LARGEST_FACTOR}"
+    sampled = {
+        "temperature": (_is_factor, f"{factor}; do_sample=False is greedy"),
+        "top_k": (lambda k: k >= 0, "is negative; 0 keeps every token"),
+        "top_p": (lambda p: 0 < p <= 1, "is not in (0, 1]"),
+        "min_p": (lambda p: 0 <= p <= 1, "is not in [0, 1]"),
+    }
+    greedy = {
+        "num_return_sequences": (lambda n: n == 1, "need do_sample=True, else all are the same")
+    }
+    checks = {"repetition_penalty": (_is_factor, factor)}
+    for name, (fits, fault) in (checks | (sampled if values["do_sample"] else greedy)).items():
+        if not fits(values[name]):
+            raise ValueError(f"{files.get(name, '')}{name}={shown(values[name])} {fault}")
+
+
+def _is_factor(value: float) -> bool:
+    return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
+
+
+def _file(model: Model) -> str:
+    """The model's generation_config.json, to begin a message with."""
+    source = getattr(model.config, "source", None)
+    return f"{escaped(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
 
 
 def check_generation_config(values: Mapping[str, Any]) -> None:
@@ -166,7 +204,9 @@ def _values(name: str, config: Any) -> dict[str, Any]:
     return _set(config)
 
 
-def _check_others(configured: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+def _check_others(
+    configured: Mapping[str, Any], others: Mapping[str, Any], files: Mapping[str, str]
+) -> None:
     """What is not followed must not be asked for."""
     unknown = [name for name in others if name not in UNSUPPORTED]
     if unknown:
@@ -177,9 +217,9 @@ def _check_others(configured: Mapping[str, Any], others: Mapping[str, Any]) -> N
     for key, harmless in UNSUPPORTED.items():
         value = asked.get(key)
         if value is not None and value not in harmless:
-            where = "" if key in others else "generation_config has "
+            where = "" if key in others else f"{files.get(key, '')}generation_config has "
             raise ValueError(
-                f"{where}{key}={value!r}, which generate does not follow; give {key}=None "
+                f"{where}{key}={shown(value)}, which generate does not follow; give {key}=None "
                 "to do without"
             )
 
@@ -216,8 +256,8 @@ def warn_of_length(longest: int, context: int) -> None:
         )
 
 
-def max_new(prompt: Prompt, settings: Settings) -> int:
-    """Most tokens that a row may get after the prompt."""
+def max_new(prompt: Prompt, settings: Settings, file: str) -> int:
+    """Most tokens that a row may get after the prompt. `file` begins a message on max_length."""
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens
     if settings.max_length is None:
@@ -225,6 +265,6 @@ def max_new(prompt: Prompt, settings: Settings) -> int:
     held = prompt.ids.shape[1]
     if settings.max_length <= held:
         raise ValueError(
-            f"max_length={settings.max_length} leaves no room after a prompt of {held} tokens"
+            f"{file}max_length={settings.max_length} leaves no room after a prompt of {held} tokens"
         )
     return settings.max_length - held

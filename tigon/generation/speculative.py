@@ -15,7 +15,7 @@ from tigon.generation.prefill import prefill
 from tigon.generation.prompt import Prompt
 from tigon.generation.protocols import Model
 from tigon.generation.sampling import Draws, Sampling, draw
-from tigon.generation.static import make_cache
+from tigon.generation.static import ROOM, make_cache
 from tigon.generation.stopping import ABSENT
 from tigon.kernels.likeliest import likeliest
 from tigon.layers.state import Quantize
@@ -70,7 +70,9 @@ class SpeculativeSteps:
         self._model, self._draft, self._max_tokens, self._k = model, draft, max_tokens, proposals
         self._sampling, self._draws = sampling, draws
         # A row that has all its tokens keeps proposing more until the other rows have theirs
-        room, chunk = max_tokens + proposals + 1, proposals + 1
+        self._final, chunk = max_tokens + proposals + 1, proposals + 1
+        self._room = room = min(self._final, ROOM)  # tokens after the prompts
+        self._reach = 1  # tokens after its prompt that a row can have before the next step
         self._cache = make_cache(model, prompt, room, chunk=chunk, quantize=quantize)
         self._draft_cache = make_cache(draft, prompt, room, chunk=chunk)
         for who, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
@@ -96,6 +98,7 @@ class SpeculativeSteps:
 
     def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
+            self._make_room()
             return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
         new = self._sampling(logits, self._seen, self._generated, self._draws)
@@ -110,6 +113,22 @@ class SpeculativeSteps:
         self._generated = self._generated[index]
         self._seen = None if self._seen is None else self._seen[index]
         self._replay = self._new_replay()
+
+    def _make_room(self) -> None:
+        """Memory for a step's tokens. Only where it may be short does the host ask the device how
+        many there are."""
+        most = self._k + 1
+        if self._room < self._final and self._reach + most > self._room:
+            self._reach = int(self._generated.max())
+            if self._reach + most > self._room:
+                more = min(self._final - self._room, self._t + self._room)
+                self._room += more
+                for cache in (self._cache, self._draft_cache):
+                    cache.grow(cache.capacity + more)
+                zeros = self._tokens.new_zeros(len(self._tokens), more)
+                self._tokens = torch.cat((self._tokens, zeros), 1)
+                self._replay = self._new_replay()
+        self._reach += most
 
     def _step(self) -> Tensor:
         proposed, q, seen = self._propose()

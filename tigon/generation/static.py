@@ -14,6 +14,7 @@ from tigon.layers import StaticCache
 from tigon.layers.state import Quantize
 
 ROUND = 256  # capacities are multiples of
+ROOM = 8192  # tokens after the prompts that there is memory for at first; then it doubles
 
 
 def make_cache(
@@ -21,7 +22,11 @@ def make_cache(
 ) -> StaticCache:
     """Room for every prompt and `new` tokens behind it, of which a step appends `chunk`."""
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
-    return model.static_cache(len(prompt.ids), capacity, chunk=max(16, chunk), quantize=quantize)
+    try:
+        rows = len(prompt.ids)
+        return model.static_cache(rows, capacity, chunk=max(16, chunk), quantize=quantize)
+    except ValueError as error:
+        raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
 
 
 class StaticSteps:
@@ -42,7 +47,7 @@ class StaticSteps:
         quantize: Quantize = None,
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
-        self._cache = make_cache(model, prompt, max_tokens, quantize=quantize)
+        self._cache = make_cache(model, prompt, min(max_tokens, ROOM), quantize=quantize)
         self._logits: Tensor | None = prefill(
             model, self._cache, prompt, prefill_chunk_size, copies
         )
@@ -50,10 +55,15 @@ class StaticSteps:
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
+        self._held = max(prompt.lengths())  # tokens of the longest row in the cache
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
         if self._logits is None:
+            if self._held == self._cache.capacity:
+                self._cache.grow(self._held + min(remaining, self._held))
+                self._replay = self._new_replay()
+            self._held += 1
             return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
         return self._choose(logits)

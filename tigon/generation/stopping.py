@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.protocols import Decodes
+from tigon.json_file import shown
 from tigon.kernels.likeliest import NOT_FINITE
 
 ABSENT = -1  # stands where a step has no token for a row
@@ -31,11 +32,17 @@ class StopStrings:
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
 
 
-def find_stops(strings: Sequence[str], tokenizer: Decodes | None) -> StopStrings | None:
+def find_stops(
+    strings: Sequence[str],
+    tokenizer: Decodes | None,
+    file: str,  # begins a message
+) -> StopStrings | None:
     if not strings:
         return None
     if tokenizer is None:
-        raise ValueError(f"stop_strings {list(strings)} need the model's tokenizer: tokenizer=")
+        raise ValueError(
+            f"{file}stop_strings {shown(list(strings))} need the model's tokenizer: tokenizer="
+        )
     return StopStrings(strings, tokenizer)
 
 

@@ -47,6 +47,21 @@ class State:
         vars(new).update(tree_map_only(Tensor, change, vars(self)))
         return new
 
+    def resized(self, larger: Self) -> Self:
+        """A copy with the sizes of `larger`, which is on the meta device; new slots are empty."""
+        shapes = iter([x.shape for x in larger._tensors()])
+
+        def extend(x: Tensor) -> Tensor:
+            if x.shape == (shape := next(shapes)):
+                return x
+            new = x.new_empty(shape)
+            new[tuple(map(slice, x.shape))] = x
+            return new
+
+        new = self.map(extend)
+        new.history = larger.history
+        return new
+
     def _tensors(self) -> list[Tensor]:
         return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
 

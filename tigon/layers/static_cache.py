@@ -4,6 +4,8 @@
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -57,6 +59,9 @@ class StaticCache(Cache):
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
             super().__init__(make(rows, capacity, **options))
+            self._make: Callable[[int, int], list[State]] = functools.partial(
+                make, **options | {"device": "meta"}
+            )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._known = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0  # of `lengths`, of `_known`
@@ -94,6 +99,17 @@ class StaticCache(Cache):
     def expand(self, n: int) -> None:
         """Every row n times, one after the other, in new memory; the host waits."""
         self.select(torch.arange(len(self.lengths)).repeat_interleave(n))
+
+    def grow(self, capacity: int) -> None:
+        """Room for `capacity` tokens in each row, in new memory; the host waits.
+
+        A ring of a window is full when it no longer grows, and until then token i is in slot i.
+        """
+        self.refresh()
+        with torch.inference_mode(False):
+            for i, larger in enumerate(self._make(len(self.lengths), capacity)):
+                self.states[i] = self.states[i].resized(larger)
+        self.capacity = capacity
 
     def crop(self, lengths: Tensor) -> None:
         """Forget the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.

@@ -119,6 +119,7 @@ class Config:
     architecture: ClassVar[str]
     default_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False  # may rotate a part of each head
+    overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # this family's own keys of rope_parameters
     # Keys that may have any value here: they change nothing, or a family reads them itself
     ignored: ClassVar[frozenset[str]] = frozenset()

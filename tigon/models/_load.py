@@ -9,13 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from tigon import memory
 from tigon.generation import check_generation_config
 from tigon.hub import Source
 from tigon.json_file import escaped, read_json
 from tigon.kernels.attention import Backend
 from tigon.layers import QuantisedWeight
+from tigon.memory import gib
 from tigon.models._arguments import check_keywords
 from tigon.models._config import Config, ConfigError, torch_dtype
 from tigon.models._description import describe, named
@@ -189,7 +192,7 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"), _NoInit():
-            return cls(config)
+            model = cls(config)
     except ConfigError:
         raise
     except ValueError as error:  # a layer does not take what only its own sizes show
@@ -198,6 +201,8 @@ def on_meta(cls: type[M], config: Config, dtype: torch.dtype) -> M:
         raise ConfigError(f"no model can have these sizes: {str(error).splitlines()[0]}") from None
     finally:
         torch.set_default_dtype(before)
+    model.warn_of_overflow()
+    return model
 
 
 class _NoInit(TorchFunctionMode):
@@ -212,7 +217,13 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter once, unfilled; before or after FSDP2's fully_shard."""
+    """Allocate every meta parameter once, unfilled; before or after FSDP2's fully_shard.
+
+    Raises ConfigError, before anything is allocated, for more than the device's memory.
+    """
+    needed = sum(_local(p).nbytes for p in model.parameters() if p.is_meta)
+    if needed > (there := memory.total(device)):
+        raise ConfigError(f"the weights take {gib(needed)}, and {device} has {gib(there)}")
     for p in model.parameters():
         if p.is_meta:
             # In place: a tied one stays one, and FSDP2 and optimizers keep their parameters
@@ -222,6 +233,11 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         if isinstance(module, QuantisedWeight) and any(b.is_meta for b in module.buffers()):
             module.allocate(device)
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
+
+
+def _local(p: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return p.to_local() if isinstance(p, DTensor) else p
 
 
 def _empty(p: nn.Parameter, device: torch.device) -> Tensor:

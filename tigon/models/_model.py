@@ -3,6 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tigon import memory
 from tigon.kernels._triton import autocast_dtype
 from tigon.kernels.attention import Backend, check_backend
 from tigon.layers import LMHead, QuantisedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.collectives import Ranks
+from tigon.memory import gib
 from tigon.models._arguments import (
     BATCH,
     PASS,
@@ -114,7 +117,20 @@ class LanguageModel(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         if (few := self._quantised) is not None:  # before anything is converted
             few.check(fn)
-        return super()._apply(fn, recurse)
+        before = self.dtype
+        super()._apply(fn, recurse)
+        if self.dtype != before:
+            self.warn_of_overflow()
+        return self
+
+    def warn_of_overflow(self) -> None:
+        """A model that computes nan in float16, which transformers loads without a word."""
+        if self.dtype == torch.float16 and self.config.overflows_float16:
+            warnings.warn(
+                f"activations of {self.config.architecture} exceed the range of float16, and its "
+                "logits are nan then: take bfloat16 or float32",
+                stacklevel=2,
+            )
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         if requires_grad and (few := self._quantised) is not None:
@@ -151,17 +167,32 @@ class LanguageModel(nn.Module):
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
-        Inside `torch.autocast` it keeps what autocast computes.
+        Inside `torch.autocast` it keeps what autocast computes. ValueError for more than the device
+        has memory for.
         """
-        return StaticCache(
-            self.model.make_states,
-            rows,
-            capacity,
-            dtype=autocast_dtype(self.device) or self.dtype,
-            device=self.device,
-            chunk=chunk,
-            quantize=quantize,
-        )
+        dtype, device = autocast_dtype(self.device) or self.dtype, self.device
+
+        def cache(place: torch.device) -> StaticCache:
+            return StaticCache(
+                self.model.make_states,
+                rows,
+                capacity,
+                dtype=dtype,
+                device=place,
+                chunk=chunk,
+                quantize=quantize,
+            )
+
+        try:
+            needed = cache(torch.device("meta")).nbytes
+        except RuntimeError:  # sizes that no tensor can have
+            needed = memory.UNKNOWN
+        if needed > (there := memory.total(device)):
+            raise ValueError(
+                f"a cache of {capacity} tokens in each of {rows} rows takes {gib(needed)}, and "
+                f"{device} has {gib(there)}"
+            )
+        return cache(device)
 
     @spelled_out
     def num_items(

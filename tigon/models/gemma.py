@@ -17,6 +17,7 @@ from tigon.models.causal_lm import CausalLM
 class GemmaConfig(Config):
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
+    overflows_float16 = True  # of Gemma 2 and 3 too
     ignored = frozenset({"hidden_activation"})
 
     vocab_size: int = 256000

@@ -1,4 +1,5 @@
-"""The page: plain HTML with its style and script inside. All text of a run is escaped."""
+"""The page: plain HTML with its style and script inside. All text of a run is escaped, control
+characters too."""
 
 import base64
 import hashlib
@@ -15,6 +16,7 @@ from tigon.report.chart import Chart, figure
 from tigon.report.figures import bucket_note, charts, compared, key_figures, letter
 from tigon.report.read import RunFiles, Sample
 from tigon.report.settings import UNKNOWN, Section, plain, sections
+from tigon.terminal import escape_controls
 
 HERE = Path(__file__).parent
 PROMPTS, TEXTS, CHARACTERS = 8, 12, 4000  # of the samples that are shown, at most
@@ -35,7 +37,7 @@ def page(runs: Sequence[RunFiles]) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return (
+    return escape_controls(
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from tigon.json_file import parse_object
 from tigon.report.series import Column
+from tigon.yaml_file import parse_yaml
 
 try:
     import fcntl
@@ -25,7 +24,6 @@ LARGEST_STEP = 1 << 53  # what a float holds exactly
 LARGEST = 1e300  # of a value; what is above is as good as infinite, and breaks arithmetic
 LINE_BYTES = 1 << 20  # of a row that is read
 CONFIG_BYTES = 1 << 18  # of config.yaml, which takes seconds to read
-ITEMS, DEPTH = 100_000, 50  # of all settings, at most; an alias counts as what it stands for
 COLUMNS = 1000  # keys of metrics.jsonl, at most
 
 
@@ -108,14 +106,12 @@ def _read_config(run: RunFiles) -> None:
     path = run.path / "config.yaml"
     try:
         text = _content(path, CONFIG_BYTES).decode(errors="replace")
-        config = yaml.safe_load(text)
-        _check_size(config)
+        config = parse_yaml(text, "config.yaml")
     except FileNotFoundError:
         run.problems.append("There is no config.yaml, so the settings are not known.")
         return
-    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        run.problems.append(f"config.yaml cannot be read: {why}.")
+    except (OSError, ValueError) as error:
+        run.problems.append(f"config.yaml cannot be read: {error}.")
         return
     if isinstance(config, dict):
         run.config = {str(key): value for key, value in config.items()}
@@ -140,21 +136,6 @@ def _content(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {most:,} bytes")
     return content
-
-
-def _check_size(settings: Any) -> None:
-    """ValueError for more than a page can show, such as a few aliases that stand for millions."""
-    left, count = [(settings, 0)], 0
-    while left:
-        value, depth = left.pop()
-        count += 1
-        if count > ITEMS or depth > DEPTH:
-            raise ValueError("its settings are too many, or too deep inside each other")
-        if type(value) is int and abs(value) > LARGEST:
-            raise ValueError("a number is too large")
-        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-        if isinstance(inside, list | tuple | set):
-            left += [(item, depth + 1) for item in inside]
 
 
 def _read_metrics(run: RunFiles) -> None:

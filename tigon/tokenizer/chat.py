@@ -1,5 +1,6 @@
 """Chat templates, rendered as transformers renders them."""
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -165,7 +166,23 @@ def _run(template: jinja2.Template, given: dict[str, Any], time: datetime | None
         sandbox.stop()
         _note.reset(token)
         _time.reset(clock)
-    return Rendered("".join(pieces), generations)
+    text = "".join(pieces)
+    try:
+        check_unicode(text)
+    except ValueError as error:
+        if _is_unicode(given):
+            raise ValueError(f"the chat template failed: its text {error}") from None
+        raise
+    return Rendered(text, generations)
+
+
+def _is_unicode(given: dict[str, Any]) -> bool:
+    """Whether no text that a template takes has half of a surrogate pair."""
+    try:
+        check_unicode(json.dumps(given, ensure_ascii=False, skipkeys=True))
+    except ValueError:
+        return False
+    return True
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -66,12 +66,16 @@ def read_config(path: Path | None) -> dict[str, Any]:
     for key, kinds in _KINDS.items():
         if not isinstance(config.get(key), kinds):
             raise _wrong(path, key, config[key])
-    for key in _NAMED:
-        _check_token(path, key, config.get(key, ""))
+    for key, token in config.items():
+        # Of the names that this library knows none has another type; others may be anything else
+        if key in _NAMED or (key.endswith("_token") and isinstance(token, dict)):
+            _check_token(path, key, token)
     for key in ("extra_special_tokens", "additional_special_tokens"):
         tokens = config.get(key) or []
         for token in tokens.values() if isinstance(tokens, dict) else tokens:
             _check_token(path, key, token)
+        if isinstance(tokens, list) and None in tokens:
+            raise _wrong(path, key, tokens)
     for number, token in (config.get("added_tokens_decoder") or {}).items():
         if not _ID.fullmatch(number) or not isinstance(token, dict):
             raise _wrong(path, f"added_tokens_decoder.{escaped(number, 100)}", token)

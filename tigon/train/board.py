@@ -14,6 +14,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from tigon.terminal import one_line
+
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks, the PID of the parent that reports
 POLL = 1.0  # seconds between two signs of life, and two looks for a failure of another rank
 SILENT = 45.0  # seconds without a sign of life after which a rank counts as dead
@@ -113,7 +115,7 @@ class Board:
             report(failure)
             alone = LAUNCHED not in os.environ or orphaned()
             if alone and os.environ.get("LOCAL_RANK", "0") == first_left(failure):
-                print(f"{self.who}: {failure.text}", file=sys.stderr, flush=True)
+                print(f"{self.who}: {one_line(failure.text)}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """This rank is ending: nobody else needs to end it."""
@@ -289,7 +291,7 @@ def told(answers: Sequence[str | None]) -> str:
             by_text.setdefault(text, []).append(rank)
     if len(by_text) == 1 and len(next(iter(by_text.values()))) == len(answers):
         return next(iter(by_text))
-    return "\n".join(
+    return "\n  ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     )

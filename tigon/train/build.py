@@ -210,7 +210,8 @@ def prepare(config: Config, world: World) -> Run:
     layout = f": {world.sizes.shown}" if world.size > 1 else ""
     world.say(
         f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
-        f"on {world.size} x {world.device.type}{layout}\nsteps: {inputs.start} to {steps}{each}"
+        f"on {world.size} x {world.device.type}{layout}",
+        f"steps: {inputs.start} to {steps}{each}",
     )
     if chosen is not None:
         world.say(str(chosen))

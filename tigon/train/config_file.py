@@ -1,6 +1,7 @@
 """Settings from YAML and the command line, and back."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 import yaml
 
 from tigon import strict
+from tigon.json_file import shown
 from tigon.train.config import Config
 from tigon.train.names import OTHERS, answer
 from tigon.train.values import VALUES
+from tigon.yaml_file import parse_yaml
 
 DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
 
@@ -28,12 +31,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
             raise FileNotFoundError(f"no config file {path}")
         if Path(path).suffix in DATA:
             raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
-        try:
-            read = yaml.load(Path(path).read_text(), _Unique) or {}
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+        read = parse_yaml(Path(path).read_bytes(), path) or {}
         if not isinstance(read, dict):
             raise ValueError(f"{path}: needs `key: value` lines, not a {type(read).__name__}")
         try:
@@ -96,7 +94,10 @@ def _names(values: dict[str, Any], groups: Container[str], parse: strict.Parse) 
     """The settings that are given, those inside a group with its name before them."""
     for name, value in values.items():
         yield name
-        inside = parse(value) if name in groups and isinstance(value, str) else value
+        inside = value
+        if name in groups and isinstance(value, str):
+            with suppress(ValueError):  # which is said when it is read
+                inside = parse(value)
         if name in groups and isinstance(inside, Mapping):
             yield from (f"{name}.{key}" for key in inside)
 
@@ -113,19 +114,6 @@ def _named(values: dict[str, Any], parse: strict.Parse) -> dict[str, Any]:
         for name, what in given.items()
     ]
     return {"eval_data": entries}
-
-
-class _Unique(yaml.SafeLoader):
-    """A key that is given twice is an error; YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        lines: dict[Any, int] = {}
-        for key, _ in node.value:
-            name, line = self.construct_object(key), key.start_mark.line + 1
-            if name in lines:
-                raise ValueError(f"line {line}: {name} is also set in line {lines[name]}")
-            lines[name] = line
-        return super().construct_mapping(node, deep=deep)
 
 
 def dump(config: Config) -> str:
@@ -156,11 +144,10 @@ def _number(text: str) -> float | str:
 
 def _parse(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        value = parse_yaml(text, shown(text))
+    except ValueError as error:
         if text.startswith(("[", "{")):
-            why = getattr(error, "problem", None) or "it cannot be read"
             fix = "quote a text in it that has one of ? : , [ ] { }"
-            raise strict.ConfigError(f"{text!r} is not YAML: {why}; {fix}") from error
-        raise ValueError from error
+            raise strict.ConfigError(f"{error}; {fix}") from None
+        raise
     return _number(value) if isinstance(value, str) else value

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import sys
 import time
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tigon.terminal import escape_controls
 from tigon.train.config import Config
 
 WARM_UP = 2  # steps that compile and allocate, and say nothing of those after them
@@ -21,7 +21,6 @@ PLACED = {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"} | {
     *("tokens", "supervised_tokens", "step_seconds", "data_seconds", "data_share"),
     *("tokens_per_second", "mfu", "memory_gib", "memory_reserved_gib"),
 }
-CONTROL = re.compile("[\x7f-\x9f\u2028\u2029]")  # what JSON does not escape
 Row = Mapping[str, Any]
 
 
@@ -158,8 +157,7 @@ def measures(values: Mapping[str, float]) -> str:
 
 def shorten(text: str, most: int) -> str:
     """In quotes on one line, without control characters, and cut to so many characters."""
-    shown = json.dumps(text, ensure_ascii=False)
-    shown = CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", shown)
+    shown = escape_controls(json.dumps(text, ensure_ascii=False))
     return shown if len(shown) <= most else shown[: most - 4] + '..."'
 
 

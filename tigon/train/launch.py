@@ -9,6 +9,7 @@ from io import TextIOWrapper
 
 import torch
 
+from tigon.terminal import escaping_output, exact, one_line
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -26,9 +27,19 @@ EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exits with one line on bad settings and bad data."""
-    rest = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, TextIOWrapper):  # what it cannot encode ends no run
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stdout = exact(sys.stdout)
+    if isinstance(stdout, TextIOWrapper):  # what it cannot encode ends no run
+        stdout.reconfigure(errors="backslashreplace")
+    try:
+        with escaping_output():
+            _main(list(sys.argv[1:] if arguments is None else arguments))
+    except SystemExit as stop:
+        if isinstance(stop.code, str):  # which Python prints
+            raise SystemExit(one_line(stop.code)) from None
+        raise
+
+
+def _main(rest: list[str]) -> None:
     if "--help" in rest or "-h" in rest:
         print(help_text())
         return
@@ -55,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if count is not None and count > 1 and not alone:
         code, problem = run_ranks(count, [*(["--dry-run"] if dry else []), *rest])
         if problem is not None:
-            print(f"tigon.train: {problem}", file=sys.stderr)
+            print(f"tigon.train: {one_line(problem)}", file=sys.stderr)
         sys.exit(code)
     if status := launch(config, plan=(count or 1) if dry else None):
         sys.exit(status)
@@ -163,7 +174,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
     if world.board.fail(text):
         sys.stderr.write(details)
         if LAUNCHED not in os.environ:  # whoever started this rank has the last word
-            print(f"tigon.train: {text}", file=sys.stderr, flush=True)
+            print(f"tigon.train: {one_line(text)}", file=sys.stderr, flush=True)
     end_soon(failure.code)
     return failure.code
 

@@ -46,7 +46,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         model, weights = _base(config, dtype)
         add_lora(model, config)
         divide(model, config, world)
-        materialize(model, world.device)
+        _allocate(model, config, world)
         _fill(model, config, weights, dtype)
         begin_lora(model, config)
     elif source is not None and not checkpoint.is_legacy(source):
@@ -56,7 +56,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     elif config.init:
         model = _from_config(_init(config), dtype, "meta", config.labels)
         divide(model, config, world)
-        materialize(model, world.device)
+        _allocate(model, config, world)
         _fill(model, config, None, dtype)
     else:
         repository = Repository(config.model, revision=config.revision)
@@ -64,12 +64,19 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
             repository, MODELS, dtype=dtype, labels=config.labels, seed=config.seed
         )
         divide(model, config, world)
-        materialize(model, world.device)
+        _allocate(model, config, world)
         if source is None:
             load_weights(model, weights)
     if (zero := find_zero(model)) is not None:
         zero.allocate()
     return finish(model, config)
+
+
+def _allocate(model: CausalLM, config: Config, world: World) -> None:
+    try:
+        materialize(model, world.device)
+    except ConfigError as error:
+        raise ConfigError(f"{escaped(config.init or config.model)}: {error}") from None
 
 
 def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
+from tigon.terminal import one_line
 from tigon.train.board import LATE, Board, ended_with_parent, told
 from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
@@ -57,10 +58,11 @@ class World:
     def sizes(self) -> MeshSizes:
         return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
-    def say(self, text: str) -> None:
+    def say(self, *texts: str) -> None:
+        """Print each as a line."""
         if self.main:
             with outlived(sys.stdout):
-                print(text, flush=True)
+                print(*map(one_line, texts), sep="\n", flush=True)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks with different rows, in place; of those with the same, each has

@@ -110,7 +110,7 @@ class Profiler:
         title = f"steps {self.first} to {self.last}: milliseconds a step, on the {where} of rank 0"
         text = f"{title}\n{table(milliseconds)}"
         (self.directory / "table.txt").write_text(text + "\n")
-        self.world.say(f"{text}\ntrace: {self.directory / 'trace.json.gz'}")
+        self.world.say(text, f"trace: {self.directory / 'trace.json.gz'}")
 
 
 def kind_of(name: str) -> str:

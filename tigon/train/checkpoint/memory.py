@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
+from tigon.memory import CGROUP
 from tigon.train.parallel import World
-
-CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
 
 
 def available(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:

@@ -60,7 +60,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
-        world.say("\n".join(described(config, inputs, model, gpus)))
+        world.say(*described(config, inputs, model, gpus))
         idle = without_effect(config, inputs.steps(config), device)
         for notice in [*idle, *without_fp8(config, model)]:
             world.say(f"note: {notice}")
@@ -75,16 +75,16 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)
-            world.say("\n".join(table(found, gpus, world.device)))
+            world.say(*table(found, gpus, world.device))
             for what in not_counted(config):
                 world.say(f"not in the sum: {what}")
             room = memory_of(world.device)
             if advised := room is not None and found.total > room:
-                world.say("\n".join(advice(config, inputs, gpus)))
+                world.say(*advice(config, inputs, gpus))
         if why := unmeasurable(config, world, gpus):
             world.say(f"time of a step: cannot be measured here: {why}")
             return
-        world.say("\n".join(timed(config, inputs, world, advised, chosen)))
+        world.say(*timed(config, inputs, world, advised, chosen))
     finally:
         inputs.data.close()
 
@@ -289,7 +289,7 @@ def timed(
     except torch.OutOfMemoryError as error:
         lines = advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]
-        raise InputError("\n".join([f"a step does not fit: {first}", *lines])) from None
+        raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
     return answer(config, inputs, world, found)
 
 

@@ -1,0 +1,27 @@
+"""How much memory a machine has."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
+UNKNOWN = 1 << 60  # more than any machine has
+
+
+def total(device: torch.device, cgroup: Path = CGROUP) -> int:
+    """Bytes that a GPU has, or this process may have of the host's memory, whatever is used now."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        found = [UNKNOWN]
+    with suppress(OSError, ValueError):  # there is none, or it is the word max
+        found.append(int((cgroup / "memory.max").read_text()))
+    return min(found)
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB"

@@ -1,0 +1,73 @@
+"""Text of unknown origin on a terminal, which follows control characters in place of showing them.
+
+They could set its title or the clipboard, hide text, or show it in another order. File names,
+messages of other libraries and what a model says all may have them. So the commands write through
+`escaping_output`: nothing that is printed, warned or logged needs to think of it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO, cast
+
+# C0, DEL and C1 but for tab and newline, line and paragraph separators, Unicode's Bidi_Control,
+# and surrogates, which stand for the bytes of a file name that is not UTF-8
+CODES = [*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000)]
+CODES += [0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+CONTROL = {
+    code: chr(code).encode("unicode_escape").decode() for code in CODES if chr(code) not in "\t\n"
+}
+
+
+def escape_controls(text: str) -> str:
+    """The text with every control character but tab and newline as what Python calls it."""
+    return text.translate(CONTROL)
+
+
+def one_line(text: object) -> str:
+    """A message that is printed as one line. Only where its next line is indented, as in a list of
+    faults, is a newline kept: in a file name it would begin a line that looks like another message.
+    """
+    first, *rest = str(text).rstrip().split("\n")
+    lines = ["\n" + line if line.startswith("  ") else "\\n" + line for line in rest]
+    return escape_controls(first + "".join(lines))
+
+
+class _Escaping:
+    """A text stream that is written with control characters escaped; else the stream itself."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        # A progress bar returns to the begin of its line before it writes it anew
+        returns = "\r" * text.startswith("\r")
+        self.stream.write(returns + escape_controls(text[len(returns) :].replace("\r\n", "\n")))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+@contextmanager
+def escaping_output() -> Iterator[None]:
+    """Standard output and standard error with control characters escaped, in a pipe too."""
+    before = sys.stdout, sys.stderr
+    if not isinstance(sys.stdout, _Escaping):
+        sys.stdout = cast(TextIO, _Escaping(sys.stdout))
+    if not isinstance(sys.stderr, _Escaping):
+        sys.stderr = cast(TextIO, _Escaping(sys.stderr))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def exact(stream: TextIO) -> TextIO:
+    """The stream as it is without `escaping_output`, for a text that a file or a pipe is to get
+    character by character."""
+    return stream.stream if isinstance(stream, _Escaping) else stream

@@ -1,0 +1,80 @@
+"""YAML that others have written: read within bounds, with one error for whatever is wrong in it."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+
+from tigon.json_file import escaped, shown
+
+LONGEST_NUMBER = 100  # characters, as in JSON
+MOST_ITEMS, MOST_DEPTH = 100_000, 50  # of all values; an alias counts as what it stands for
+TAG = "tag:yaml.org,2002:"
+NUMBERS = {f"{TAG}int", f"{TAG}float"}
+
+
+def parse_yaml(text: str | bytes, where: object) -> Any:
+    """The plain values in YAML; raises a ValueError of one line that begins with `where`.
+
+    Its cause may be no YAML, a value that its tag does not fit, a number of too many characters, a
+    key that is given twice, or aliases that stand for more values than anybody would write.
+    """
+    try:
+        content = yaml.load(text, _Loader)
+        _check_size(content)
+    except yaml.MarkedYAMLError as error:
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        fault = f"is not valid YAML: {line}{escaped(error.problem or error.context)}"
+        raise ValueError(f"{escaped(where)} {fault}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else escaped(why)
+        raise ValueError(f"{escaped(where)} is not valid YAML: {why}") from None
+    except _Refused as error:
+        raise ValueError(f"{escaped(where)}: {error}") from None
+    return content
+
+
+class _Refused(ValueError):
+    """What YAML allows and is not taken here."""
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        line = node.start_mark.line + 1
+        if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
+            raise _Refused(f"line {line}: a number of {len(node.value)} characters")
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError, _Refused):
+            raise
+        except Exception as error:  # whatever the conversion of a text raises
+            fault = f"{shown(node.value)} is no {node.tag.removeprefix(TAG)}"
+            raise ConstructorError(None, None, fault, node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+            line = key.start_mark.line + 1
+            if key.tag == f"{TAG}merge":  # a few lines of it could merge millions of keys
+                raise _Refused(f"line {line}: << is not read: write out what it would merge")
+            name = self.construct_object(key)
+            if not isinstance(name, Hashable):  # which is an error below
+                continue
+            if name in lines:
+                raise _Refused(f"line {line}: {escaped(name)} is also set in line {lines[name]}")
+            lines[name] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def _check_size(content: Any) -> None:
+    left, count = [(content, 0)], 0
+    while left:
+        value, depth = left.pop()
+        count += 1
+        if count > MOST_ITEMS or depth > MOST_DEPTH:
+            raise _Refused("its values are too many, or too deep inside each other")
+        inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        if isinstance(inside, list | tuple | set):
+            left += [(item, depth + 1) for item in inside]

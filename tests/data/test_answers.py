@@ -463,3 +463,58 @@ def test_advantages_that_float32_does_not_hold(tokenizer: Tokenizer, encode: Any
     with pytest.raises(ValueError, match=r"a.jsonl:1: 'rewards' are too far apart: .* is 4e\+38"):
         encode(encoder, [REWARDED | far])
     encode(RewardedEncoder(tokenizer), [REWARDED | far])  # divided by their deviation
+
+
+THINKS = CHATML.replace(  # as Qwen3's: a block of reasoning, empty if the message has none
+    "'\n' + m['content']",
+    "'\n' + ('<think>\n' + (m.thinking or '') + '\n</think>\n\n' if m.role == 'assistant' else '')"
+    " + m['content']",
+)
+BLOCK = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "expected"),
+    [
+        (HO, {}, ["ho<|im_end|>\n", "ha ha<|im_end|>\n"]),
+        (
+            HO,
+            {"train_on_empty_thinking": True},
+            [f"{BLOCK}ho<|im_end|>\n", f"{BLOCK}ha ha<|im_end|>\n"],
+        ),
+        # The block tells them apart
+        (
+            HO | {"thinking": "so"},
+            {},
+            ["<think>\nso\n</think>\n\nho<|im_end|>\n", f"{BLOCK}ha ha<|im_end|>\n"],
+        ),
+    ],
+)
+def test_an_empty_block_of_reasoning_belongs_to_the_prompt(
+    directory: Path, encode: Any, chosen: Any, options: Any, expected: list[str]
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(directory)
+    tokenizer.chat_template = THINKS
+    row = {"prompt": [ASK], "chosen": [chosen], "rejected": [HA]}
+    found = sequences(encode(PairEncoder(tokenizer, **options), [row]))
+    assert [tokenizer.decode(ids) for _, ids in found] == expected
+    alone = {"prompt": [ASK], "completion": [chosen], "label": True}
+    ((_, ids),) = sequences(encode(LabelledEncoder(tokenizer, **options), [alone]))
+    assert tokenizer.decode(ids) == expected[0]
+    assert (
+        PairEncoder(tokenizer).digest() != PairEncoder(tokenizer, **options).digest() or not options
+    )
+
+
+def test_a_policy_that_said_an_empty_block_has_logprobs_for_it(
+    directory: Path, encode: Any
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(directory)
+    tokenizer.chat_template = THINKS
+    row = {"prompt": [ASK], "completions": [[HO], [HA]], "rewards": [0, 1]}
+    (_, short), _ = sequences(encode(RewardedEncoder(tokenizer), [row]))
+    assert tokenizer.decode(short) == "ho<|im_end|>\n"
+    texts = [f"{BLOCK}{m['content']}<|im_end|>\n" for m in (HO, HA)]
+    old = [[-1.0] * len(tokenizer.encode(text)) for text in texts]
+    found = sequences(encode(RewardedEncoder(tokenizer), [row | {"old_logprobs": old}]))
+    assert [tokenizer.decode(ids) for _, ids in found] == texts

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.small import write_tokenizer
+from tests.small import CHATML, write_tokenizer
+from tests.tokenizer.chat_templates import QWEN3
 from tigon.data import (
     ChatEncoder,
     Encoder,
@@ -187,6 +188,64 @@ def test_keys_that_nothing_reads_are_named(tokenizer: Tokenizer, encode: Any) ->
     assert not encode(
         ChatEncoder(tokenizer), row | {"tools": [], "chat_template_kwargs": None}
     ).report.ignored_keys
+
+
+def test_turns_that_the_template_rewrites_are_examples_of_their_own(
+    tokenizer: Tokenizer, encode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewriting = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    rewriting.chat_template = QWEN3
+    rows = [{"messages": CHAT, "weight": 0.5}, {"messages": CHAT[:2]}]
+    few = encode(ChatEncoder(rewriting), *rows)
+    assert said(rewriting, few) == [("bye<|im_end|>\n", 0.5), ("ho<|im_end|>\n", 1)]
+    assert (few.report.rewritten, few.report.extra, len(few)) == (1, 0, 2)
+    assert few.report.lines() == [
+        "1 turn of the assistant not learned, as the chat template writes it differently when "
+        "others follow: train_on=all_turns learns each in an example of its own"
+    ]
+    every = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
+    assert said(rewriting, every) == [
+        ("bye<|im_end|>\n", 0.5),
+        ("ho<|im_end|>\n", 0.5),
+        ("ho<|im_end|>\n", 1),
+    ]
+    assert (every.report.rewritten, every.report.extra, len(every)) == (0, 1, 3)
+    assert every.report.lines()[0].startswith("1 example more than rows, for turns")
+    assert every.groups is None and every.origin[:, 1].tolist() == [1, 1, 2]
+    monkeypatch.setattr(lines, "SIZE", 1)  # a block for each row
+    blocks = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)
+    assert blocks.fingerprint() == every.fingerprint() and blocks.report == every.report
+    stable = [ChatEncoder(tokenizer, train_on=t) for t in ("assistant", "all_turns")]
+    assert len({encode(encoder, *rows).fingerprint() for encoder in stable}) == 1
+    assert len({encoder.digest() for encoder in stable}) == 2
+
+
+def test_an_empty_block_of_reasoning_is_learned_if_asked(
+    tokenizer: Tokenizer, encode: Any, tmp_path: Path
+) -> None:
+    thinking = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    thinking.chat_template = QWEN3
+    row = {"messages": CHAT[:2]}
+    block = "<think>\n\n</think>\n\n"
+    for asked, start in ((False, ""), (True, block)):
+        encoder = ChatEncoder(thinking, train_on_empty_thinking=asked)
+        assert said(thinking, encode(encoder, row)) == [(f"{start}ho<|im_end|>\n", 1)]
+    off = row | {"chat_template_kwargs": {"enable_thinking": False}}
+    assert said(thinking, encode(encoder, off)) == [("ho<|im_end|>\n", 1)]
+
+
+def test_prompts_that_open_reasoning_are_said(tokenizer: Tokenizer, encode: Any) -> None:
+    opening = Tokenizer.from_pretrained(tokenizer.files[0].parent)
+    opening.chat_template = CHATML.replace(
+        "assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"
+    )
+    examples = encode(ChatEncoder(opening), {"messages": CHAT}, {"messages": CHAT})
+    assert [text for text, _ in said(opening, examples)][:2] == [
+        "ho<|im_end|>\n",
+        "bye<|im_end|>\n",
+    ]
+    (line,) = examples.report.lines()
+    assert line.startswith(r"the chat template's prompt ends in '<think>\n'")
 
 
 BAD = (

@@ -25,6 +25,10 @@ CHAT = [
     {"role": "user", "content": "And?"},
     {"role": "assistant", "content": "Bye"},
 ]
+THINK_PROMPT = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
+CLOSED_PROMPT = THINK_PROMPT.replace("<think>' }}", "<think></think>' }}")
+FINAL_EOS = CHATML + "{% if messages[-1].role == 'assistant' %}{{ eos_token }}{% endif %}"
+SAME = " Hello you 😀<|im_end|>\n"
 TOOL = [
     USER,
     {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
@@ -73,8 +77,15 @@ def test_a_generation_block_takes_all_tokens_at_its_edges(byte_level: Path, cont
         (LLAMA3, TOOL, ['{"name": "f", "parameters": {"a": 1}}<|eot_id|>', "It is 4.<|eot_id|>"]),
         (MISTRAL, CHAT, [" Hello you 😀</s>", "Bye</s>"]),
         (GEMMA, CHAT, ["Hello you 😀<end_of_turn>\n", "Bye<end_of_turn>\n"]),
-        # The last turn is written with an empty thought, which the prompt leaves to the model
-        (QWEN3, CHAT[:2], ["<think>\n\n</think>\n\n Hello you 😀<|im_end|>\n"]),
+        # An empty block of reasoning is not learned, whoever writes it
+        (QWEN3, CHAT[:2], [" Hello you 😀<|im_end|>\n"]),
+        # A turn that the template writes differently when others follow is not learned
+        (QWEN3, CHAT, ["Bye<|im_end|>\n"]),
+        (END, [USER, *CHAT[1:]], ["Bye</s>"]),
+        (FINAL_EOS, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n</s>"]),
+        (FINAL_EOS, [*CHAT[:2], *CHAT[:2]], [SAME, SAME + "</s>"]),
+        # The prompt opens reasoning that conversations do not have
+        (THINK_PROMPT, CHAT, [" Hello you 😀<|im_end|>\n", "Bye<|im_end|>\n"]),
         (
             QWEN3,
             [USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}],
@@ -112,7 +123,6 @@ def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
     assert said(tokenizer, ids, mask) == [" the"]
 
 
-THINK_PROMPT = CHATML.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>' }}{% endif %}")
 UNASKED = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
 MACRO = """\
 {% macro say(m) %}> {% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}\
@@ -122,13 +132,15 @@ MACRO = """\
 @pytest.mark.parametrize(
     ("template", "chat", "message"),
     [
-        (QWEN3, CHAT, r"rewrites messages\[1\] when turns follow.*\{% generation %\}"),
-        (THINK_PROMPT, CHAT[:2], r"prompt for messages\[1\].*goes on '<think>', .*' Hello you"),
-        (COMMAND_R, CHAT, r"rewrites messages\[1\]"),
+        (
+            CLOSED_PROMPT,
+            [USER, {"role": "assistant", "content": "<think>why</think>so"}],
+            r"prompt for messages\[1\].*goes on '</think>', .*'why.*turns reasoning off",
+        ),
+        (COMMAND_R, CHAT, r"prompt for messages\[3\].*goes on 'no custom<unk>', .*'4 assistant"),
         (CHATML, CHAT[1:], r"prompt for messages\[0\].*goes on 'assistant.*'system.*generation %"),
         (GEMMA, CHAT[1:], r"messages\[0\].*does not render.*no element 0.*generation %"),
         (MISTRAL, [USER, *CHAT], "roles must alternate user/assistant"),
-        (END, [USER, *CHAT[1:]], r"rewrites messages\[1\]"),
         (CHATML, [USER], "no turn of the role 'assistant'"),
         (GENERATION, [USER], "no turn of the role 'assistant'"),
         ("{{ 1 }}{% generation %}{% endgeneration %}", CHAT, "marks no token"),

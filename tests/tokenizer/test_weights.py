@@ -36,6 +36,19 @@ DROPPED = (
     "{% if loop.last and m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}</s>"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+CALLED = (
+    "{% for m in messages %}{{ '<pad>' if m.role == 'user' }}{{ m.content }}{% endfor %}"
+    "{% if messages[-1].role == 'assistant' %}</s>{% endif %}"
+)
+DROPS_BEFORE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>"
+    "{% if m.thinking and (loop.last or messages[-1].role != 'assistant') %}{{ m.thinking }} "
+    "{% endif %}{{ m.content }}</s>{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+TOOLED = [*THINKING[:2], {"role": "tool", "content": "4"}, CHAT[3]]
+DOG = "<think>\ndog\n</think>\n\nthe fox<|im_end|>\n"
+EMPTY = "<think>\n\n</think>\n\n"
 LAST_ALONE = (
     "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}</s>"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -75,8 +88,14 @@ def learned(tokenizer: Tokenizer, chat: Any, **options: Any) -> list[tuple[str, 
             [("the fox</s>", 2), ("Bye</s>", 3), ("(dog)the fox</s>", 1)],
         ),
         # Of a template that rewrites earlier turns, the last one is still clear
-        (QWEN3, CHAT, {"train_on": "last"}, [("<think>\n\n</think>\n\nBye<|im_end|>\n", 1)]),
-        (QWEN3, CHAT, {"weights": [0, 0, 0, 1]}, [("<think>\n\n</think>\n\nBye<|im_end|>\n", 1)]),
+        (QWEN3, CHAT, {"train_on": "last"}, [("Bye<|im_end|>\n", 1)]),
+        (QWEN3, CHAT, {"weights": [0, 0, 0, 1]}, [("Bye<|im_end|>\n", 1)]),
+        (QWEN3, CHAT, {"train_on_empty_thinking": True}, [(EMPTY + "Bye<|im_end|>\n", 1)]),
+        # ... of the conversation up to it, if what follows would rewrite it
+        (QWEN3, CHAT, {"weights": [None, 2, None, 0]}, [("the fox<|im_end|>\n", 2)]),
+        (QWEN3, CHAT[:3], {}, [("the fox<|im_end|>\n", 1)]),
+        (QWEN3, CHAT[:3], {"train_on": "last"}, [("the fox<|im_end|>\n", 1)]),
+        (DROPPED, [*THINKING[:3]], {"train_on": "last"}, [("(dog)the fox</s>", 1)]),
         (LLAMA3, CHAT, {"train_on": "last"}, [("Bye<|eot_id|>", 1)]),
         (
             CHATML,
@@ -91,6 +110,64 @@ def test_weights_reach_their_messages(
 ) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     assert learned(tokenizer, chat, chat_template=template, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "options", "expected"),
+    [
+        # From the last turn backwards, each in the text that inference shows
+        (QWEN3, CHAT, {}, [["Bye<|im_end|>\n"], ["the fox<|im_end|>\n"]]),
+        (
+            QWEN3,
+            [*CHAT, *CHAT[:2]],
+            {},
+            [["the fox<|im_end|>\n"], ["Bye<|im_end|>\n"], ["the fox<|im_end|>\n"]],
+        ),
+        (
+            QWEN3,
+            [*THINKING[:2], {"role": "tool", "content": "4"}, THINKING[1], *CHAT[2:]],
+            {},
+            [["Bye<|im_end|>\n"], [DOG, DOG]],
+        ),
+        # As gpt-oss, which drops the reasoning in front of an answer: it is in the prompt for it
+        (DROPS_BEFORE, TOOLED, {}, [["dog the fox</s>", "Bye</s>"]]),
+        (QWEN3, CHAT[:3], {}, [["the fox<|im_end|>\n"]]),
+        (QWEN3, CHAT, {"weights": [None, 0, None, None]}, [["Bye<|im_end|>\n"]]),
+        (CHATML, CHAT, {}, [["the fox<|im_end|>\n", "Bye<|im_end|>\n"]]),
+        (GENERATION, CHAT, {}, [["the fox<|im_end|>", "Bye<|im_end|>"]]),
+        (TWO_BLOCKS, THINKING, {}, [["dog", "the fox</s>", "Bye</s>"]]),
+        # The end of a turn that only the last one has is no end of the whole conversation
+        (
+            CALLED,
+            [CHAT[0], CHAT[1] | {"content": "[INST]f[/INST]"}, *CHAT[2:]],
+            {},
+            [["Bye</s>"], ["[INST]f[/INST]</s>"]],
+        ),
+        # As few as possible: only the turn with reasoning is written differently
+        (
+            DROPPED,
+            [*CHAT[:2], *THINKING, *CHAT[:2]],
+            {},
+            [["the fox</s>", "Bye</s>", "the fox</s>"], ["(dog)the fox</s>"]],
+        ),
+    ],
+)
+def test_all_turns_are_learned_once(
+    byte_level: Path, template: str, chat: Any, options: Any, expected: Any
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    options = {"chat_template": template, "train_on": "all_turns"} | options
+    encoded = tokenizer.encode_chat_rows(chat, **options)
+    found = []
+    for ids, weights in encoded.rows:
+        runs = groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1])
+        found.append([tokenizer.decode([i for i, _ in run]) for weight, run in runs if weight])
+    assert found == expected and not encoded.rewritten
+    fewer = tokenizer.encode_chat_rows(chat, **options | {"train_on": "assistant"})
+    if len(expected) == 1:
+        assert fewer == encoded
+    elif "generation" not in template:
+        assert fewer.rows == encoded.rows[:1] and fewer.rewritten == sum(map(len, expected[1:]))
 
 
 def test_all_but_one_message(byte_level: Path) -> None:
@@ -109,6 +186,10 @@ def test_weights_of_zero_are_no_error_but_an_unclear_place_is(byte_level: Path) 
     assert learned(tokenizer, CHAT, weights=[0] * 4, chat_template=CHATML) == []
     with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
         learned(tokenizer, CHAT, weights=[None, 0, 1, 0], chat_template=QWEN3)
+    with pytest.raises(ValueError, match=r"messages\[2\] has a weight of its own, but where"):
+        learned(tokenizer, CHAT, weights=[None, 1, 1, 0], chat_template=QWEN3)
+    with pytest.raises(ValueError, match=r"messages\[1\] has a weight of its own.*rewrites it"):
+        learned(tokenizer, CHAT, weights=[None, 2, None, 1], chat_template=QWEN3, train_on="all")
     once = (
         "{% for m in messages %}{% if loop.last %}{% generation %}x{% endgeneration %}{% endif %}"
     )

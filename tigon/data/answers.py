@@ -1,18 +1,29 @@
 """Prompts with answers to examples: sequences of which the answers alone are learned."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from tigon.data.content_check import ContentCheck
 from tigon.data.encoders import FormatEncoder, unread_by_template, words_of_template
 from tigon.data.examples import SUPERVISED, Example
 from tigon.data.formats import LABELLED, PAIRS, REWARDED, Format, Row
-from tigon.data.preferences import LARGEST, Prompted, as_labelled, as_pair, as_rewarded, number
-from tigon.tokenizer import Tokenizer
+from tigon.data.preferences import (
+    LARGEST,
+    Prompted,
+    as_labelled,
+    as_pair,
+    as_rewarded,
+    message_name,
+    number,
+)
+from tigon.tokenizer import Tokenizer, behind_empty_thinking
 
+Name = Callable[[int], str]
 KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
 
 
@@ -26,25 +37,33 @@ class AnswerEncoder(FormatEncoder):
     per_token: Mapping[str, DTypeLike] = SUPERVISED
     uses_chat_template = True
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_bad_rows: bool = False):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        train_on_empty_thinking: bool = False,
+        skip_bad_rows: bool = False,
+    ) -> None:
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        self.train_on_empty_thinking = train_on_empty_thinking
+        self.content = ContentCheck(self.tokenizer)
         self.read_in_messages = {"role", "content"} | words_of_template(tokenizer)
 
-    def tokens(self, said: Prompted) -> tuple[int, list[list[int]]]:
-        """How many tokens the prompt has, and the ids of it with each answer."""
+    def tokens(
+        self, said: Prompted, names: Sequence[Name], *, train_on_empty_thinking: bool = False
+    ) -> tuple[int, list[list[int]]]:
+        """How many tokens the prompt has, and the ids of it with each answer.
+
+        `names` has for each answer what its row calls the messages of the conversation. An empty
+        block of reasoning that all answers begin with belongs to the prompt, unless it is learned.
+        """
         tokenizer = self.tokenizer
-        whole: list[list[int]]
         if said.is_chat:
-            given: dict[str, Any] = {"tools": said.tools, **said.variables}
-
-            def encode(messages: Any, **more: Any) -> list[int]:
-                messages = tokenizer.convert_messages(messages, said.tools)
-                ids = tokenizer.apply_chat_template(messages, **given, **more)
-                assert isinstance(ids, list)
-                return ids
-
-            prompt = [] if said.whole else encode(said.prompt, add_generation_prompt=True)
-            whole = [encode([*said.prompt, *answer]) for answer in said.answers]
+            prompt_text, texts = self._render(said, names)
+            if not (train_on_empty_thinking or self.train_on_empty_thinking):
+                prompt_text = with_empty_thinking(prompt_text, texts)
+            prompt = tokenizer.encode(prompt_text, add_special_tokens=False)
+            whole = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         else:
             assert isinstance(said.prompt, str)
             prompt = [] if said.whole else tokenizer.encode(said.prompt)
@@ -55,6 +74,32 @@ class AnswerEncoder(FormatEncoder):
             if len(ids) == shared:
                 raise ValueError("an answer has no tokens of its own behind the prompt")
         return shared, whole
+
+    def _render(self, said: Prompted, names: Sequence[Name]) -> tuple[str, list[str]]:
+        """The text of a prompt of messages, as generation would have it, and that of each answer
+        behind it."""
+        options: dict[str, Any] = {"tools": said.tools, **said.variables}
+
+        def render(messages: Any, **more: Any) -> str:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **more)
+            assert isinstance(text, str)
+            return text
+
+        convert: Callable[[Any], list[Any]] = partial(
+            self.tokenizer.convert_messages, tools=said.tools
+        )
+        prompt = "" if said.whole else render(convert(said.prompt), add_generation_prompt=True)
+        texts = []
+        for answer, name in zip(said.answers, names, strict=True):
+            messages = convert([*said.prompt, *answer])
+            texts.append(render(messages))
+            turns = range(len(said.prompt), len(messages))
+            learned = [i for i in turns if messages[i]["role"] == "assistant"]
+            self.content.check(messages, learned, name, **options)
+        return prompt, texts
+
+    def options(self) -> dict[str, Any]:
+        return {"eos": self.eos, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def example(self, ids: Sequence[int], prompt: int, **values: Any) -> Example:
         """The tokens behind the first `prompt` are learned."""
@@ -87,22 +132,24 @@ class PairEncoder(AnswerEncoder):
         *,
         margin: bool = False,
         of_one_prompt: bool = True,
-        skip_bad_rows: bool = False,
+        **options: bool,
     ) -> None:
-        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+        super().__init__(tokenizer, **options)
         self.of_one_prompt = of_one_prompt
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
         # Not of_one_prompt: rows that are no error without it are the same with it
-        return {"eos": self.eos, "margin": "margin" in self.per_example}
+        return super().options() | {"margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, form: Format) -> set[str]:
         unread = set() if self.per_example else {form.key("margin")} & row.keys()
         return super().ignored(row, form) | unread
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
-        prompt, both = self.tokens(as_pair(row, form, of_one_prompt=self.of_one_prompt))
+        said = as_pair(row, form, of_one_prompt=self.of_one_prompt)
+        names = [partial(message_name, row, form, said, key) for key in ("chosen", "rejected")]
+        prompt, both = self.tokens(said, names)
         if both[0] == both[1]:
             raise ValueError("chosen and rejected are the same tokens")
         values: Mapping[str, float] = {}
@@ -123,9 +170,6 @@ class LabelledEncoder(AnswerEncoder):
 
     formats = (*LABELLED, *PAIRS)
     per_example = {"desired": np.bool_, "matched": np.bool_}
-
-    def options(self) -> dict[str, Any]:
-        return {"eos": self.eos}
 
     def told(self, row: Row, form: Format) -> Format:
         """A row with the keys of both formats is an answer with its label."""
@@ -165,12 +209,13 @@ class LabelledEncoder(AnswerEncoder):
         found = []
         try:
             if form.kind in PAIRS:
-                said, labels = as_pair(row, form), [True, False]
+                said, labels = as_pair(row, form), {"chosen": True, "rejected": False}
             else:
                 said, label = as_labelled(row, form)
-                labels = [label]
-            for answer, label in zip(said.answers, labels, strict=True):
-                prompt, (ids,) = self.tokens(replace(said, answers=(answer,)))
+                labels = {"completion": label}
+            for answer, (key, label) in zip(said.answers, labels.items(), strict=True):
+                name = partial(message_name, row, form, said, key)
+                prompt, (ids,) = self.tokens(replace(said, answers=(answer,)), [name])
                 found.append((prompt, ids, label))
         except ValueError as error:
             return error
@@ -192,19 +237,23 @@ class RewardedEncoder(AnswerEncoder):
     per_example = {"advantage": np.float32, "reward": np.float64}
     grouped = False
 
-    def __init__(self, tokenizer: Tokenizer, *, scale: bool = True, skip_bad_rows: bool = False):
-        super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
+    def __init__(self, tokenizer: Tokenizer, *, scale: bool = True, **options: bool) -> None:
+        super().__init__(tokenizer, **options)
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
-        return {"eos": self.eos, "scale": self.scale}
+        return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, form: Format) -> Sequence[Example]:
         given = as_rewarded(row, form)
         if given.said is None:
             prompt, whole = len(given.prompt), [given.prompt + answer for answer in given.answers]
         else:
-            prompt, whole = self.tokens(given.said)
+            name = partial(message_name, row, form, given.said, "completions")
+            names = [partial(name, number=number) for number in range(len(given.said.answers))]
+            # The policy has said an empty block itself if it has log-probabilities for it
+            sampled = given.old_logprobs is not None
+            prompt, whole = self.tokens(given.said, names, train_on_empty_thinking=sampled)
         values = np.array(given.values)
         advantages, rewards = values, np.full(len(values), np.nan)
         if not given.are_advantages:
@@ -240,7 +289,17 @@ def advantages_of(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
     return centred / (rewards.std(ddof=1) + 1e-4) if scale else centred
 
 
-def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def with_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
+    """The prompt, with the empty block of reasoning that all these texts have at its end."""
+    begins = set()
+    for text in texts:
+        parted = common(prompt, text)
+        end = behind_empty_thinking(text, parted)
+        begins.add(text[:end] if end > parted else prompt)
+    return begins.pop() if len(begins) == 1 else prompt
+
+
+def common(ids: Sequence[Any], others: Sequence[Any]) -> int:
+    """How many tokens, or characters, both begin with."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import tokenizers
 from numpy.typing import DTypeLike
 
 from tigon.data.blocks import Source
-from tigon.data.examples import WEIGHTED, Encoder, Example
+from tigon.data.content_check import ContentCheck, EmptyAnswer
+from tigon.data.examples import WEIGHTED, Encoder, Example, Report
 from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
 from tigon.json_file import escaped
-from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn
+from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 
 VERSION = 2  # of what these make of a row; another one makes caches anew
 TRIED = 100  # rows that may be bad before a source is refused, where bad rows are skipped
@@ -121,24 +123,29 @@ def read_texts(source: Source) -> Iterator[str]:
 class ChatEncoder(FormatEncoder):
     """Conversations, and prompts with completions, for fine-tuning.
 
-    `train_on` says what is learned: the assistant's turns or completions, a conversation's last
-    such turn, or everything. With `must_end`, the first row's last turn has to end in a token that
-    is learned and generation can stop at; `ends` collects these tokens.
+    `train_on` says what is learned: the assistant's turns or completions (with all_turns, also
+    those that the chat template rewrites when others follow, in examples of their own), a
+    conversation's last such turn, or everything. With `must_end`, the first row's last turn has to
+    end in a token that is learned and generation can stop at; `ends` collects these tokens.
     """
 
     formats = CHATS
     uses_chat_template = True
+    grouped = False
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
         train_on: TrainOn = "assistant",
+        train_on_empty_thinking: bool = False,
         must_end: bool = True,
         skip_bad_rows: bool = False,
     ):
         super().__init__(tokenizer, skip_bad_rows=skip_bad_rows)
         self.train_on, self.must_end = train_on, must_end
+        self.train_on_empty_thinking = train_on_empty_thinking
+        self.content = ContentCheck(self.tokenizer)
         self.ends: set[int] = set()
         self.read_in_messages = MESSAGE_KEYS | words_of_template(tokenizer)
 
@@ -161,7 +168,7 @@ class ChatEncoder(FormatEncoder):
         return replace(chat, messages=self.tokenizer.convert_messages(chat.messages, chat.tools))
 
     def options(self) -> dict[str, Any]:
-        return {"train_on": self.train_on}
+        return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def ignored(self, row: Row, form: Format) -> set[str]:
         """Those of messages, as "messages.KEY", that neither formats.py nor the template reads."""
@@ -186,23 +193,51 @@ class ChatEncoder(FormatEncoder):
         weights = list(chat.weights)
         if self.train_on != "all":
             weights[: chat.prompt] = [0.0 if w is None else w for w in weights[: chat.prompt]]
-        ids, counted = self.tokenizer.encode_weighted_chat(
-            chat.messages,
-            tools=chat.tools,
-            train_on=self.train_on,
-            weights=weights,
-            **chat.variables,
+        options: dict[str, Any] = {"tools": chat.tools, **chat.variables}
+        learned = learned_turns(chat.messages, self.train_on, weights) if chat.weight else []
+        name = partial(message_name, row, form, chat.prompt)
+        self.content.check(chat.messages, learned, name, **options)
+        options |= {"train_on_empty_thinking": self.train_on_empty_thinking}
+        encoded = self.tokenizer.encode_chat_rows(
+            chat.messages, train_on=self.train_on, weights=weights, **options
         )
-        return weighted(ids, np.array(counted) * chat.weight)
+        examples = [
+            example
+            for ids, counted in encoded.rows
+            for example in weighted(ids, np.array(counted) * chat.weight)
+        ]
+        self.noted += Report(
+            rewritten=encoded.rewritten,
+            extra=max(0, len(examples) - 1),
+            missing_openers=tuple(filter(None, [encoded.missing_opener])),
+        )
+        return examples
 
     def _completion(self, text: Text) -> Sequence[Example]:
         """As one text without a chat template, and eos at its end, which is learned."""
+        if text.weight and not text.completion.strip():
+            raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
         start = 0 if self.train_on == "all" else len(text.prompt)
         full = text.prompt + text.completion
         ids, counted = self.tokenizer.encode_weighted(full, [Span(start, len(full), 1.0)])
         ids = self.ended(ids)
         counted = [*counted[: len(ids) - 1], 1.0]
         return weighted(ids, np.array(counted) * text.weight)
+
+
+def message_name(row: Row, form: Format, prompt: int, i: int) -> str:
+    """What a row calls messages[i] of its conversation, of which the first `prompt` are asked."""
+    if form.get(row, "system"):
+        if not i:
+            return form.key("system")
+        i, prompt = i - 1, prompt - 1
+    if form.kind == "instruction":
+        return form.key("output" if i else "instruction")
+    if form.kind in ("messages", "sharegpt"):
+        return f"{form.key('messages')}[{i}]"
+    if i < prompt:
+        return f"{form.key('prompt')}[{i}]"
+    return f"{form.key('completion')}[{i - prompt}]"
 
 
 def words_of_template(tokenizer: Tokenizer) -> set[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from tigon.data.blocks import LARGEST_ROW, Block, Source
+from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
 from tigon.data.widths import PADS, alike, widened, widest
 from tigon.json_file import escaped
@@ -48,6 +49,10 @@ class Report:
     unlearned: int = 0  # rows left out, because the weights of all that they say are 0
     errors: tuple[str, ...] = ()  # of the first rows that were skipped
     ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
+    empty: int = 0  # rows among those skipped whose answer is empty
+    rewritten: int = 0  # turns not learned: the chat template writes them differently in the row
+    extra: int = 0  # examples more than rows, for turns that would be rewritten
+    missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
     def __add__(self, other: "Report") -> "Report":
         return Report(
@@ -56,6 +61,10 @@ class Report:
             self.unlearned + other.unlearned,
             (self.errors + other.errors)[:NAMED],
             tuple(sorted({*self.ignored_keys, *other.ignored_keys}))[:NAMED_KEYS],
+            self.empty + other.empty,
+            self.rewritten + other.rewritten,
+            self.extra + other.extra,
+            tuple(sorted({*self.missing_openers, *other.missing_openers}))[:NAMED],
         )
 
     def lines(self) -> list[str]:
@@ -66,8 +75,26 @@ class Report:
             lines.append(
                 f"{self.skipped:,} of {counted(self.rows, 'row')} skipped as bad:\n  {named}"
             )
+        if self.empty:
+            lines.append(f"{counted(self.empty, 'row')} with an empty answer, of those skipped")
         if self.unlearned:
             lines.append(f"{counted(self.unlearned, 'row')} left out, whose weights are all 0")
+        if self.rewritten:
+            lines.append(
+                f"{counted(self.rewritten, 'turn')} of the assistant not learned, as the chat "
+                f"template writes {'it' if self.rewritten == 1 else 'them'} differently when "
+                "others follow: train_on=all_turns learns each in an example of its own"
+            )
+        if self.extra:
+            lines.append(
+                f"{counted(self.extra, 'example')} more than rows, for turns that the chat "
+                "template writes differently when others follow"
+            )
+        for opener in self.missing_openers:
+            lines.append(
+                f"the chat template's prompt ends in {opener!r}, and its conversations do not have "
+                "it: answers are learned without it"
+            )
         if self.ignored_keys:
             lines.append(f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}")
         return lines
@@ -150,6 +177,7 @@ class Encoder:
     per_example: Mapping[str, DTypeLike] = NONE
     skip_bad_rows = False
     uses_chat_template = False  # whether a chat template makes text of rows
+    noted = Report()  # of a block's rows, besides what `row` returns
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
@@ -188,6 +216,7 @@ class Encoder:
     def __call__(self, block: Block) -> Examples:
         """The examples of a block; `block.name` is their only file."""
         lines = [(line, _check_size(row)) for line, row in block.rows()]
+        self.noted = Report()
         encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
         groups: list[Group] = []
         ignored: set[str] = set()
@@ -203,12 +232,13 @@ class Encoder:
                 message = f"{block.name}:{line}: {escaped(examples)}"
                 if not self.skip_bad_rows:
                     raise ValueError(message) from examples
-                report += Report(skipped=1, errors=(message,))
+                empty = isinstance(examples, EmptyAnswer)
+                report += Report(skipped=1, errors=(message,), empty=int(empty))
             elif examples:
                 groups += [(line, own) for own in self.together(examples)]
             else:
                 report += Report(unlearned=1)
-        report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored))
+        report += Report(ignored_keys=tuple(escaped(key, 100) for key in ignored)) + self.noted
         return collect(block.name, groups, report, self.per_token, self.per_example)
 
 

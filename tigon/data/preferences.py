@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import (
     Format,
     Messages,
@@ -39,6 +40,24 @@ class Prompted:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, list)
+
+
+def message_name(
+    row: Row, form: Format, said: Prompted, key: str, i: int, number: int | None = None
+) -> str:
+    """What a row calls message i of a prompt with the answer under this key, or number of it."""
+    system = 1 if form.get(row, "system") else 0
+    if i < system:
+        return form.key("system")
+    i -= system
+    answer, name, asked = form.get(row, key), form.key(key), len(said.prompt) - system
+    if number is not None:
+        answer, name = answer[number], f"{name}[{number}]"
+    prompt = form.get(row, "prompt")
+    if isinstance(prompt, list) and i < len(prompt):
+        return f"{form.key('prompt')}[{i}]"
+    begins_with_prompt = not isinstance(prompt, list) or answer[: len(prompt)] == prompt
+    return f"{name}[{i if begins_with_prompt else i - asked}]"
 
 
 def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
@@ -291,13 +310,13 @@ def _check_answer(name: str, answer: Said) -> None:
 def _check_content(name: str, answer: Said) -> None:
     if isinstance(answer, str):
         if not answer:
-            raise ValueError(f"{name!r} has no answer: it is empty behind the prompt")
+            raise EmptyAnswer(f"{name!r} has no answer: it is empty behind the prompt")
         return
     if not answer:
         raise ValueError(f"{name!r} has no answer: no message follows the prompt")
     for message in answer:
         if isinstance(message, dict) and _role(message) == "assistant" and not _says(message):
-            raise ValueError(f"{name!r} has an answer without content")
+            raise EmptyAnswer(f"{name!r} has an answer without content")
 
 
 def _says(message: dict[str, Any]) -> bool:

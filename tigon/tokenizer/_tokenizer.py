@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import tokenizers
 
@@ -17,7 +17,7 @@ from tigon.tokenizer import chat, source
 from tigon.tokenizer.backend import read_backend
 from tigon.tokenizer.failures import Failures
 from tigon.tokenizer.files import Files
-from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_spans
+from tigon.tokenizer.mask import UNMARKED, Span, TrainOn, never_ends, token_weights, weighted_rows
 from tigon.tokenizer.probe import probe
 from tigon.tokenizer.stream import DecodeStream
 from tigon.tokenizer.times import time_formats
@@ -37,6 +37,14 @@ _NOT_VARIABLES = {
     "continue_final_message",
     "strftime_now",
 }
+
+
+class EncodedChat(NamedTuple):
+    """What is learned of a conversation: rows of token ids, each with the tokens' weights."""
+
+    rows: list[tuple[list[int], list[float]]]
+    rewritten: int  # turns in no row: the chat template writes them differently when others follow
+    missing_opener: str  # in which inference's prompts end, and which conversations do not have
 
 
 class Tokenizer:
@@ -244,7 +252,9 @@ class Tokenizer:
         """Token ids of the conversation, and which of them the assistant says.
 
         Those are the template's {% generation %} blocks. Without any, they are what each turn adds
-        to the prompt before it, end-of-turn token included; ValueError where that is ambiguous.
+        to the prompt before it, end-of-turn token included; ValueError where that is ambiguous. A
+        turn that the template writes differently when others follow is left out, and so is an empty
+        block of reasoning: `encode_chat_rows` has them.
         """
         ids, weights = self.encode_weighted_chat(
             messages, tools=tools, chat_template=chat_template, **variables
@@ -252,30 +262,52 @@ class Tokenizer:
         return ids, [weight > 0 for weight in weights]
 
     def encode_weighted_chat(
+        self, messages: Sequence[chat.Message], **options: Any
+    ) -> tuple[list[int], list[float]]:
+        """The only row of `encode_chat_rows`, which has the same arguments."""
+        rows = self.encode_chat_rows(messages, **options).rows
+        if len(rows) > 1:
+            raise ValueError("the conversation has several rows: encode_chat_rows returns them")
+        return rows[0]
+
+    def encode_chat_rows(
         self,
         messages: Sequence[chat.Message],
         *,
         tools: Sequence[Any] | None = None,
         train_on: TrainOn = "assistant",
         weights: Sequence[float | None] | None = None,
+        train_on_empty_thinking: bool = False,
         chat_template: str | None = None,
         **variables: Any,
-    ) -> tuple[list[int], list[float]]:
+    ) -> EncodedChat:
         """Token ids of the conversation, and how much each counts when it is learned.
 
-        `train_on`: what the assistant says (as in `encode_chat`), its last turn, or all. `weights`
-        has one for each message, in place of what `train_on` says of it; None: as that says.
+        `train_on`: what the assistant says (as in `encode_chat`), its last turn, or all; or
+        all_turns, with more rows for the turns that the template writes differently when others
+        follow: each the conversation up to such a turn. `weights` has one for each message, in
+        place of what `train_on` says of it; None: as that says. `train_on_empty_thinking`: an empty
+        block of reasoning in front of an answer counts like the answer.
         """
         chat.check_messages(messages)
-        template = self._template(chat_template, tools)
-        given = {"tools": tools, **self._variables(variables)}
-        given |= {"train_on": train_on, "weights": weights}
-        text, spans = weighted_spans(template, messages, **given)
-        encoding = self._encoding(text)
-        counted = token_weights(encoding.offsets, spans)
-        if not any(counted) and any(span.weight for span in spans):
-            raise ValueError(UNMARKED)
-        return encoding.ids, counted
+        rows, rewritten, missing_opener = weighted_rows(
+            self._template(chat_template, tools),
+            messages,
+            self._special_texts(),
+            tools=tools,
+            train_on=train_on,
+            weights=weights,
+            train_on_empty_thinking=train_on_empty_thinking,
+            **self._variables(variables),
+        )
+        encoded = []
+        for text, spans in rows:
+            encoding = self._encoding(text)
+            counted = token_weights(encoding.offsets, spans)
+            if not any(counted) and any(span.weight for span in spans):
+                raise ValueError(UNMARKED)
+            encoded.append((encoding.ids, counted))
+        return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
         """Token ids of the text, with special tokens, and how much each counts: as its span."""
@@ -351,6 +383,10 @@ class Tokenizer:
         except TypeError:
             chat.check_unicode(text)
             raise
+
+    def _special_texts(self) -> frozenset[str]:
+        tokens = [self.backend.id_to_token(i) for i in self._special_ids]
+        return frozenset(token for token in (*tokens, self.eos_token) if token)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)

@@ -40,7 +40,7 @@ RESERVED = {
     *("self", "template", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("padding", "truncation", "messages", "tools", "documents", "train_on", "weights"),
     *("chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    "strftime_now",
+    *("strftime_now", "train_on_empty_thinking"),
 }
 _note: ContextVar[Callable[[str], None]] = ContextVar("note")
 _time: ContextVar[datetime | None] = ContextVar("time", default=None)

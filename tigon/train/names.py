@@ -13,7 +13,7 @@ WANDB = "log_to=wandb; W&B's own variables say the rest, as WANDB_PROJECT, _ENTI
 DTYPE = "dtype=bfloat16, which auto takes on a GPU; weights stay in param_dtype"
 EIGHT_BITS = "fp8=true, whose scales are of rows"
 BEST = "hf_best=true exports the best to run_dir/hf-best; keep_best keeps its checkpoint"
-LEARNED = "train_on: assistant (the default), last or all"
+LEARNED = "train_on: assistant (the default), all_turns, last or all"
 AHEAD = "nothing to set: a thread makes the next batches ahead"
 SHARE = "warmup_steps: below 1 it is a share of all steps"
 GROUPS = "parameter_groups: [{match: '*.mlp.*', lr: 2e-5, weight_decay: 0.0}]"
@@ -216,6 +216,7 @@ OTHERS = {
     "total_steps": "steps",
     "train_data": "data",
     "train_file": "data",
+    "ignore_empty_think": "train_on_empty_thinking: false (the default) is true there",
     "train_on_inputs": "train_on: assistant (the default) is false, all is true",
     "train_on_input": "train_on: assistant (the default) is false, all is true",
     "train_on_prompt": "train_on: assistant (the default) is false, all is true",

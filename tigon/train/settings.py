@@ -130,15 +130,19 @@ class DataSettings:
     columns: dict[str, str] | None = option(  # noqa: RUF009
         None, "keys of other names, as in {messages: dialog}", stream=True
     )
-    train_on: Literal["assistant", "last", "all"] = option(
+    train_on: Literal["assistant", "all_turns", "last", "all"] = option(
         "assistant",
-        "what is learned of a chat: the assistant's turns, its last one, or all of it",
+        "what is learned of a chat: the assistant's turns, also those that the chat template "
+        "rewrites when others follow (all_turns), its last one, or all of it",
         stream=True,
     )
     chat_template_kwargs: dict[str, Any] | None = option(  # noqa: RUF009
         None,
         "variables of the chat template, as in {enable_thinking: false}; those of a row win",
         stream=True,
+    )
+    train_on_empty_thinking: bool = option(
+        False, "learn the empty block of reasoning that a template writes too", stream=True
     )
     bad_rows: Literal["error", "skip"] = option(
         "error",

@@ -57,6 +57,14 @@ class Answers(Objective):
             )
         self.live: Callable[[Inputs], Tensor] | None = None
 
+    def encoder_options(self) -> dict[str, bool]:
+        """What the encoders of all such objectives take."""
+        config = self.config
+        return {
+            "train_on_empty_thinking": config.train_on_empty_thinking,
+            "skip_bad_rows": config.bad_rows == "skip",
+        }
+
     def check_beside(self, tokenizer: Tokenizer, source: Path | None) -> None:
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)

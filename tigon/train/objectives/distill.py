@@ -73,7 +73,12 @@ class Distill(CrossEntropyObjective):
         skip = self.config.bad_rows == "skip"
         if not self.config.teacher:
             return TopEncoder(tokenizer, skip_bad_rows=skip)
-        encoder = ChatEncoder(tokenizer, train_on=self.config.train_on, skip_bad_rows=skip)
+        encoder = ChatEncoder(
+            tokenizer,
+            train_on=self.config.train_on,
+            train_on_empty_thinking=self.config.train_on_empty_thinking,
+            skip_bad_rows=skip,
+        )
         encoder.ends = self.ends
         return encoder
 

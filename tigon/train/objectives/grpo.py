@@ -67,9 +67,8 @@ class GRPO(Answers):
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        config = self.config
-        scale, skip = config.scale_rewards == "group", config.bad_rows == "skip"
-        return RewardedEncoder(tokenizer, scale=scale, skip_bad_rows=skip)
+        scale = self.config.scale_rewards == "group"
+        return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         corpus = data.corpus

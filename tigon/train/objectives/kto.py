@@ -64,7 +64,7 @@ class KTO(Answers):
             )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return LabelledEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+        return LabelledEncoder(tokenizer, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         if held_out:

@@ -49,7 +49,7 @@ class Pairs(Answers):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return PairEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+        return PairEncoder(tokenizer, **self.encoder_options())
 
     def sums(self, model: CausalLM, inputs: Inputs) -> dict[str, Tensor]:
         pairs = torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)

@@ -19,6 +19,8 @@ class Pretrain(CrossEntropyObjective):
                 raise ValueError(f"{name}={value}: task=pretrain has no chats")
         if config.train_on != "assistant":
             raise ValueError(f"train_on={config.train_on}: task=pretrain learns every token")
+        if config.train_on_empty_thinking:
+            raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")

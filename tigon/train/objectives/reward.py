@@ -41,7 +41,13 @@ class Reward(Objective):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        of_others = "sample_prompts", "train_on", "loss_reduction", "streaming"
+        of_others = (
+            "sample_prompts",
+            "train_on",
+            "train_on_empty_thinking",
+            "loss_reduction",
+            "streaming",
+        )
         for name in (*of_others, "router_aux_loss_coef"):
             value = getattr(config, name)
             if value != getattr(Config, name):

@@ -10,6 +10,11 @@ class SFT(CrossEntropyObjective):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         skip = self.config.bad_rows == "skip"
-        encoder = ChatEncoder(tokenizer, train_on=self.config.train_on, skip_bad_rows=skip)
+        encoder = ChatEncoder(
+            tokenizer,
+            train_on=self.config.train_on,
+            train_on_empty_thinking=self.config.train_on_empty_thinking,
+            skip_bad_rows=skip,
+        )
         encoder.ends = self.ends
         return encoder

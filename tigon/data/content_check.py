@@ -1,0 +1,238 @@
+"""What of a conversation reaches its text: answers that are empty, and messages of which the chat
+template writes nothing."""
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tigon.tokenizer import REASONING, THINKING, Tokenizer
+
+_SHAPES = 4096  # of conversations, that are remembered
+# Appended to texts, to look for it in what a template makes of them; digits survive most filters
+_MARK = "80417392650{:06d}7716"
+_ADVICE = {
+    "content": "use a template that writes it, or leave it out",
+    "reasoning": "use a template that writes reasoning, or leave it out",
+    "tool_calls": "use a template that knows tools, or leave the message out",
+}
+_CLOSERS = re.compile("|".join(re.escape(closer) for _, closer in THINKING))
+_OPENERS = re.compile("|".join(re.escape(opener) for opener, _ in THINKING))
+
+Message = Mapping[str, Any]
+
+
+class EmptyAnswer(ValueError):
+    """An answer without content, reasoning or tool calls."""
+
+
+class _Text(NamedTuple):
+    """A text of a message, and the mark that a template writes with it."""
+
+    message: int
+    place: str  # as in "['content']"
+    kind: str  # a key of _ADVICE
+    text: str
+    mark: str
+
+
+class ContentCheck:
+    """Refuses conversations of which the tokenizer's chat template leaves something out.
+
+    Each conversation is rendered once more with a mark in every text. As what a template leaves out
+    depends on which messages have what, and not on their texts, this is done once for all
+    conversations of the same shape.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[int, tuple[int, str] | None] = {}
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        learned: Collection[int],
+        name: Callable[[int], str],
+        /,
+        **options: Any,
+    ) -> None:
+        """ValueError for an empty answer among `learned`, or for content that is not written.
+
+        Reasoning has to be written of the turns in `learned` alone, and at the end of the
+        conversation up to each: of earlier turns, templates drop it. `name` gives a message's name
+        in its row; `options` are those of `apply_chat_template`.
+        """
+        for i in learned:
+            if not says_something(messages[i]):
+                raise EmptyAnswer(
+                    f"{name(i)} is an empty answer, without content, reasoning or tool calls: "
+                    "leave it out, or give it train: false (bad_rows=skip skips such rows)"
+                )
+        variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
+        given = frozenset(learned), bool(options.get("tools")), *variables
+        key = hash((_shape(messages), given))
+        if key not in self._known:
+            if len(self._known) == _SHAPES:
+                self._known.clear()
+            try:
+                self._known[key] = self._unwritten(messages, learned, options)
+            except ValueError:  # with marks, the template refuses it
+                self._check_words(messages, learned, name, options)
+                return
+        if problem := self._known[key]:
+            raise ValueError(f"{name(problem[0])}{problem[1]}")
+
+    def _unwritten(
+        self, messages: Sequence[Message], learned: Collection[int], options: dict[str, Any]
+    ) -> tuple[int, str] | None:
+        """The first message and place of which nothing is written."""
+        marked, texts = _marked(messages)
+        render = _Prefixes(self.tokenizer, marked, options)
+        missing = (t for t in texts if not _is_written(t, learned, render, lambda t: [t.mark]))
+        first = next(missing, None)
+        return first and (first.message, _explain(first, messages))
+
+    def _check_words(
+        self,
+        messages: Sequence[Message],
+        learned: Collection[int],
+        name: Callable[[int], str],
+        options: dict[str, Any],
+    ) -> None:
+        """The same from the words of the texts, each of which may also be another's."""
+        render = _Prefixes(self.tokenizer, messages, options)
+        try:
+            render(len(messages))
+        except ValueError:  # whoever encodes it will say why
+            return
+        for text in _marked(messages)[1]:
+            if not _is_written(text, learned, render, lambda t: t.text.split()):
+                raise ValueError(f"{name(text.message)}{_explain(text, messages)}")
+
+
+def says_something(message: Message) -> bool:
+    """Whether the message has content, reasoning or tool calls."""
+    return any(not _is_blank(message.get(key)) for key in ("content", "tool_calls", *REASONING))
+
+
+class _Prefixes:
+    """The text of a conversation's first messages."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, messages: Sequence[Message], options: dict[str, Any]
+    ) -> None:
+        self.tokenizer, self.messages, self.options = tokenizer, messages, options
+        self.texts: dict[int, str] = {}
+
+    def __call__(self, count: int) -> str:
+        if count not in self.texts:
+            messages = self.messages[:count]
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **self.options)
+            assert isinstance(text, str)
+            self.texts[count] = text
+        return self.texts[count]
+
+
+def _is_written(
+    text: _Text, learned: Collection[int], render: _Prefixes, words: Callable[[_Text], list[str]]
+) -> bool:
+    """Whether one of its words is in the conversation, or in that up to its message."""
+    if text.kind == "reasoning" and text.message not in learned:
+        return True
+    whole = len(render.messages)
+    if text.kind != "reasoning" and any(word in render(whole) for word in words(text)):
+        return True
+    try:
+        shown = render(text.message + 1)
+    except ValueError:  # then only whole conversations tell
+        shown = render(whole)
+    return any(word in shown for word in words(text))
+
+
+def _explain(text: _Text, messages: Sequence[Message]) -> str:
+    in_content = text.kind == "reasoning" and text.place.startswith("['content']")
+    what = "its reasoning" if in_content else "it"
+    return (
+        f"{text.place} (role {messages[text.message]['role']!r:.40}): the chat template writes "
+        f"nothing of {what}: {_ADVICE[text.kind]}"
+    )
+
+
+def _is_blank(value: Any) -> bool:
+    """Whether there is nothing in it, as in an empty block of reasoning."""
+    if isinstance(value, str):
+        return not _CLOSERS.sub("", _OPENERS.sub("", value)).strip()
+    if isinstance(value, list | tuple):
+        return all(map(_is_blank, value))
+    if isinstance(value, Mapping) and isinstance(value.get("text"), str):
+        return _is_blank(value["text"])
+    return not value
+
+
+def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Text]]:
+    """The messages with a mark in each text, and these texts."""
+    texts: list[_Text] = []
+    return [_mark_message(i, message, texts) for i, message in enumerate(messages)], texts
+
+
+def _mark_message(i: int, message: Message, texts: list[_Text]) -> dict[str, Any]:
+    copy = dict(message)
+
+    def mark(place: str, kind: str, text: str) -> str:
+        if not text.strip():
+            return ""
+        texts.append(_Text(i, place, kind, text, _MARK.format(len(texts))))
+        return texts[-1].mark
+
+    def mark_content(place: str, text: str) -> str:
+        closer = _CLOSERS.search(text) if message["role"] == "assistant" else None
+        if closer is None:
+            marked = mark(place, "content", text)
+            return text + marked if marked else text  # which may be a text that "is none"
+        before, after = text[: closer.start()], text[closer.start() :]
+        before += mark(place, "reasoning", _OPENERS.split(before)[-1])
+        return before + after + mark(place, "content", _CLOSERS.split(after)[-1])
+
+    content = message.get("content")
+    if isinstance(content, str):
+        copy["content"] = mark_content("['content']", content)
+    elif isinstance(content, list | tuple):
+        copy["content"] = parts = list(content)
+        for n, part in enumerate(parts):
+            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts[n] = {**part, "text": mark_content(f"['content'][{n}]", part["text"])}
+    key = next((key for key in REASONING if message.get(key) is not None), None)
+    if key and isinstance(message[key], str):
+        copy[key] = message[key] + mark(f"[{key!r}]", "reasoning", message[key])
+    calls = message.get("tool_calls")
+    if isinstance(calls, list | tuple):
+        copy["tool_calls"] = calls = list(calls)
+        for n, call in enumerate(calls):
+            place = f"['tool_calls'][{n}]" if len(calls) > 1 else "['tool_calls']"
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                name = function["name"]
+                named = {**function, "name": name + mark(place, "tool_calls", name)}
+                calls[n] = {**call, "function": named} if "function" in call else named
+    return copy
+
+
+def _shape(messages: Sequence[Message]) -> tuple[Any, ...]:
+    """What a template may decide by: roles, keys, kinds of values, and blocks of reasoning."""
+    return tuple(tuple((k, _kind(v, k)) for k, v in sorted(m.items())) for m in messages)
+
+
+def _kind(value: Any, key: str = "") -> Any:
+    if isinstance(value, str) and key != "role":
+        closer = _CLOSERS.search(value)
+        if closer is None:
+            return str, bool(value.strip())
+        before, after = value[: closer.start()], value[closer.end() :]
+        texts = _OPENERS.split(before)[-1], _CLOSERS.split(after)[-1]
+        return (str, *(bool(text.strip()) for text in texts))
+    if isinstance(value, list | tuple):
+        return (list, *map(_kind, value))
+    if isinstance(value, Mapping):
+        if key == "arguments":  # written as they are
+            return dict
+        return (dict, *((k, _kind(v, k)) for k, v in sorted(value.items())))
+    return value if isinstance(value, str | bool | None) else type(value)

@@ -19,6 +19,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
+from tigon.train.merge import merge_adapter
 from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
 from tigon.train.parallel import start
 
@@ -101,7 +102,7 @@ def convert_checkpoint(
     if checkpoint.is_legacy(source) or merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype)
         if merge:
-            model.merge_adapter()
+            merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
     with checkpoint.in_use(source):
@@ -181,9 +182,13 @@ def export_best(run: Run, step: int) -> None:
 
 
 def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
-    """In the dtype of the checkpoint that the run began with unless told."""
-    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
+    """In the dtype of the checkpoint that the run began with unless told; an adapter in its own."""
     dtype = export_dtype(run.config, run.model)
+    held = dtype if run.model.active_adapter is None else None
+    try:
+        checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{target} was not written: {error}") from None
     run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
 
 

@@ -91,6 +91,13 @@ def export_merged(
     """
     # In float32, so that the adapter is not rounded before it is added
     model, tokenizer = load_with_adapter(adapter, revision, dtype, adapter_dtype=torch.float32)
+    merge_adapter(model, adapter)
+    model.save_pretrained(directory, tokenizer=tokenizer, **options)
+    return model.dtype
+
+
+def merge_adapter(model: CausalLM, adapter: str) -> None:
+    """Merge the adapter of that name; ValueError if the dtype does not hold what it gives."""
     model.merge_adapter()
     bad = [name for name, p in model.named_parameters() if not all_finite([p], p.device)]
     if bad:
@@ -101,8 +108,6 @@ def export_merged(
             f"{bad[0]}{more}: --dtype says another dtype, and a base or an adapter with such "
             "values cannot be used"
         )
-    model.save_pretrained(directory, tokenizer=tokenizer, **options)
-    return model.dtype
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
     """
     where = "--base"
     if base is None:
-        base, where = config.model or config.init, escaped(source / "run.json")
+        base, where = config.init or config.model, escaped(source / "run.json")
         local = os.path.exists(os.path.expanduser(base))
         if local and "base" not in checkpoint.facts(source):
             raise ValueError(

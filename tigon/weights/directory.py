@@ -123,7 +123,7 @@ def keep_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str =
         elif not os.path.lexists(kept) and not stale(name):
             try:
                 os.link(path, kept, follow_symlinks=False)
-            except OSError:  # a file system without hard links
+            except (OSError, NotImplementedError):  # a file system without hard links
                 shutil.copy2(path, kept, follow_symlinks=False)
     fsync(new)
 

@@ -1,6 +1,7 @@
 """push_to_hub, `tigon push` and the setting push_to_hub, against a hub on loopback."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.hub_server import HubServer, hub
 from tests.small import write_chats, write_model
 from tigon.cli import main
 from tigon.hub.card import is_untouched
-from tigon.train import card
+from tigon.train import card, push
 from tigon.train import main as train
 
 __all__ = ["hub"]
@@ -271,6 +272,15 @@ def test_a_missing_shard(folder: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["push", str(tmp_path / "a"), NAME]) == 1
     error = capsys.readouterr().err
     assert "has no file 'model-00002-of-" in error and "but its index names it" in error
+
+
+def test_a_link_in_place_of_an_export(run: Path, folder: Path, tmp_path: Path) -> None:
+    """A run's folder may be anybody's: what it leads to is not uploaded in its name."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    shutil.rmtree(copy / "hf", ignore_errors=True)
+    (copy / "hf").symlink_to(folder)
+    with pytest.raises(FileNotFoundError, match=f"hf is a link to {folder}: if that is the export"):
+        push.push(copy, NAME)
 
 
 def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

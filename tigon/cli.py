@@ -368,6 +368,11 @@ def _model_arguments(
     parser.add_argument(
         "--revision", metavar="NAME", help="branch, tag or commit of a hub repository"
     )
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="of an adapter or a run with lora, in place of the base that it names",
+    )
     if device:
         parser.add_argument(
             "--device", metavar="NAME", help="cpu, cuda, cuda:1 (default: cuda where there is one)"

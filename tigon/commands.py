@@ -12,7 +12,7 @@ import torch
 from tigon.chat import Chat, put, talk
 from tigon.eval import find_windows, parity, report, score
 from tigon.info import dtype_name
-from tigon.model_arguments import device_of, dtype_of, load, tokenizer_of
+from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
@@ -206,9 +206,11 @@ def eval_parity(args: Namespace) -> int:
     device, revision = device_of(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if checkpoint := find_checkpoint(args.model):
-        place = as_directory(checkpoint)
+        place = as_directory(checkpoint, args.base)
     elif is_adapter(args.model, revision):
-        place, revision = as_merged_directory(args.model, revision), None
+        place, revision = as_merged_directory(args.model, revision, args.base), None
+    else:
+        check_no_base(args)
     with place as model:
         result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
     print(report(result))
@@ -221,11 +223,13 @@ def export(args: Namespace) -> int:
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
     if source := find_checkpoint(args.model):
         own = None if dtype == "auto" else dtype
-        options["merge"] = args.merge
+        options |= {"merge": args.merge, "base": args.base}
         dtype = convert_checkpoint(source, args.directory, dtype=own, **options)
     elif args.merge:
+        options["base"] = args.base
         dtype = export_merged(args.model, args.directory, args.revision, dtype, **options)
     else:
+        check_no_base(args)
         place, options["gguf_file"] = split_gguf(args.model)
         repository, tokenizer = Repository(place, revision=args.revision), tokenizer_of(args)
         dtype = convert(

@@ -37,14 +37,21 @@ def _load(args: Namespace, world: World | None) -> tuple[CausalLM, Tokenizer]:
             ranks = {"mesh": world.meshes.tensor, "expert_parallel": args.expert_parallel}
     if checkpoint := find_checkpoint(args.model):
         own = None if dtype == "auto" else dtype
-        return load_checkpoint(checkpoint, dtype=own, device=device, **ranks)
+        return load_checkpoint(checkpoint, dtype=own, device=device, base=args.base, **ranks)
     if is_adapter(args.model, args.revision):
         if ranks:
             raise refused_on_ranks(args.model)
-        return load_with_adapter(args.model, args.revision, dtype, device)
+        return load_with_adapter(args.model, args.revision, dtype, device, base=args.base)
+    check_no_base(args)
     tokenizer = tokenizer_of(args)
     model = from_pretrained(args.model, revision=args.revision, dtype=dtype, device=device, **ranks)
     return model, tokenizer
+
+
+def check_no_base(args: Namespace) -> None:
+    """Of a model that is not made of a base and an adapter."""
+    if args.base is not None:
+        raise ValueError(f"--base {args.base}: {args.model} is no adapter, and needs no base")
 
 
 def refused_on_ranks(adapter: str) -> ValueError:

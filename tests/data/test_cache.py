@@ -354,6 +354,26 @@ def test_clean_beside_names_that_others_have_made(tmp_path):
     assert (usage.clean(tmp_path).removed, other.read_text()) == (1, "of somebody")
 
 
+def test_what_killed_processes_left_goes_after_a_day(tmp_path, root):
+    """But nothing that others have made, nor what another process may still write."""
+    reference, key, end = root.parent / "reference", "ab" * 16, "cd" * 8
+    old = [root / f".{key}.digest.{end}", reference / f".{key}.npy.{end}"]
+    mine = [root / ".notes.digest", reference / f".{key}.npy.mine", reference / f"{key}.npy"]
+    mine.append(root / "notes.partial/mine")
+    new = [root / f".{key}.failed.{end}"]
+    for path in (*old, *mine, *new):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    (reference / f".{key}.json.{end}").symlink_to(tmp_path)
+    for path in (*old, *mine):
+        os.utime(path, (0, 0))
+    cache.make_directory(reference)
+    assert tokenised([write_rows(tmp_path / "x.jsonl", 9)], Count())
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (*mine, *new))
+    assert (reference / f".{key}.json.{end}").is_symlink()
+
+
 def test_clean_does_not_interfere_with_a_run_that_tokenises(tmp_path, root):
     source = write_rows(tmp_path / "a.jsonl", 20)
 

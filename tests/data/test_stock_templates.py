@@ -126,7 +126,7 @@ def check_contexts(
     theirs: Any,
 ) -> None:
     """In front of each learned turn is what transformers gives to inference."""
-    messages = row["messages"]
+    messages = encoder.tokenizer.convert_messages(row["messages"], row.get("tools"))
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     options = {"tools": row.get("tools"), "chat_template": encoder.tokenizer.chat_template}
     for example, turns in zip(examples, rows, strict=True):

@@ -193,8 +193,11 @@ def test_replace_takes_adapters_alone(model: CausalLM, adapter: Path, tmp_path: 
     with pytest.raises(FileExistsError, match="replace=True"):
         model.save_adapter(tmp_path / "it")
     model.save_adapter(tmp_path / "it", replace=True)
-    (tmp_path / "it" / "notes.md").touch()
-    with pytest.raises(FileExistsError, match=r"notes\.md"):
+    (tmp_path / "it" / "model.safetensors").write_text("mine")
+    model.save_adapter(tmp_path / "it", replace=True)
+    assert (tmp_path / "it" / "model.safetensors").read_text() == "mine"
+    (tmp_path / "it" / "adapter_config.json").unlink()
+    with pytest.raises(FileExistsError, match=r"holds files and no adapter_config\.json"):
         model.save_adapter(tmp_path / "it", replace=True)
 
 

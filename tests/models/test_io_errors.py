@@ -252,20 +252,49 @@ def test_a_taken_directory_is_said_before_weights_are_looked_at(
 def test_only_an_export_is_replaced(sound: Path, tmp_path: Path) -> None:
     model = tigon.from_pretrained(sound / "single")
     target = tmp_path / "mine"
-    for name, message in (
-        ("chats.jsonl", "mine holds 'chats.jsonl', which no export has"),
-        ("other/config.json", "mine holds 'other', which no export has"),
-        ("notes.txt", "mine holds files and no config.json"),
-    ):
+    for name in ("chats.jsonl", "other/config.json", "notes.txt"):
         shutil.rmtree(target, ignore_errors=True)
         (target / name).parent.mkdir(parents=True)
         (target / name).write_text("mine")
-        with pytest.raises(FileExistsError, match=message):
+        with pytest.raises(FileExistsError, match=r"mine holds files and no config\.json"):
             model.save_pretrained(target, replace=True)
         assert (target / name).read_text() == "mine"
     shutil.rmtree(target)
     for _ in "ab":
         model.save_pretrained(target, replace=True)
+
+
+def test_other_files_beside_an_export_are_kept(sound: Path, tmp_path: Path) -> None:
+    """But not the weights of the one before, which had more files, nor an edited config."""
+    model = tigon.from_pretrained(sound / "single")
+    target, alone = tmp_path / "hf", tmp_path / "alone"
+    model.save_pretrained(target, max_shard_size="20KB")
+    assert (target / "model.safetensors.index.json").exists()
+    model.save_pretrained(alone)
+    mine = ["README.md", "eval_results.json", "evals/gsm8k.jsonl", "model.gguf", "tokenizer.model"]
+    (target / "evals").mkdir()
+    for name in mine:
+        (target / name).write_text(f"my {name}")
+    (target / "config.json").write_text("{}")
+    (target / "data").symlink_to(sound)
+    model.save_pretrained(target, replace=True)
+    for name in mine:
+        assert (target / name).read_text() == f"my {name}"
+    assert (target / "data").readlink() == sound
+    found = {path.name for path in target.iterdir()}
+    assert found == {p.name for p in alone.iterdir()} | {p.split("/")[0] for p in mine} | {"data"}
+    for path in alone.iterdir():
+        assert (target / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_a_link_leads_to_is_not_replaced(sound: Path, tmp_path: Path) -> None:
+    model = tigon.from_pretrained(sound / "single")
+    model.save_pretrained(tmp_path / "mine")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()}
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    with pytest.raises(FileExistsError, match=f"link is a link to {tmp_path}/mine, which is not"):
+        model.save_pretrained(tmp_path / "link", replace=True)
+    assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "mine").iterdir()} == before
 
 
 def test_keywords_of_transformers(sound: Path) -> None:

@@ -389,6 +389,20 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert list(empty.iterdir()) == []
 
 
+def test_a_link_in_place_of_the_page(run: Path, tmp_path: Path) -> None:
+    """It is neither followed nor removed, unless it is named."""
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    (run / "report.html").unlink(missing_ok=True)
+    (run / "report.html").symlink_to(mine)
+    with pytest.raises(FileExistsError, match=f"report.html is a link to {mine}, which is not"):
+        tigon.report.write([run])
+    assert mine.read_text() == "mine"
+    assert tigon.report.write([run], run / "report.html") == mine
+    assert (run / "report.html").is_symlink() and "<html" in mine.read_text()
+    (run / "report.html").unlink()
+
+
 def test_whole_or_not_at_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = page_of(run)
     monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(28, "full")))

@@ -282,6 +282,23 @@ def test_retention_spares_the_best_those_in_use_and_the_last_good_one(workspace,
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "9"]
 
 
+def test_files_that_somebody_has_put_into_a_checkpoint_stay(workspace):
+    """It is not removed when newer ones are there, and keeps them when it is written again."""
+    run = workspace.root / "noted"
+    settings = workspace.settings("noted", steps=3, save_every=1, keep_last=0)
+    main(settings)
+    for step in (1, 3):
+        (run / f"checkpoints/step-0000000{step}/notes").mkdir()
+        (run / f"checkpoints/step-0000000{step}/notes/mine.md").write_text("mine")
+    (run / "checkpoints/step-00000003/run.json").write_text("damaged")
+    main([*settings, "resume=auto", "steps=4", "keep_last=1"])
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step-00000001", "step-00000003", "step-00000004"]
+    for step in (1, 3):
+        assert (run / f"checkpoints/step-0000000{step}/notes/mine.md").read_text() == "mine"
+        checkpoint.verify(run / f"checkpoints/step-0000000{step}")
+
+
 def test_leftovers_are_removed_but_not_those_of_a_live_run(state, tmp_path):
     (tmp_path / "checkpoints/.step-00000004.partial").mkdir(parents=True)
     (tmp_path / "checkpoints/.step-00000002.removed").mkdir()

@@ -97,6 +97,108 @@ def test_one_process_may_prepare_a_run_twice(workspace, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+LEFT = (
+    "checkpoints/.step-00000003.partial",
+    "checkpoints/.step-00000002.removed",
+    f".hf.tmp-{'0a' * 8}",
+    f".adapter-step-00000002.old-{'0a' * 8}",
+    f".hf-best.tmp-{'1b' * 8}",
+)
+LEFT_FILES = (
+    ".report.html.ab_cd123",
+    ".comparison.html.12345678",
+    ".config.yaml.partial",
+    ".metrics.jsonl.partial",
+    ".samples.jsonl.partial",
+    "..exported.partial",
+    ".predictions-step-00000004.jsonl.partial",
+    ".predictions-step-00000004.jsonl.rank-1.partial",
+    f".reference.json.{'2c' * 8}",
+    ".rank-3-0123abcd",
+    ".hf.lock",
+)
+MINE = (
+    ".report.html.swp",
+    ".report.html.mine",
+    "report.html.ab_cd123",
+    ".notes.partial",
+    ".rank-mine-1",
+    "checkpoints/.step-mine/notes.md",
+    "checkpoints/.step-1.partial.bak/notes.md",
+    ".hf.tmp-mine/notes.md",
+    f".other.tmp-{'0a' * 8}/notes.md",
+)
+
+
+def killed(run: Path) -> None:
+    """What a killed run leaves, and files of the user's that are named nearly so."""
+    for name in LEFT:
+        (run / name).mkdir(parents=True)
+        (run / name / "half").touch()
+    (run / "adapter-step-00000002").mkdir()
+    for name in (*LEFT_FILES, *MINE):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("process 1 on nowhere" if name.endswith("lock") else "mine")
+    (run / "metrics.jsonl").touch()
+
+
+def test_what_a_killed_run_left_is_removed(workspace, tmp_path):
+    run = tmp_path / "run"
+    config = load(None, workspace.settings("x", run_dir=run, resume="auto"))
+    killed(run)
+    (tmp_path / "page").write_text("mine")
+    (run / ".report.html.abcdefgh").symlink_to(tmp_path / "page")
+    (run / f".hf.tmp-{'3d' * 8}").symlink_to(tmp_path)
+    with claim(config):
+        for name in (*LEFT, *LEFT_FILES):
+            assert not os.path.lexists(run / name), name
+        for name in MINE:
+            assert (run / name).read_text() == "mine", name
+        for name in LEFT:  # a live run's own
+            (run / name).mkdir()
+        with claim(config):
+            assert all((run / name).is_dir() for name in LEFT)
+    assert (tmp_path / "page").read_text() == "mine"
+
+
+def test_what_a_live_run_writes_is_not_removed(workspace, tmp_path):
+    run = tmp_path / "run"
+    first = Ranks(1, hold, workspace.settings("x", run_dir=run))
+    try:
+        until = time.monotonic() + 200
+        while first.printed != "held\n":
+            assert time.monotonic() < until and first.codes == [None], first.errors
+            time.sleep(0.01)
+        killed(run)
+        with pytest.raises(SystemExit, match="is in use by process"):
+            main(workspace.settings("x", run_dir=run, resume="auto"))
+        assert all((run / name).exists() for name in (*LEFT, *LEFT_FILES))
+    finally:
+        first.kill()
+
+
+@pytest.mark.parametrize(
+    "name", ["hf", "adapter", "hf-best", "checkpoints", "report.html", "metrics.jsonl", "profile"]
+)
+def test_a_run_writes_through_no_link_in_its_directory(workspace, tmp_path, name):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    (run / ".lock").touch()
+    (run / "data").symlink_to(tmp_path)  # not the run's
+    mine.mkdir()
+    (mine / "notes.md").write_text("mine")
+    (run / name).symlink_to(mine)
+    settings = workspace.settings("x", run_dir=run, resume="auto", steps=1)
+    said = f"{run / name} is a link to {mine}, and the run would write there: remove the link"
+    with pytest.raises(SystemExit, match=said):
+        main(settings)
+    assert [path.name for path in mine.iterdir()] == ["notes.md"]
+    (run / name).unlink()
+    (tmp_path / "named").symlink_to(run)  # the user's own name for it
+    main([*settings, f"run_dir={tmp_path}/named"])
+    assert (run / "metrics.jsonl").read_text()
+
+
 def test_a_directory_that_was_removed_hides_no_error(workspace, tmp_path):
     settings = load(None, workspace.settings("x", run_dir=tmp_path / "run"))
     with pytest.raises(ValueError, match="what ended it"), claim(settings):

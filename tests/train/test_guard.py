@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.train.ranks import Ranks
+from tigon.cli import main as command
 from tigon.kernels._attention_backends import Request, choose
 from tigon.layers import GatedMLP
 from tigon.parallel import Place
@@ -95,6 +96,102 @@ def test_skipping_every_step_is_an_error(workspace, poisoned):
     poisoned(*range(1, 40))
     with pytest.raises(SystemExit, match="The 20 steps before it were skipped too"):
         main(workspace.settings("in-vain", steps=40, nonfinite="skip"))
+
+
+MOST = r"With it 6 of 10 steps are skipped, most of the run: try a lower lr"
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"optimizer_in_backward": "true", "max_grad_norm": 0, "micro_batch_size": 4}]
+)
+def test_a_run_that_skips_most_of_its_steps_fails(workspace, more):
+    """It ends as soon as that is certain, and leaves an earlier export as it was."""
+    run = workspace.root / f"hopeless-{len(more)}"
+    settings = {"export": "true", "nonfinite": "skip", "resume": "auto", "steps": 1} | more
+    main(workspace.settings(run.name, **settings))
+    before = (run / "hf/model.safetensors").read_bytes()
+    with pytest.raises(SystemExit, match=MOST):
+        main(workspace.settings(run.name, **settings | {"steps": 10, "lr": 1e10}))
+    assert len(workspace.metrics(run.name, "skipped")) == 5
+    assert workspace.metrics(run.name, "step")[-1] < 9
+    assert (run / "hf/model.safetensors").read_bytes() == before
+
+
+def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, poisoned):
+    """What was skipped before counts when the run goes on."""
+    settings = {"nonfinite": "skip", "resume": "auto"}
+    for steps, bad in ((3, [1]), (8, [4, 6, 7])):
+        poisoned(*bad)
+        main(workspace.settings("half", **settings, steps=steps))
+    newest = checkpoint.latest(workspace.root / "half/checkpoints")
+    assert checkpoint.facts(newest)["state"]["skipped"] == 4
+    poisoned(8)
+    with pytest.raises(SystemExit, match="With it 5 of 9 steps are skipped"):
+        main(workspace.settings("half", **settings, steps=9))
+
+
+def test_a_run_that_ends_early_after_mostly_skipped_steps_fails(workspace, poisoned):
+    """Also each time that it is asked to go on."""
+    poisoned(1, 2, 3, 4)
+    settings = {"steps": 5, "nonfinite": "skip", "save_every": 1, "keep_last": 0}
+    with pytest.raises(SystemExit, match="With it 3 of 5 steps are skipped"):
+        main(workspace.settings("short", **settings))
+    poisoned(1, 2)
+    main(
+        workspace.settings("short", **settings | {"resume": "auto"})
+    )  # from step 3, the others good
+    shorter = workspace.settings("shorter", **settings | {"steps": 3, "export": "true"})
+    for _ in "ab":
+        source = workspace.root / "short/checkpoints/step-00000003"
+        with pytest.raises(SystemExit, match=r"2 of 3 steps were skipped.* nothing is exported"):
+            main([*shorter, f"resume={source}"])
+    assert not (workspace.root / "shorter/hf").exists()
+
+
+def mostly_poisoned(settings: list[str]) -> None:
+    """On rank 1 all losses but the first are NaN."""
+    loss, calls = CrossEntropyObjective.loss, []
+
+    def bad(self, model, inputs, sums):
+        part = loss(self, model, inputs, sums)
+        calls.append(1)
+        wrong = len(calls) > 1 and os.environ["RANK"] == "1"
+        return Part(part.loss * math.nan, part.metrics) if wrong else part
+
+    CrossEntropyObjective.loss = bad
+    with pytest.raises(SystemExit):
+        main(settings)
+    print(f"rank {os.environ['RANK']} has ended")
+
+
+def test_two_ranks_end_together_when_most_steps_are_skipped(workspace):
+    settings = {"steps": 4, "nonfinite": "skip", "batch_size": 2, "micro_batch_size": 1}
+    ranks = Ranks(2, mostly_poisoned, workspace.settings("hopeless-two", **settings))
+    printed = ranks.finish()
+    assert all(f"rank {rank} has ended" in printed for rank in (0, 1))
+    assert workspace.metrics("hopeless-two", "step") == [1, 2, 3]
+
+
+def test_values_that_the_dtype_of_the_export_cannot_hold(workspace, tmp_path, capsys):
+    """They are not exported as infinity."""
+    model = Path(shutil.copytree(workspace.model, tmp_path / "model"))
+    path = model / "model.safetensors"
+    values = load_file(path)
+    values["model.norm.weight"][0] = 1e5
+    save_file(values, path, {"format": "pt"})
+    config = json.loads((model / "config.json").read_text()) | {"dtype": "float16"}
+    (model / "config.json").write_text(json.dumps(config))
+    settings = workspace.settings("half-range", model=model, steps=1, export="true", resume="auto")
+    said = r"hf was not written: not finite in torch.float16: model.norm.weight"
+    with pytest.raises(SystemExit, match=said):
+        main(settings)
+    run = workspace.root / "half-range"
+    assert not (run / "hf").exists()
+    assert command(["export", str(run), str(tmp_path / "hf")]) == 1
+    assert "model.norm.weight has values that are infinite in float16" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+    main([*settings, "export_dtype=bfloat16"])
+    assert weights(run)["model.norm.weight"][0] > 9e4
 
 
 def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatch, capsys):

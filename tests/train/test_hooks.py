@@ -12,6 +12,7 @@ from tests.train import watching
 from tests.train.ranks import train_on
 from tigon.train import load, main, prepare, start, train
 from tigon.train.hooks import Hooks
+from tigon.train.predictions import Predictions
 
 HERE = "tests.train.watching"
 
@@ -171,6 +172,16 @@ def test_predictions_of_each_evaluation_are_written(workspace):
         assert row["correct"] == [a == b for a, b in pairs]
         assert row["target"] == tokenizer.decode(row["target_ids"])
         assert row["predicted"] == tokenizer.decode(row["predicted_ids"])
+
+
+def test_predictions_are_written_through_no_link(world, tmp_path):
+    mine, target = tmp_path / "mine", tmp_path / "predictions-step-00000001.jsonl"
+    mine.write_text("mine")
+    for end in (".partial", ".rank-0.partial"):
+        (tmp_path / f".{target.name}{end}").symlink_to(mine)
+    with Predictions(tmp_path, 1, None, world):
+        pass
+    assert target.exists() and mine.read_text() == "mine"
 
 
 def test_from_a_file_and_of_one_kind_only(workspace, tmp_path):

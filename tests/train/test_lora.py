@@ -1,5 +1,6 @@
 """Runs that train an adapter: what they train, keep, resume from and export."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -161,7 +162,8 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
     hint = f"`tigon export {run}/adapter DIRECTORY --merge`"
     assert hint in capsys.readouterr().err
     assert command(["export", str(run / "adapter"), str(tmp_path / "merged"), "--merge"]) == 0
-    assert capsys.readouterr().err == ""
+    named = f"named by {run}/adapter/adapter_config.json"
+    assert capsys.readouterr().err == f"base: {workspace.model}, {named}\n"
     files = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
     assert {p.name: p.read_bytes() for p in (tmp_path / "merged").iterdir()} == files
     shutil.copytree(run / "adapter", copy)
@@ -339,6 +341,126 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     assert command(["export", str(source), str(tmp_path / "adapter")]) == 0
     save_file(whole, base / "model.safetensors", {"format": "pt"})
     load_checkpoint(source)
+
+
+@pytest.fixture
+def moved(workspace, settings, tmp_path):
+    """A run that was moved here: its base is at the place that run.json names, or elsewhere."""
+    base = Path(shutil.copytree(workspace.model, tmp_path / "base"))
+    main(settings("travels", model=base, steps=1, run_dir=tmp_path / "made"))
+    return Path(shutil.move(tmp_path / "made", tmp_path / "run")), base
+
+
+def without_digest(run: Path, **config: Any) -> None:
+    """The run's checkpoint as an earlier version, or somebody else, has written it."""
+    source = checkpoint.latest(run / "checkpoints")
+    facts = json.loads((source / "run.json").read_text())
+    assert facts.pop("base")
+    facts["config"] |= config
+    (source / "run.json").write_text(json.dumps(facts))
+    lines = (source / "SHA256SUMS").read_text().splitlines(keepends=True)
+    digest = hashlib.sha256((source / "run.json").read_bytes()).hexdigest()
+    sums = [f"{digest}  run.json\n" if "run.json" in line else line for line in lines]
+    (source / "SHA256SUMS").write_text("".join(sums))
+
+
+def commands(run: Path, data: Path, out: Path) -> list[list[str]]:
+    """All that add the run's adapter to its base."""
+    return [
+        ["export", str(run), str(out), "--merge"],
+        ["generate", str(run), "a", "--max-new-tokens", "1", "--device", "cpu"],
+        ["eval", "perplexity", str(run), str(data), "--device", "cpu"],
+        ["eval", "parity", str(run), "--new-tokens", "1", "--device", "cpu"],
+    ]
+
+
+def test_a_moved_run_uses_its_base_and_says_so(moved, workspace, tmp_path, capsys):
+    run, base = moved
+    where = run / "checkpoints/step-00000001/run.json"
+    for words in commands(run, workspace.held_out, tmp_path / "hf"):
+        capsys.readouterr()
+        assert command(words) == 0
+        assert f"base: {base}, named by {where}\n" in capsys.readouterr().err
+    shutil.move(base, tmp_path / "elsewhere")
+    assert command(["export", str(run), str(tmp_path / "2"), "--merge"]) == 1
+    assert "if the base is elsewhere, name it with --base" in capsys.readouterr().err
+    for i, words in enumerate(commands(run, workspace.held_out, tmp_path / "3")):
+        assert command([*words, "--base", str(tmp_path / "elsewhere")]) == 0, i
+        assert f"base: {tmp_path}/elsewhere, named by --base\n" in capsys.readouterr().err
+    two = [load_file(tmp_path / name / "model.safetensors") for name in ("hf", "3")]
+    assert all(torch.equal(two[0][name], two[1][name]) for name in two[0])
+    other = write_model(tmp_path / "other", initializer_range=0.3)
+    words = ["export", str(run), str(tmp_path / "4"), "--merge", "--base", str(other)]
+    assert command(words) == 1
+    assert f"adapter of other weights than {other} has" in capsys.readouterr().err
+    assert not (tmp_path / "4").exists()
+
+
+def test_weights_that_a_run_names_without_their_digest_are_not_used(
+    moved, workspace, tmp_path, capsys
+):
+    """Somebody may have named any directory of this machine there."""
+    run, base = moved
+    private = write_model(tmp_path / "private", initializer_range=0.3)
+    without_digest(run, model=str(private))
+    for words in commands(run, workspace.held_out, tmp_path / "hf"):
+        capsys.readouterr()
+        assert command(words) == 1
+        error = capsys.readouterr().err
+        assert re.search(f"run.json names the base '{private}', .* name it with --base\n", error)
+        assert error.count("\n") == 1
+    assert not (tmp_path / "hf").exists()
+    given = ["--base", str(base)]
+    assert command(["export", str(run), str(tmp_path / "hf"), "--merge", *given]) == 0
+    found = load_file(tmp_path / "hf/model.safetensors")["model.norm.weight"]
+    assert torch.equal(found, load_file(base / "model.safetensors")["model.norm.weight"])
+    assert command(["export", str(run), str(tmp_path / "adapter")]) == 0  # reads no base
+
+
+def test_a_run_of_random_weights_names_a_config(workspace, settings, tmp_path, capsys):
+    config = Path(shutil.copy(workspace.model / "config.json", tmp_path / "config.json"))
+    init = {"model": "", "init": config, "tokenizer": workspace.model, "steps": 1}
+    main(settings("random", **init, run_dir=tmp_path / "run"))
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--merge"]
+    assert command(export) == 0
+    assert f"base: {config}, named by" in capsys.readouterr().err
+    without_digest(tmp_path / "run")
+    export[2] = str(tmp_path / "again")
+    assert command(export) == 1
+    assert command([*export, "--base", str(config)]) == 0
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "again"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
+    main(workspace.settings("no-adapter", steps=1))
+    run, model, base = workspace.root / "no-adapter", str(workspace.model), ["--base", "x/y"]
+    for words, message in (
+        (["export", str(run), str(tmp_path / "x")], "only --merge needs the base"),
+        (["export", model, str(tmp_path / "x")], "is no adapter, and needs no base"),
+        (["generate", str(run), "a"], "is no checkpoint of an adapter"),
+        (["generate", model, "a"], "is no adapter, and needs no base"),
+        (["eval", "parity", model], "is no adapter, and needs no base"),
+    ):
+        assert command([*words, *base]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_an_adapter_s_base_that_is_elsewhere(workspace, settings, tmp_path, capsys):
+    adapter = workspace.root / "one/adapter"
+    assert command(["export", str(adapter), str(tmp_path / "a"), "--merge"]) == 0
+    base = shutil.copytree(workspace.model, tmp_path / "base")
+    copy = Path(shutil.copytree(adapter, tmp_path / "copy"))
+    values = json.loads((copy / "adapter_config.json").read_text())
+    values["base_model_name_or_path"] = "/nowhere/at/all"
+    (copy / "adapter_config.json").write_text(json.dumps(values))
+    export = ["export", str(copy), str(tmp_path / "b"), "--merge"]
+    assert command(export) == 1
+    assert "or name it with --base" in capsys.readouterr().err
+    assert command([*export, "--base", str(base)]) == 0
+    assert f"base: {base}, named by --base\n" in capsys.readouterr().err
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_export_of_a_run_without_one(workspace, settings, tmp_path):

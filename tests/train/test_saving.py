@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.train.checkpoints import State, assert_equal
 from tests.train.ranks import Ranks
-from tigon.train import checkpoint, main
+from tigon.train import checkpoint, loop, main
 from tigon.train.checkpoint import Keep, files, memory, newest_whole, saver, storage
 from tigon.train.parallel import start
 from tigon.weights.disk import require_space
@@ -238,6 +238,41 @@ def test_steps_that_come_again_are_exported_again(workspace, capsys):
     assert exported.read_bytes() != before and capsys.readouterr().out.count("exported to") == 2
     main([*settings, "resume=auto", "lr=1e-5"])
     assert "nothing left to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["hf", "adapter"])
+def test_the_users_files_in_an_export_stay(workspace, kind):
+    """When the run goes on and exports again; a link made meanwhile is not followed."""
+    run = workspace.root / f"notes-{kind}"
+    lora = {"lora.rank": 2} if kind == "adapter" else {}
+    settings = workspace.settings(run.name, export="true", resume="auto", **lora)
+    (run / kind).mkdir(parents=True)
+    (run / ".lock").touch()
+    mine = ("notes.md", "README.md", "eval_results.json", "pytorch_model.bin", "evals/a.json")
+    for name in mine:
+        (run / kind / name).parent.mkdir(exist_ok=True)
+        (run / kind / name).write_text("mine")
+    stems = {"hf": "model", "adapter": "adapter_model"}
+    weights = run / kind / f"{stems[kind]}.safetensors"
+    before = b""
+    for steps in (1, 2):
+        main([*settings, f"steps={steps}"])
+        assert weights.read_bytes() != before
+        before = weights.read_bytes()
+        assert all((run / kind / name).read_text() == "mine" for name in mine)
+    shutil.move(run / kind, workspace.root / f"moved-{kind}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        export = loop.export
+
+        def linked(one, target, *more):
+            target.symlink_to(workspace.root / f"moved-{kind}")
+            export(one, target, *more)
+
+        patch.setattr(loop, "export", linked)
+        with pytest.raises(SystemExit, match=f"{kind} was not written: .* is a link to .*moved"):
+            main([*settings, "steps=3"])
+    assert (workspace.root / f"moved-{kind}" / weights.name).read_bytes() == before
 
 
 def test_a_run_needs_no_base_model_to_go_on(workspace, tmp_path):

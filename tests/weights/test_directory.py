@@ -113,6 +113,62 @@ def test_replaced_when_the_new_one_is_whole(tmp_path: Path, system: str) -> None
     assert os.listdir(tmp_path) == ["out"]
 
 
+def test_files_of_other_names_are_kept(
+    tmp_path: Path, system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have a name at any moment."""
+    target = tmp_path / "out"
+    write(target, "one")
+    for name in ("deep/er/notes", "old-1", "old-2"):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text(name)
+    (target / "link").symlink_to(tmp_path)
+    (target / "empty").mkdir()
+    os.mkfifo(target / "pipe")
+    rename = os.rename
+
+    def watched(old: Path, new: Path) -> None:
+        rename(old, new)
+        assert list(tmp_path.glob("*/deep/er/notes")) or list(tmp_path.glob(".out*/deep/er/notes"))
+
+    monkeypatch.setattr(os, "rename", watched)
+    for text in ("two", "three"):
+        with new_directory(target, replace=True, stale=lambda name: name == "old-1") as directory:
+            (directory / "a").write_text(text)
+            (directory / "b").write_text(text)
+        assert content(target) == [text] * 2
+        assert (target / "deep/er/notes").read_text() == "deep/er/notes"
+        assert (target / "link").readlink() == tmp_path and (target / "pipe").is_fifo()
+        expected = ["a", "b", "deep", "empty", "link", "old-2", "pipe"]
+        assert sorted(os.listdir(target)) == expected
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_without_hard_links_files_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    write(tmp_path / "out", "one")
+    (tmp_path / "out/notes").write_text("mine")
+    (tmp_path / "out/link").symlink_to("nowhere")
+    monkeypatch.setattr(os, "link", refused)
+    write(tmp_path / "out", "two", replace=True)
+    assert (tmp_path / "out/notes").read_text() == "mine"
+    assert os.readlink(tmp_path / "out/link") == "nowhere"
+    assert content(tmp_path / "out") == ["two"] * 2
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "mine", "one")
+    (tmp_path / "out").symlink_to("mine")
+    with pytest.raises(FileExistsError, match="out is a link to mine, which is not replaced"):
+        write(tmp_path / "out", "two", replace=True)
+    assert content(tmp_path / "mine") == ["one"] * 2
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
 def test_a_rename_that_fails_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,12 +6,13 @@ whatever makes examples of it: tokenizer, template, options.
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -20,12 +21,14 @@ from tigon.data.blocks import Block, Source
 from tigon.data.disk import disk_errors, sync
 from tigon.data.examples import Encoder, Examples
 from tigon.data.store import Store, Stored
-from tigon.data.usage import Cleaned, clean, lock, looking, note
+from tigon.data.usage import ENTRY, Cleaned, clean, lock, looking, note
 from tigon.data.workers import Pool
 from tigon.json_file import escaped
 from tigon.paths import expanded
 
 PARTIAL = ".partial"
+TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|failed|npy|json)\.[0-9a-f]{16}")
+DAY = 86400.0  # seconds
 EVERY = 10.0  # seconds between two lines of progress
 
 
@@ -64,9 +67,15 @@ def clean_cache(days: float = 0.0) -> Cleaned:
 
 
 def make_directory(path: Path) -> None:
-    """Below the cache's root, which is the user's alone if it is made here."""
+    """Below the cache's root, which is the user's alone if it is made here. Files that killed
+    processes have left half written there for a day are removed."""
     cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(parents=True, exist_ok=True)
+    for file in path.glob(".*"):
+        if TEMPORARY.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+            with suppress(OSError):  # another process removes it
+                if time.time() - file.stat().st_mtime > DAY:
+                    file.unlink()
 
 
 def _parts(
@@ -223,6 +232,8 @@ class _Maker:
 def _remove_leftovers(root: Path) -> None:
     """Directories that killed processes have left unfinished: nobody holds their locks."""
     for partial in root.glob(f"*{PARTIAL}"):
+        if not ENTRY.fullmatch(partial.name.removesuffix(PARTIAL)) or partial.is_symlink():
+            continue  # no process has made it
         with lock(root / f"{partial.name.removesuffix(PARTIAL)}.lock", wait=False) as free:
             if free:
                 shutil.rmtree(partial, ignore_errors=True)

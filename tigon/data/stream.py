@@ -300,7 +300,9 @@ def stream_directory(name: str = "") -> Path:
     with disk_errors(root()):
         make_directory(root())
         with lock(root() / ".lock"):
-            for other in filter(Path.is_dir, root().iterdir()):
+            for other in root().iterdir():
+                if other.is_symlink() or not (other / LOCK).is_file():
+                    continue  # no stream has made it
                 with lock(other / LOCK, wait=False) as free:
                     if free:
                         shutil.rmtree(other, ignore_errors=True)

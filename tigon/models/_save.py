@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tigon.hub.upload import ENDINGS, TEMPLATES
 from tigon.models._config import DTYPES, Config
 from tigon.models._few_bits import dequantised_entries
 from tigon.models._layout import base_parameters, layout
@@ -51,12 +51,12 @@ def save_pretrained(
 
     In the model's dtype, or in another (a torch.dtype or its name) without touching the model. The
     directory must be new or empty, and appears whole or not at all; with `replace`, an earlier
-    export may be there, which stays until the new one is whole. Under a process group every rank
-    calls this and writes its own rows, so that all need one file system; what stops one rank stops
-    all of them. `stacked_experts`: one tensor for all experts of a layer, or each expert apart;
-    None is what the checkpoint had that the model is from, else apart. `values`: in place of
-    parameters, by their names, such as an average of them; of a sharded parameter this rank's part.
-    Quantised weights are written dequantised.
+    export may be there, which stays until the new one is whole; other files there, such as notes,
+    are kept. Under a process group every rank calls this and writes its own rows, so that all need
+    one file system; what stops one rank stops all of them. `stacked_experts`: one tensor for all
+    experts of a layer, or each expert apart; None is what the checkpoint had that the model is
+    from, else apart. `values`: in place of parameters, by their names, such as an average of them;
+    of a sharded parameter this rank's part. Quantised weights are written dequantised.
     """
     ranks = Writers()
     with ranks.together():
@@ -146,30 +146,18 @@ def check_target(directory: Path, replace: bool, mark: str = "config.json") -> N
     """Raises FileExistsError, before any work, if the directory is taken. `mark`: a file that an
     earlier export has."""
     if replace:
-        _check_export(directory, mark)
+        check_free(directory, replace=True)
+        if directory.is_dir() and any(directory.iterdir()) and not (directory / mark).is_file():
+            raise FileExistsError(
+                f"{directory} holds files and no {mark}: replace=True takes earlier exports alone; "
+                "choose another path"
+            )
         return
     try:
         check_free(directory)
     except FileExistsError as error:
         hint = "; replace=True replaces an earlier export" if directory.is_dir() else ""
         raise FileExistsError(f"{error}{hint}") from None
-
-
-def _check_export(directory: Path, mark: str) -> None:
-    """Raises FileExistsError if the directory has more in it than an export, as all of it goes."""
-    if not directory.is_dir() or not any(directory.iterdir()):
-        return
-    others = [
-        path.name
-        for path in sorted(directory.iterdir())
-        if not (path.name.endswith(ENDINGS) and path.is_file()) and path.name != TEMPLATES
-    ]
-    if others or not (directory / mark).is_file():
-        what = f"{others[0]!r}, which no export has" if others else f"files and no {mark}"
-        raise FileExistsError(
-            f"{directory} holds {what}: replace=True removes all that is in a directory, and so "
-            "takes earlier exports alone; move what you need, or choose another path"
-        )
 
 
 def write_model(
@@ -182,14 +170,20 @@ def write_model(
     stem: str = "model",
     replace: bool = False,
 ) -> None:
-    """A directory with the tensors and what the first rank's `describe` writes into it."""
+    """A directory with the tensors and what the first rank's `describe` writes into it. With
+    `replace`, files of other names are kept, but for an earlier one's weights."""
     needed = sum(entry.nbytes for entry in tensors)
+    weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+    def stale(name: str) -> bool:
+        return weights.fullmatch(name) is not None
+
     with ExitStack() as opened:
         root = None
         with ranks.together():
             if ranks.first:
                 root = opened.enter_context(
-                    new_directory(directory, replace=replace, needed=needed)
+                    new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
         how: dict[str, Any] = {"max_shard_size": max_shard_size, "stem": stem}
         write_checkpoint(root, tensors, **how, ranks=ranks)

@@ -26,7 +26,12 @@ def _write(found: Sequence[RunFiles], out: str | Path | None = None) -> Path:
     if not found:
         raise ValueError("give at least one run directory")
     name = "report.html" if len(found) == 1 else "comparison.html"
-    path = found[0].path / name if out is None else Path(out)
+    path = found[0].path / name if out is None else Path(os.path.realpath(out))
+    if path.is_symlink():
+        raise FileExistsError(
+            f"{path} is a link to {os.readlink(path)}, which is not written: remove the link, or "
+            "name another file (--out)"
+        )
     if not path.parent.is_dir():
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():

@@ -36,6 +36,7 @@ class Files:
             target = Path(directory, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_name(f".{target.name}.partial")
+            partial.unlink(missing_ok=True)  # never written through, should it be a link
             with partial.open("wb") as write:
                 if changed and name in ("tokenizer_config.json", "special_tokens_map.json"):
                     config = self._config(name) | changed

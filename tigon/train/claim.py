@@ -1,5 +1,7 @@
 """A run directory belongs to one process at a time, however that process ends."""
 
+import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -8,17 +10,30 @@ from pathlib import Path
 from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.parallel import World
-from tigon.weights import Locked, locked
+from tigon.weights import Locked, locked, recover
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
+_EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
+_TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.exported"
+_DIGESTS = r"(?:reference|teacher)\.json"
+WRITTEN = re.compile(
+    rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
+    r"|flight-recorder|\.wandb-id"
+)
+LEFT_EXPORT = re.compile(rf"\.({_EXPORT})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
+LEFT_FILE = re.compile(
+    rf"\.(?:(?:{_TEXTS})(?:\.rank-\d+)?\.partial|{_DIGESTS}\.[0-9a-f]{{16}}"
+    r"|(?:report|comparison)\.html\.[a-z0-9_]{8}|rank-\d+-[0-9a-f]{8})"
+)
 
 
 @contextmanager
 def claim(config: Config) -> Iterator[None]:
     """Hold run_dir, which is made; it is removed again if nothing was written into it.
 
-    The system gives the lock back when the process ends, even by SIGKILL. Raises FileExistsError
-    if another process has it, or if it has files that the run would overwrite.
+    What a run that was killed has left half written in it is removed. The system gives the lock
+    back when the process ends, even by SIGKILL. Raises FileExistsError if another process has it,
+    or if it has files that the run would overwrite, or links that it would write through.
     """
     path = Path(config.run_dir)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -30,6 +45,8 @@ def claim(config: Config) -> Iterator[None]:
     with _lock(path) as held:
         try:
             _check_files(path, begun, bool(config.resume))
+            if held:
+                _clean(path)
         except FileExistsError:
             if held and not begun:
                 (path / LOCK).unlink()
@@ -72,6 +89,23 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
             f"{path} is not empty: continue the run in it with resume=auto, "
             "or choose another run_dir"
         )
+    for file in sorted(path.iterdir()):
+        if file.is_symlink() and WRITTEN.fullmatch(file.name):
+            raise FileExistsError(
+                f"{file} is a link to {os.readlink(file)}, and the run would write there: remove "
+                "the link, or choose another run_dir, which may itself be a link"
+            )
+
+
+def _clean(path: Path) -> None:
+    """Remove what a killed run has left, and nothing of other names. The lock is held."""
+    checkpoint.clean(path / "checkpoints")
+    for file in sorted(path.iterdir()):
+        if export := LEFT_EXPORT.fullmatch(file.name):
+            recover(path / export[1])
+        elif LEFT_FILE.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+            with suppress(OSError):
+                file.unlink()
 
 
 def check_shared(config: Config, world: World) -> None:
@@ -81,10 +115,6 @@ def check_shared(config: Config, world: World) -> None:
     if world.size == 1:
         return
     path = Path(config.run_dir)
-    if world.main:  # of a run that was killed here
-        for old in path.glob(PROBE.format("*", "*")):
-            old.unlink(missing_ok=True)
-    world.barrier()
     probe = path / PROBE.format(world.rank, secrets.token_hex(4))
     try:
         with world.together():

@@ -1,5 +1,7 @@
 """A run's weights in Hugging Face format: as it trains, at its end, of any checkpoint later."""
 
+import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import is_own_file
+from tigon.json_file import escaped, shown
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.parallel import cut_layers
 from tigon.tokenizer import Tokenizer
@@ -19,6 +22,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.build import Run, load_tokenizer
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
+from tigon.train.merge import merge_adapter
 from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
 from tigon.train.parallel import start
 
@@ -39,14 +43,19 @@ def load_checkpoint(
     device: str | torch.device = "cpu",
     mesh: DeviceMesh | None = None,
     expert_parallel: bool = False,
+    base: str | None = None,
 ) -> tuple[CausalLM, Tokenizer]:
     """Model and tokenizer, in this process alone, however many ranks wrote it; with `mesh`, of all
     ranks and one dimension, shared by them: every rank calls this. `expert_parallel`: with whole
-    experts, as in `tigon.from_pretrained`.
+    experts, as in `tigon.from_pretrained`. `base`: of an adapter's run, in place of the one that
+    run.json names.
 
     `dtype` None is that of config.json, which the run's export has too. Raises ValueError, naming
-    the file, if the checkpoint is damaged, and with `mesh` as `check_shareable` does.
+    the file, if the checkpoint is damaged, if its base has other weights or cannot be trusted, and
+    with `mesh` as `check_shareable` does.
     """
+    if base is not None and settings_of(source) is None:
+        raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
     if checkpoint.is_legacy(source):
@@ -54,7 +63,7 @@ def load_checkpoint(
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
-            resume.check_base(source, config, base_digest(config))
+            config = _with_base(source, config, base)
             model = adapted(config, dtype, device)
             checkpoint.load(source, model)
             return model.eval(), tokenizer_of(source)
@@ -73,6 +82,34 @@ def tokenizer_of(source: Path) -> Tokenizer:
     given = checkpoint.facts(source).get("config", {}).get("chat_template_kwargs")
     tokenizer.use_chat_template_kwargs(given or {})
     return tokenizer
+
+
+def _with_base(source: Path, config: Config, base: str | None) -> Config:
+    """The settings with the base that is used, which stderr is told: `base`, or that of run.json.
+
+    run.json may be anybody's, who would have weights of this machine exported: those that it names
+    are used only if it knows their digest.
+    """
+    where = "--base"
+    if base is None:
+        base, where = config.init or config.model, escaped(source / "run.json")
+        local = os.path.exists(os.path.expanduser(base))
+        if local and "base" not in checkpoint.facts(source):
+            raise ValueError(
+                f"{where} names the base {shown(base)}, which is on this machine, without a digest "
+                "of its weights: if it is the right one, name it with --base"
+            )
+    elif config.init:
+        config = replace(config, init=base)
+    else:
+        config = replace(config, model=base, revision=None)
+    try:
+        resume.check_base(source, config, base_digest(config))
+    except (OSError, ValueError) as error:
+        kind = next(k for k in (ConnectionError, OSError, ValueError) if isinstance(error, k))
+        raise kind(f"{error}; if the base is elsewhere, name it with --base") from error
+    print(f"base: {escaped(base)}, named by {where}", file=sys.stderr)
+    return config
 
 
 def check_shareable(source: Path) -> None:
@@ -94,22 +131,26 @@ def convert_checkpoint(
     max_shard_size: int | str = "5GB",
     stacked_experts: bool | None = None,
     merge: bool = False,
+    base: str | None = None,
 ) -> torch.dtype:
     """A run's checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
     Of a run with lora the adapter, in PEFT's format, or with `merge` the model with it, made in
-    memory. The options are those of save_pretrained; raises as `load_checkpoint` does.
+    memory. `base` is that of `load_checkpoint`, and the other options are those of save_pretrained;
+    raises as `load_checkpoint` does.
     """
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
     lora = settings_of(source)
     if merge and lora is None:
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
+    if base is not None and not merge:
+        raise ValueError(f"--base {base}: only --merge needs the base")
     if lora is not None and not merge:
         return _convert_adapter(source, directory, lora, dtype)
     if checkpoint.is_legacy(source) or merge:
-        model, tokenizer = load_checkpoint(source, dtype=dtype)
+        model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
         if merge:
-            model.merge_adapter()
+            merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
     with checkpoint.in_use(source):
@@ -150,10 +191,10 @@ def described_checkpoint(source: Path) -> CausalLM:
 
 
 @contextmanager
-def as_directory(source: Path) -> Iterator[str]:
+def as_directory(source: Path, base: str | None = None) -> Iterator[str]:
     """A checkpoint's model in Hugging Face format, for the time being."""
     with tempfile.TemporaryDirectory() as parent:
-        model, tokenizer = load_checkpoint(source)
+        model, tokenizer = load_checkpoint(source, base=base)
         if model.active_adapter is not None:
             model.merge_adapter()
         model.save_pretrained(Path(parent, "hf"), tokenizer=tokenizer)
@@ -189,9 +230,13 @@ def export_best(run: Run, step: int) -> None:
 
 
 def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
-    """In the dtype of the checkpoint that the run began with unless told."""
-    checkpoint.check_finite(run.model, ema=None if values is None else run.ema)
+    """In the dtype of the checkpoint that the run began with unless told; an adapter in its own."""
     dtype = export_dtype(run.config, run.model)
+    held = dtype if run.model.active_adapter is None else None
+    try:
+        checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{target} was not written: {error}") from None
     run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
 
 
@@ -218,6 +263,8 @@ def _load_legacy(
 ) -> tuple[CausalLM, Tokenizer]:
     """An earlier version's checkpoint has no config.json: its settings say what it began with."""
     config = Config(**checkpoint.facts(source)["config"])
+    named = escaped(config.tokenizer or config.model)
+    print(f"tokenizer: {named}, named by {escaped(source / 'run.json')}", file=sys.stderr)
     tokenizer = load_tokenizer(replace(config, chat_template=_own_template(config, source)))
     with start("cpu") as world:
         model = build_model(replace(config, dtype=config.param_dtype), world, source)

@@ -19,6 +19,7 @@ from tigon.train.state import WINDOW, State
 # The square of a larger weight is infinite in float32: no model computes with it
 LARGEST = torch.finfo(torch.float32).max ** 0.5
 SKIPS = 20  # in a row, after which skipping does not help
+ADVICE = "try a lower lr, more warmup_steps or a lower max_grad_norm, or look at the rows"
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,31 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     state.skips = state.skips + 1 if trouble else 0
     if trouble is None or trouble.policy == "rollback":
         return trouble
+    state.skipped += 1
     if changed(run, loss):
         why = "The weights were changed in backward, and not saved"
         raise stop(run, step, trouble, why, "rollback")
     if trouble.policy == "stop":
         raise stop(run, step, trouble, "The weights were not changed", "skip or rollback")
     if state.skips > SKIPS:
-        raise stop(run, step, trouble, f"The {SKIPS} steps before it were skipped too")
+        raise stop(run, step, trouble, f"The {SKIPS} steps before it were skipped too: {ADVICE}")
     if trouble.broken:
         raise stop(run, step, trouble, "Skipping steps does not mend weights")
+    if 2 * state.skipped > run.steps:
+        why = f"With it {state.skipped} of {run.steps} steps are skipped, most of the run: {ADVICE}"
+        raise stop(run, step, trouble, why)
     run.world.say(f"{trouble.text}. Skipped")
     return trouble
+
+
+def check_skipped(run: Run, step: int) -> None:
+    """Raises FloatingPointError if most of the `step` steps of a run that ends were skipped, as in
+    one that ends earlier than it was to."""
+    if 2 * run.state.skipped > step:
+        raise FloatingPointError(
+            f"{run.state.skipped} of {step} steps were skipped, most of the run, and nothing is "
+            f"exported: {ADVICE}"
+        )
 
 
 def changed(run: Run, loss: float) -> bool:

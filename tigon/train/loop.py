@@ -38,6 +38,8 @@ def train(run: Run) -> int:
     """To the last step, or until a signal: then a checkpoint. Returns the exit code."""
     config, world = run.config, run.world
     over = run.start >= run.steps or run.state.is_out_of(config.patience)
+    if over:
+        guard.check_skipped(run, run.start)
     owed = owes_export(run)
     if over and not owed and not world.most(world.main and unfinished(config, run.start)):
         world.say(f"{config.run_dir} is finished: nothing left to do")
@@ -219,6 +221,7 @@ def owes_export(run: Run) -> bool:
 def finish(run: Run, step: int, record: Record) -> None:
     """What a run does after its last step, where it is not done yet."""
     config, world, state = run.config, run.world, run.state
+    guard.check_skipped(run, step)
     if state.is_out_of(config.patience):
         count = counted(state.evaluations_since, "evaluation")
         world.say(

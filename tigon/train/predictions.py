@@ -35,6 +35,8 @@ class Predictions:
         ]
 
     def __enter__(self) -> Self:
+        if self.world.tells:
+            self._part.unlink(missing_ok=True)  # never written through, should it be a link
         self.file = open(self._part, "w", encoding="utf-8")
         return self
 
@@ -104,6 +106,7 @@ def rows(view: View, micro_batch: MicroBatch) -> list[dict[str, Any]]:
 def merge(parts: Sequence[Path], target: Path) -> None:
     """The micro-batches of the ranks' files in turn, as one rank would have written them."""
     temporary = target.with_name(f".{target.name}.partial")
+    temporary.unlink(missing_ok=True)  # never written through, should it be a link
     with ExitStack() as stack:
         stack.callback(temporary.unlink, missing_ok=True)
         files = [stack.enter_context(open(part, encoding="utf-8")) for part in parts]

@@ -1,6 +1,7 @@
 """Exports to the hub, with a model card of the run that they are from."""
 
 import math
+import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,11 @@ def without_token(config: Config) -> bool:
 def _export_of(source: Path) -> Path:
     if not is_run(source):
         return source
+    if (source / "hf").is_symlink():
+        raise FileNotFoundError(
+            f"{source}/hf is a link to {os.readlink(source / 'hf')}: if that is the export that "
+            "you mean, name it in place of the run"
+        )
     if not (source / "hf").is_dir():
         raise FileNotFoundError(
             f"{source} has no export: `tigon export {source} DIRECTORY` makes one of its newest "

@@ -17,6 +17,7 @@ class State:
     offset: int = 0  # steps' rows that rollbacks have passed over
     rollbacks: int = 0
     skips: int = 0  # in a row
+    skipped: int = 0  # steps of the run
     losses: list[float] = field(default_factory=list)  # of the last WINDOW steps
     grad_norms: list[float] = field(default_factory=list)
     evaluated: int = -1  # step of the last evaluation

@@ -4,7 +4,7 @@ from tigon.hub import Repository
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.converted import Stored, converted
 from tigon.weights.decoded import Decoded, Drawn
-from tigon.weights.directory import check_free, fsync, new_directory
+from tigon.weights.directory import check_free, fsync, keep_files, new_directory, recover
 from tigon.weights.disk import DiskFull, named_if_full, require_space
 from tigon.weights.entries import entries
 from tigon.weights.finite import all_finite
@@ -60,6 +60,7 @@ __all__ = [
     "entries",
     "fsync",
     "height",
+    "keep_files",
     "listing",
     "load_into",
     "local_part",
@@ -72,6 +73,7 @@ __all__ = [
     "own_slices",
     "pinned_ahead",
     "read_header",
+    "recover",
     "require_space",
     "row_group",
     "write_checkpoint",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.finite import all_finite
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, Part
 from tigon.weights.pieces import Entry, Piece, height
@@ -123,4 +124,9 @@ def _read(
     begin, end = first // unit, -(-(first + count) // unit)
     rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype)
     checkpoint.read_into(name, rows, row=begin)
+    if dtype == torch.float16 != info.dtype and not all_finite([rows], rows.device):
+        raise ValueError(
+            f"{name} has values that are infinite in float16, or NaN: choose another dtype, such "
+            "as bfloat16"
+        )
     return rows.reshape(-1, *shape[1:][-1:]).narrow(0, first - begin * unit, count)

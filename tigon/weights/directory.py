@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,14 +19,19 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 @contextmanager
 def new_directory(
-    path: str | os.PathLike[str], *, replace: bool = False, needed: int = 0
+    path: str | os.PathLike[str],
+    *,
+    replace: bool = False,
+    needed: int = 0,
+    stale: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Path]:
     """A temporary sibling to write into, renamed to `path` at the end or removed on an error.
 
-    What is at `path` must be an empty directory; with `replace` it may be any directory, which
-    stays until the new one is whole, also if this process is killed. What killed writers of `path`
-    have left beside it is removed. Raises FileExistsError if another process writes `path` now, and
-    DiskFull unless `needed` bytes are free.
+    What is at `path` must be an empty directory; with `replace` it may be any directory but no
+    link, which stays until the new one is whole, also if this process is killed. Its files that
+    have other names than the new ones stay, but for those that are `stale` by their names. What
+    killed writers of `path` have left beside it is removed. Raises FileExistsError if another
+    process writes `path` now, and DiskFull unless `needed` bytes are free.
     """
     target = check_free(path, replace=replace)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +47,9 @@ def new_directory(
                 yield temporary
                 for item in [*temporary.rglob("*"), temporary]:
                     fsync(item)
-            check_free(target, replace=replace)
+                check_free(target, replace=replace)
+                if replace and target.is_dir():
+                    keep_files(target, temporary, stale)
             _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -51,7 +58,13 @@ def new_directory(
 
 def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
     """The absolute path; FileExistsError if `new_directory` would not take it."""
-    target = expanded(path).resolve()
+    named = expanded(path)
+    if replace and named.is_symlink():
+        raise FileExistsError(
+            f"{named} is a link to {os.readlink(named)}, which is not replaced: remove the link, "
+            "or choose another path"
+        )
+    target = named.resolve()
     if target.is_dir() and (replace or not any(target.iterdir())):
         if target.is_mount():
             raise FileExistsError(f"{target} is a mount point: name a directory inside it")
@@ -74,6 +87,13 @@ def _locked(target: Path) -> Iterator[bool]:
                     path.unlink()
 
 
+def recover(target: Path) -> None:
+    """Remove what killed writers of a directory have left beside it, unless it is being written."""
+    with suppress(OSError), _locked(target) as locked:
+        if locked:
+            _recover(target)
+
+
 def _recover(target: Path) -> None:
     """Remove what killed writers have left; if one had just moved the old directory, put it back.
 
@@ -87,6 +107,25 @@ def _recover(target: Path) -> None:
             path.rename(target)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
+    """Give a directory that replaces another the files that only the old one has, such as notes.
+
+    `stale`: whether a file goes with the old one, by its path inside it. Files are linked, not
+    moved, so that each has a name in one of the two at any time.
+    """
+    for path in sorted(old.iterdir()):
+        name, kept = folder + path.name, new / path.name
+        if path.is_dir() and not path.is_symlink():
+            kept.mkdir(exist_ok=True)
+            keep_files(path, kept, stale, f"{name}/")
+        elif not os.path.lexists(kept) and not stale(name):
+            try:
+                os.link(path, kept, follow_symlinks=False)
+            except (OSError, NotImplementedError):  # a file system without hard links
+                shutil.copy2(path, kept, follow_symlinks=False)
+    fsync(new)
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:

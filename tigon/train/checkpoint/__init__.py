@@ -5,7 +5,7 @@ writes and reads; docs/training.md has the format.
 """
 
 from tigon.train.checkpoint.background import InBackground, SaveError, has_failed
-from tigon.train.checkpoint.files import facts, in_use, latest, step_of
+from tigon.train.checkpoint.files import clean, facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
 from tigon.train.checkpoint.legacy import is_legacy
@@ -20,6 +20,7 @@ __all__ = [
     "SaveError",
     "Saver",
     "check_finite",
+    "clean",
     "facts",
     "fits",
     "has_failed",

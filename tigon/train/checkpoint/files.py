@@ -19,6 +19,7 @@ from typing import Any
 from tigon.json_file import read_json
 
 NAME = re.compile(r"step-(\d+)")
+LEFTOVER = re.compile(r"\.step-\d+\.(partial|removed)")
 RUN = "run.json"
 
 
@@ -97,5 +98,6 @@ def remove(checkpoint: Path) -> bool:
 def clean(directory: Path) -> None:
     """Remove what runs that were killed left half written or half removed."""
     for left in directory.glob(".step-*"):
-        with suppress(OSError):  # it stays, and so does what else cannot be removed
-            remove(left)
+        if LEFTOVER.fullmatch(left.name):
+            with suppress(OSError):  # it stays, and so does what else cannot be removed
+                remove(left)

@@ -56,6 +56,22 @@ def verify(checkpoint: Path, *, wanted: Callable[[str], bool] = lambda name: Tru
         raise ValueError("; ".join(dict.fromkeys(faults)))
 
 
+def is_listed(checkpoint: Path) -> Callable[[str], bool]:
+    """Whether a file is the checkpoint's, by its path inside it. Somebody may have put others
+    there; where SHA256SUMS cannot be read, all count as the checkpoint's."""
+    try:
+        names = {SUMS, *_read_sums(checkpoint / SUMS)}
+    except (OSError, ValueError):
+        return lambda name: True
+    return names.__contains__
+
+
+def has_other_files(checkpoint: Path) -> bool:
+    """Whether somebody has put files into the checkpoint, such as notes."""
+    files, listed = (p for p in checkpoint.rglob("*") if not p.is_dir()), is_listed(checkpoint)
+    return not all(listed(path.relative_to(checkpoint).as_posix()) for path in files)
+
+
 def newest_whole(
     directory: Path, say: Callable[[str], None] = print, *, until: int | None = None
 ) -> Path | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tigon.train.checkpoint import files
+from tigon.train.checkpoint.integrity import has_other_files
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,14 @@ def prune(directory: Path, newest: int, keep: Keep, losses: dict[int, float]) ->
     """Remove the checkpoints up to step `newest`, which is whole, that `keep` does not choose.
 
     Those after it are of a run that went on from an earlier one: they may be damaged, so they do
-    not count. One that is being read stays until the next time.
+    not count. One that is being read stays until the next time, and one into which somebody has put
+    files for ever.
     """
     found = {step: path for path in files.every(directory) if (step := _step(path)) <= newest}
     saved = [Saved(step, _time(path), losses.get(step)) for step, path in found.items()]
     for step in found.keys() - keep.choose(saved):
-        files.remove(found[step])
+        if not has_other_files(found[step]):
+            files.remove(found[step])
 
 
 def _step(path: Path) -> int:

@@ -31,7 +31,7 @@ from tigon.train.checkpoint.tensors import Chunk, LocalRows, State, everything
 from tigon.train.optim import Ema
 from tigon.train.parallel import World
 from tigon.train.record import read_metrics
-from tigon.weights import fsync, named_if_full
+from tigon.weights import fsync, keep_files, named_if_full
 
 KEEP = Keep()
 
@@ -159,6 +159,8 @@ class Saver(InBackground):
     def _publish(self, partial: Path, target: Path, step: int) -> None:
         """Give a whole checkpoint its name, and remove those that need not stay."""
         # An older one is damaged, or of a run that was resumed from before it
+        if target.is_dir() and not target.is_symlink():
+            keep_files(target, partial, integrity.is_listed(target))
         if not files.remove(target):
             raise OSError("one of that name is being read by another process")
         os.rename(partial, target)

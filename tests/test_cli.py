@@ -183,17 +183,24 @@ def test_generate_warns_of_what_was_asked_alone(
         assert err.count("\n") == bool(message)
 
 
-def test_one_text_is_written_whatever_the_file_says(
+@pytest.mark.parametrize("command", [["generate", "hi", "--max-new-tokens", "4"], ["chat"]])
+def test_files_that_ask_for_several_texts_are_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    path = write_model(tmp_path / "model")
+    settings = {"do_sample": True, "num_return_sequences": 2}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    assert main([command[0], str(path), *command[1:]]) == 1
+    assert capfd.readouterr().err == (
+        f"tigon {command[0]}: {path}/generation_config.json: num_return_sequences=2, and a command "
+        "writes one text: set it to 1 there, or call generate in Python\n"
+    )
+
+
+def test_numbers_beyond_all_use_name_file_and_key(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write_model(tmp_path / "model")
-    settings = {"do_sample": True, "num_return_sequences": 2, "eos_token_id": [3, None]}
-    (path / "generation_config.json").write_text(json.dumps(settings))
-    assert main(["generate", str(path), "hi", "--max-new-tokens", "4"]) == 0
-    assert capfd.readouterr().err == (
-        "tigon: num_return_sequences=2 of generation_config.json is not followed: one text is "
-        "written\n"
-    )
     (path / "generation_config.json").write_text(json.dumps({"min_new_tokens": 10**21}))
     assert main(["generate", str(path), "hi"]) == 1
     err = capfd.readouterr().err

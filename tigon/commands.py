@@ -1,7 +1,6 @@
 """What the commands of `tigon` do; cli.py has their arguments."""
 
 import sys
-import warnings
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -44,6 +43,7 @@ def _generate(args: Namespace, world: World | None) -> int:
         ids = _prompt(args, text, tokenizer)
         if not ids:
             raise ValueError("the prompt is empty")
+        check_sequences(args.model, model)
         context = model.config.max_position_embeddings
         if len(ids) >= context:
             raise ValueError(
@@ -63,10 +63,8 @@ def _generate(args: Namespace, world: World | None) -> int:
         if main:
             put(stream.step(int(new)) or "")
 
-    warn_of_sequences(model)
     model.generate(
         torch.tensor([ids]),
-        num_return_sequences=1,
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
         eos_token_id=_ends(model, tokenizer),
         tokenizer=tokenizer,
@@ -88,7 +86,7 @@ def _chat(args: Namespace, world: World | None) -> int:
     """On this process, or as one of the ranks that share the model; the first one talks."""
     with together(world):
         model, tokenizer = load(args, world)
-        warn_of_sequences(model)
+        check_sequences(args.model, model)
         try:
             conversation = Chat(
                 model,
@@ -155,14 +153,13 @@ def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def warn_of_sequences(model: CausalLM) -> None:
-    """A command writes one text for a prompt."""
+def check_sequences(path: str, model: CausalLM) -> None:
+    """ValueError if the model's file asks for several texts of a prompt: a command writes one."""
     several = model.generation_config.get("num_return_sequences")
     if several not in (None, 1):
-        warnings.warn(
-            f"num_return_sequences={several} of generation_config.json is not followed: one text "
-            "is written",
-            stacklevel=2,
+        raise ValueError(
+            f"{Path(path, 'generation_config.json')}: num_return_sequences={several}, and a "
+            "command writes one text: set it to 1 there, or call generate in Python"
         )
 
 

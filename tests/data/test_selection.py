@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tigon.data import Entry, find_sources
+from tigon.data import Entry, Format, find_sources
 from tigon.data.blocks import Source
 from tigon.data.selection import is_held_out, parse_split, select_fraction
 
@@ -157,10 +157,9 @@ def test_eval_fraction_divides_rows_by_their_content(tmp_path: Path) -> None:
     assert held_out and trained
     for format in ("parquet", "csv", "saved"):  # in other files the same
         assert texts(select_fraction(find_sources(write(tmp_path, format)), 0.3, True)) == held_out
-    many = sum(is_held_out({"text": str(i)}, 0.1) for i in range(10_000))
+    many = sum(is_held_out({"text": str(i)}, Format(), 0.1) for i in range(10_000))
     assert 900 < many < 1100
-    assert is_held_out({"a": 1, "b": 2}, 0.5) == is_held_out({"b": 2, "a": 1}, 0.5)
-    pinned = [i for i in range(20) if is_held_out({"text": str(i)}, 0.2)]
+    pinned = [i for i in range(20) if is_held_out({"text": str(i)}, Format(), 0.2)]
     assert pinned == [0, 6, 13, 14, 16]  # on every machine and in every version
 
 
@@ -177,9 +176,33 @@ def test_csv_cells_are_the_texts_of_the_file(tmp_path: Path) -> None:
         (5, {"prompt": "null", "completion": ""}),
     ]
     assert line == 6 and "has 1 cell, and the header has 2" in str(bad)
-    (tmp_path / "a.tsv").write_text("text\tweight\na,b\t1\n")
+    (tmp_path / "a.tsv").write_text("text\tid\na,b\t1\n")
     (source,) = find_sources(str(tmp_path / "a.tsv"))
-    assert list(source.rows()) == [(2, {"text": "a,b", "weight": "1"})]
+    assert list(source.rows()) == [(2, {"text": "a,b", "id": "1"})]
+
+
+def test_the_side_of_a_row_is_that_of_what_is_read() -> None:
+    for i in range(20):
+        row = {"instruction": str(i), "output": "x"}
+        renamed = {"output": "x", "ask": str(i), "id": 7, "input": None}
+        sides = [
+            is_held_out(row, Format(), 0.5),
+            is_held_out(renamed, Format(columns={"instruction": "ask"}), 0.5),
+        ]
+        assert sides[0] == sides[1]
+
+
+def test_csv_has_values_where_formats_read_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion,label,w\n1,2,True,0.5\n1,2,FALSE,\n1,2,maybe,x\n")
+    (source,) = find_sources(Entry(str(path), columns={"weight": "w"}))
+    rows = [row for _, row in source.rows()]
+    assert [(row["label"], row["w"]) for row in rows] == [
+        (True, 0.5),
+        (False, None),
+        ("maybe", "x"),
+    ]
+    assert rows[0]["prompt"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from tests.small import write_chats
 from tests.train.ranks import train_on
 from tigon.cli import main as tigon
+from tigon.data import Format
 from tigon.data.selection import is_held_out
 from tigon.train import main
 
@@ -104,7 +105,7 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     """The run equals one with the same rows in two files."""
     parts = {True: [], False: []}
     for line in workspace.data.read_text().splitlines():
-        parts[is_held_out(json.loads(line), 0.3)].append(line)
+        parts[is_held_out(json.loads(line), Format(), 0.3)].append(line)
     for held_out, lines in parts.items():
         (tmp_path / f"{held_out}.jsonl").write_text("\n".join(lines))
     same = {"steps": 2, "batch_size": 2, "eval_every": 1}
@@ -114,6 +115,9 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     main(workspace.settings("fraction", **run))
     for key in ("loss", "eval_loss", "supervised_tokens"):
         assert workspace.metrics("fraction", key) == workspace.metrics("fraction-files", key)
+    main(workspace.settings("fraction-stream", **run, streaming="true"))
+    for key in ("loss", "eval_loss", "supervised_tokens"):
+        assert workspace.metrics("fraction-stream", key) == workspace.metrics("fraction", key)
     source = workspace.root / "fraction/checkpoints/step-00000002"
     resumed = {**run, "steps": 3, "resume": source}
     with pytest.raises(SystemExit, match=r"eval_fraction 0\.3 -> 0\.2"):
@@ -125,8 +129,8 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     [
         ({"eval_fraction": 1}, "eval_fraction=1 must be below 1"),
         ({"eval_fraction": 0.1, "eval_data": "FILE"}, "eval_fraction=0.1 and eval_data: give one"),
-        ({"eval_fraction": 0.1, "streaming": "true"}, "does not work with streaming=true"),
-        ({"eval_fraction": 1e-9}, "eval_fraction=1e-09 holds out no row of eval_data"),
+        ({"data": "[{path: FILE, columns: {text: x}}]"}, "columns: 'text' is no key of the format"),
+        ({"eval_fraction": 1e-9}, "eval_fraction=1e-09 holds out no row of data"),
         ({"eval_fraction": 0.999999999}, "leaves no row for training"),
         ({"data": "[{path: FILE, take: 0}]"}, "take=0 must be numbers of rows"),
         ({"data": "[{path: FILE, split: test}]"}, "has no split 'test'"),

@@ -45,6 +45,7 @@ OPTIONAL = {
     "distributions": ("completion_mask",),
     "completions": ("rewards", "advantages", "old_logprobs", *GIVEN),
 }
+VALUES = ("weight", "label", "margin")  # keys whose values are no text
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
 # Under which a key is found without `columns`
 OTHER_NAMES = {"conversations": "messages", "conversation": "messages"}
@@ -83,6 +84,8 @@ class Format:
     kind: str | None = None  # one of REQUIRED; None: not told yet
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     eos: int | None = None  # the token that ends prompts and completions which are texts
+    # Whether the columns are of one entry, and not of all: then each has to be read
+    strict: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in REQUIRED:
@@ -123,6 +126,12 @@ class Format:
             mapped = [kind for kind in fits if self.columns.keys() & set(REQUIRED[kind])]
             fits = mapped or fits
         if len(fits) == 1 and fits[0] in accepted:
+            keys = (*REQUIRED[fits[0]], *OPTIONAL[fits[0]])
+            if self.strict and (unread := [ours for ours in self.columns if ours not in keys]):
+                raise ValueError(
+                    f"columns: {unread[0]!r} is no key of the format {fits[0]}, which these rows "
+                    f"have; its keys are {', '.join(keys)}"
+                )
             late = {"system": "system"} if "system" in row and fits[0] in LATE_SYSTEM else {}
             return replace(form, columns=late | columns, kind=fits[0])
         expected = "; ".join(f"{kind}: {EXPLAINED[kind]}" for kind in accepted)

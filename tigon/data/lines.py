@@ -8,13 +8,13 @@ import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from tigon.data.blocks import LARGEST_ROW, SIZE, Block, Rows, RowsBlock, Source, hash_files
-from tigon.data.formats import Row
+from tigon.data.formats import VALUES, Row
 from tigon.json_file import Twice, shown, unique
 
 LONGEST_LINE = 8 * LARGEST_ROW  # bytes that are read of a row which is too large
@@ -86,7 +86,8 @@ class JsonFile(Source):
 class CsvFile(Source):
     """Rows of texts under a header, divided by commas, or in a .tsv file by tabs.
 
-    Every cell is the text that is in the file: "007" is no number, and "NA" not missing.
+    Every cell is the text that is in the file, "007" no number and "NA" not missing, but for those
+    in VALUES.
     """
 
     def blocks(self) -> Iterator[Block]:
@@ -94,7 +95,7 @@ class CsvFile(Source):
         size = 0
         for line, row in self._lines():
             rows.append((line, row))
-            size += sum(map(len, row.values())) if isinstance(row, dict) else 0
+            size += len(str(row))
             if size > SIZE:
                 yield RowsBlock(self.name, self.format, tuple(rows))
                 rows, size = [], 0
@@ -121,7 +122,7 @@ class CsvFile(Source):
                 line = reader.line_num + 1
                 for cells in reader:
                     if len(cells) == len(header):
-                        yield line, dict(zip(header, cells, strict=True))
+                        yield line, self._row(dict(zip(header, cells, strict=True)))
                     elif cells:
                         cell = "cell" if len(cells) == 1 else "cells"
                         problem = f"has {len(cells)} {cell}, and the header has {len(header)}"
@@ -131,6 +132,15 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
             except UnicodeDecodeError as error:
                 raise ValueError(f"{self.name} is not UTF-8 text: {error}") from None
+
+    def _row(self, cells: dict[str, str]) -> Row:
+        """Cells that are read as numbers or truth values become these, if they are written so."""
+        row: Row = dict(cells)
+        for key in map(self.format.key, VALUES):
+            if key in row:
+                with suppress(ValueError):
+                    row[key] = json.loads(cells[key].lower()) if cells[key].strip() else None
+        return row
 
     def digest(self) -> str:
         return hash_files([Path(self.name)], "csv", str(self.format))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tigon.data.blocks import Block, Rows, RowsBlock, Source
-from tigon.data.formats import Row
+from tigon.data.formats import KEYS, OTHER_NAMES, Format, Row
 
 _BOUND = r"(-?\d{1,18})(%?)"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[(?:{_BOUND})?:(?:{_BOUND})?\])?")
@@ -144,7 +144,9 @@ class FractionBlock(Block):
     def rows(self) -> Rows:
         for line, row in self.block.rows():
             # A bad row is one of the training rows, so that it is counted once
-            held_out = not isinstance(row, ValueError) and is_held_out(row, self.fraction)
+            held_out = not isinstance(row, ValueError) and is_held_out(
+                row, self.format, self.fraction
+            )
             if held_out == self.held_out:
                 yield line, row
 
@@ -170,9 +172,16 @@ def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) 
     return [part for part in parts if next(part.rows(), None) is not None]
 
 
-def is_held_out(row: Row, fraction: float) -> bool:
-    """Whether a row is part of the held-out fraction: a digest of its content decides, so that it
-    is the same on every machine, in every order, and for each copy of the row."""
-    text = json.dumps(row, sort_keys=True, default=str)
+def is_held_out(row: Row, form: Format, fraction: float) -> bool:
+    """Whether a row is part of the held-out fraction.
+
+    A digest of what formats read of it decides, so that it is the same on every machine, in every
+    order, and for each copy of the row, also under another id.
+    """
+    read = {ours: row[form.key(ours)] for ours in KEYS if row.get(form.key(ours)) is not None}
+    for ours, other in OTHER_NAMES.items():
+        if ours not in read and row.get(other) is not None:
+            read[ours] = row[other]
+    text = json.dumps(read or row, sort_keys=True, default=str)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return number < fraction * 2**64

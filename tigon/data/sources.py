@@ -46,28 +46,32 @@ class Entry:
 
 
 def find_sources(
-    entries: Sequence[Entry | str] | Entry | str, *, separator: str = "", streaming: bool = False
+    entries: Sequence[Entry | str] | Entry | str,
+    *,
+    separator: str = "",
+    streaming: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Source]:
     """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
 
     Each has the rows that the entry's `split`, then `skip` and `take`, leave of its files end to
-    end. `separator` divides text files into documents; `streaming` reads the hub's data sets as
-    they come, instead of downloading them first.
+    end. `columns` are those of entries that have none. `separator` divides text files into
+    documents. `streaming` reads the hub's data sets as they come, not downloaded first.
     """
     sources: list[Source] = []
     for entry in [entries] if isinstance(entries, Entry | str) else entries:
         entry = Entry(entry) if isinstance(entry, str) else entry
-        sources += _selected(entry, separator, streaming)
+        form = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
+        sources += _selected(entry, form, separator, streaming)
     return sources
 
 
-def _selected(entry: Entry, separator: str, streaming: bool) -> list[Source]:
+def _selected(entry: Entry, form: Format, separator: str, streaming: bool) -> list[Source]:
     if entry.skip < 0 or (entry.take is not None and entry.take < 1):
         raise ValueError(
             f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
             "0 or more and take 1 or more"
         )
-    form = Format(entry.format, entry.columns)
     splits = [None] if entry.split is None else parse_split(entry.split)
     chosen: list[Source] = []
     for split in splits:

@@ -136,11 +136,6 @@ def check_eval_fraction(config: Config) -> None:
         raise ValueError(f"eval_fraction={fraction} must be below 1: it is a fraction of the rows")
     if config.eval_data:
         raise ValueError(f"eval_fraction={fraction} and eval_data: give one of them")
-    if config.streaming:
-        raise ValueError(
-            f"eval_fraction={fraction} does not work with streaming=true, as an evaluation would "
-            "read all of the stream: give eval_data, such as a slice with take"
-        )
 
 
 def check_budget(config: Config) -> None:

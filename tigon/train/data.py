@@ -49,18 +49,7 @@ def build_loader(
             "chat_template_kwargs gives a variable for it, such as date_string"
         )
     streaming = config.streaming and not held_out
-    sources = [
-        find_sources(entry, separator=config.separator, streaming=streaming) for entry in entries
-    ]
-    if fraction := config.eval_fraction:
-        sources = [select_fraction(some, fraction, held_out) for some in sources]
-        if held_out:  # a small source may have no such row
-            sources = [some for some in sources if some]
-        if not sources or not all(sources):
-            what = "holds out no row" if held_out else "leaves no row for training"
-            raise ValueError(
-                f"eval_fraction={fraction} {what} of {name}: give another, or eval_data"
-            )
+    sources = find_entry_sources(config, entries, held_out=held_out, streaming=streaming)
     windows: Stream | Mixture
     if streaming:
         windows = Stream(
@@ -104,13 +93,27 @@ def build_loader(
     return loader
 
 
+def find_entry_sources(
+    config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
+) -> list[list[Source]]:
+    """The sources of each entry: with eval_fraction, the held-out rows or those for training."""
+    options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
+    sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
+    if not (fraction := config.eval_fraction):
+        return sources
+    sources = [select_fraction(some, fraction, held_out) for some in sources]
+    if held_out:  # a small source may have no such row
+        sources = [some for some in sources if some]
+    if not sources or not all(sources):
+        what = "holds out no row" if held_out else "leaves no row for training"
+        raise ValueError(f"eval_fraction={fraction} {what} of data: give another, or eval_data")
+    return sources
+
+
 def as_entries(config: Config, items: Sequence[str | Entry]) -> list[Entry]:
-    """The entries of `data`, with the settings of all where they have none of their own."""
+    """The entries of `data`, with the format of all where they have none of their own."""
     entries = [Entry(item) if isinstance(item, str) else item for item in items]
-    return [
-        replace(e, format=e.format or config.format, columns=e.columns or config.columns or {})
-        for e in entries
-    ]
+    return [replace(entry, format=entry.format or config.format) for entry in entries]
 
 
 def check_names(setting: str, entries: Sequence[Entry]) -> None:

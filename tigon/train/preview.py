@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tigon.data import Encoder, Examples, PairEncoder, Source, Window, find_sources
+from tigon.data import Encoder, Examples, PairEncoder, Source, Window
 from tigon.data.blocks import RowsBlock
 from tigon.data.examples import Report
 from tigon.data.formats import Row
@@ -20,7 +20,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
-from tigon.train.data import as_entries, limits
+from tigon.train.data import as_entries, find_entry_sources, limits
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.parallel import World
 
@@ -81,9 +81,8 @@ def preview(config: Config, count: int = 5) -> Preview:
     encoder = objective.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
     rows, report, lost = [], Report(), Lost()
-    for entry in as_entries(config, config.data):
-        # Of the hub too, only the first rows are fetched
-        sources = find_sources(entry, separator=config.separator, streaming=True)
+    # Of the hub too, only the first rows are fetched
+    for sources in find_entry_sources(config, as_entries(config, config.data), streaming=True):
         for source, line, row in islice(_rows(sources, encoder), count):
             examples = encoder(RowsBlock(source.name, source.format, ((line, row),)))
             report += examples.report

@@ -16,7 +16,7 @@ from tigon.models._few_bits import Quantize, count_parameters, quantise, quantis
 from tigon.models._fit import misfits
 from tigon.models._init import init_parts
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
-from tigon.models._lora import LoraConfig, check_apart
+from tigon.models._lora import LoraConfig
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
 from tigon.models._peft_config import read_base
@@ -63,7 +63,6 @@ __all__ = [
     "aux_loss_coef",
     "begin_adapter",
     "build",
-    "check_apart",
     "check_keywords",
     "config_file",
     "convert",

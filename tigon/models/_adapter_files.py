@@ -67,6 +67,11 @@ def load_adapter(
         parts = plan(model, stored.config)
         if trainable:
             check_dropout(model, stored.config)
+        if trainable and stored.tied:
+            raise ValueError(
+                "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
+                "supported: load the adapter without trainable=True, or merge it and begin another"
+            )
     except ValueError as error:
         raise ValueError(f"{escaped(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, stored)

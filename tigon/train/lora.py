@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tigon import strict
-from tigon.models import CausalLM, begin_adapter, check_apart, quantise, quantised_bytes
+from tigon.models import CausalLM, begin_adapter, quantise, quantised_bytes
 from tigon.train import checkpoint
 from tigon.train.config import Config
 
@@ -21,8 +21,6 @@ def add_lora(model: CausalLM, config: Config) -> None:
     own = config.lora.adapter(config.model, config.revision or "")
     if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
         own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
-    if config.lora.merge:
-        check_apart(model, own, "lora.merge=true")
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 

@@ -16,9 +16,10 @@ from tigon.models._few_bits import Quantize, count_parameters, quantise, quantis
 from tigon.models._fit import misfits
 from tigon.models._init import init_parts
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
-from tigon.models._lora import LoraConfig
+from tigon.models._lora import LoraConfig, saved_ends
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._peft import read_vocabulary_size
 from tigon.models._peft_config import read_base
 from tigon.models._quantised import read_quantisation
 from tigon.models._save import prepare_save, write_description, write_model
@@ -80,9 +81,11 @@ __all__ = [
     "quantise",
     "quantised_bytes",
     "read_base",
+    "read_vocabulary_size",
     "read_config",
     "read_quantisation",
     "recomputed_blocks",
+    "saved_ends",
     "scored",
     "split_gguf",
     "torch_dtype",

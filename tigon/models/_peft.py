@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tigon.json_file import escaped, read_json, shown
-from tigon.models._layout import PREFIXES, stem_of_experts
+from tigon.models._layout import EMBEDDING, HEAD, PREFIXES, stem_of_experts
 from tigon.models._lora import LoraConfig, Place, changes_ends, places, saved_ends
 from tigon.models._model import LanguageModel
 from tigon.models._peft_config import BASE, CONFIG, base_of, meant_by, short
@@ -206,8 +206,9 @@ def _config(
     both = saved_ends(model)
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
-    if saved and _tied(values, model):  # the file has both, and names one
-        last = dict.fromkeys(both)
+    # With ensure_weight_tying PEFT names one of two; of a resized model it saves both and names none
+    paths = zip(both, (EMBEDDING, model.checkpoint_names.head), strict=True)
+    last |= {end: None for end, path in paths if path in tensors}
     if "score" in both:
         last.pop("classifier", None)
     return LoraConfig(
@@ -223,6 +224,15 @@ def _config(
         base=base_of(values).name,
         revision=base_of(values).revision or "",
     )
+
+
+def read_vocabulary_size(repository: Repository) -> int | None:
+    """The rows of an embedding or a head that the adapter has whole; None if it has neither."""
+    weights = repository.optional_file(WEIGHTS)
+    header = {} if weights is None else read_header(weights)
+    names = _names(header, f"{repository.name}/{WEIGHTS}")
+    ends = [names[name] for name in (EMBEDDING, HEAD) if name in names]
+    return next((header[name].shape[0] for name in ends if header[name].shape), None)
 
 
 def _tied(values: Mapping[str, Any], model: LanguageModel) -> bool:

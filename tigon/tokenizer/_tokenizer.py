@@ -1,6 +1,7 @@
 """The tokenizer of a model repository."""
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -53,8 +54,8 @@ class Tokenizer:
         self._files = Files(files or {})
         self._failures = Failures((files or {}).get("tokenizer.json"))
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = False  # whether add_tokens has added any
+        self._special_ids = _special_ids(backend)
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.pad_token = self.special_tokens.get("pad_token")
@@ -87,6 +88,34 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         self.chat_template = source.read_template(Path(path))
         self._files.use_template(path)
+
+    def add_tokens(
+        self,
+        new_tokens: str | tokenizers.AddedToken | Sequence[str | tokenizers.AddedToken],
+        special_tokens: bool = False,
+    ) -> int:
+        """Add tokens to the vocabulary, as in transformers; returns how many it lacked.
+
+        `save_pretrained` then writes them too. A model needs a row for each:
+        `model.resize_token_embeddings(len(tokenizer))`. ValueError for a token without text.
+        """
+        single = isinstance(new_tokens, str | tokenizers.AddedToken)
+        present = self.backend.get_added_tokens_decoder().values()
+        special = {token.content for token in present if token.special}  # they stay so
+        tokens = []
+        for token in [new_tokens] if single else new_tokens:
+            if isinstance(token, str):
+                chat.check_unicode(token)
+                token = tokenizers.AddedToken(token, special=special_tokens)
+            if not token.content:
+                raise ValueError("a new token is empty: give its text")
+            tokens += [token] if token.content not in special else []
+        before = len(self)
+        add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
+        add(tokens)
+        self._added = self._added or bool(tokens)
+        self._special_ids = _special_ids(self.backend)
+        return len(self) - before
 
     def keep_files(self) -> None:
         """Read them into memory, for a `save_pretrained` when they are gone."""
@@ -287,8 +316,10 @@ class Tokenizer:
         return said[-1]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Copies the files that the tokenizer came from, byte for byte but for another eos."""
-        self._files.save(directory, self._changed)
+        """Copies the files that the tokenizer came from, byte for byte but for other special tokens
+        and added ones."""
+        added = json.loads(self.backend.to_str())["added_tokens"] if self._added else []
+        self._files.save(directory, self._changed, added)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's pickle leaves this out
@@ -331,3 +362,8 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    added = backend.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)

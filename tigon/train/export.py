@@ -55,7 +55,8 @@ def load_checkpoint(
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
             resume.check_base(source, config, base_digest(config))
-            model = adapted(config, dtype, device)
+            # Its tokenizer has the new tokens, and the adapter their rows
+            model = adapted(replace(config, tokenizer=str(source)), dtype, device)
             checkpoint.load(source, model)
             return model.eval(), Tokenizer.from_pretrained(source)
         model = described(source, torch.float32)

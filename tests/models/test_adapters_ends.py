@@ -1,5 +1,6 @@
 """Adapters of embeddings and heads against PEFT's: files both ways, logits and gradients."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ OF_TIED: dict[str, dict[str, Any]] = {
 def test_merging_unties(of_tied: str, model_type: str, ensure: bool, tmp_path: Path) -> None:
     """Logits stay those of PEFT's unmerged model, also in transformers."""
     base = base_of(tmp_path / "base", model_type, FIRST_OF[model_type], True)
-    options = {"target_modules": ["q_proj"], "r": 4, "task_type": "CAUSAL_LM"} | OF_TIED[of_tied]
+    options = {"target_modules": ["q_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+    options |= copy.deepcopy(OF_TIED[of_tied])  # PEFT adds to the lists
     theirs = get_peft_model(base, TheirConfig(ensure_weight_tying=ensure, **options)).eval()
     randomise(trained(theirs))
     theirs.save_pretrained(tmp_path / "it")

@@ -62,7 +62,7 @@ def test_refusals(model: Any) -> None:
             model.resize_token_embeddings(wrong)
     with pytest.raises(ValueError, match="pad_to_multiple_of=0"):
         model.resize_token_embeddings(8, 0)
-    with pytest.raises(ValueError, match="pad_token_id=.* outside the vocabulary"):
+    with pytest.raises(ValueError, match=r"pad_token_id=.* outside the vocabulary"):
         model.resize_token_embeddings(1)
     model.add_adapter()
     with pytest.raises(ValueError, match="resize its embeddings before"):

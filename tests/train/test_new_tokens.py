@@ -1,7 +1,6 @@
 """new_tokens: what they add to tokenizer and model, in runs of all parameters and of an adapter."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +80,9 @@ def test_all_parameters(workspace, settings):
         tigon.from_pretrained(hf)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
     )
     main(settings("again", resume=workspace.root / "full/checkpoints/step-00000002"))
-    last, again = (load_file(workspace.root / run / "hf/model.safetensors") for run in ("full", "again"))
+    last, again = (
+        load_file(workspace.root / run / "hf/model.safetensors") for run in ("full", "again")
+    )
     assert all(torch.equal(last[name], again[name]) for name in last)
     with pytest.raises(SystemExit, match="new_tokens"):
         main(settings("other", FEW, resume=workspace.root / "full/checkpoints/step-00000002"))
@@ -114,7 +115,9 @@ def test_adapter(workspace, settings, tied, tmp_path):
         assert len(tigon.Tokenizer.from_pretrained(out)) == 325
     checkpoint = run / "checkpoints/step-00000002"
     main(settings("adapter", model=base, run_dir=tmp_path / "again", resume=checkpoint, **LORA))
-    last, again = (load_file(at / "adapter/adapter_model.safetensors") for at in (run, tmp_path / "again"))
+    last, again = (
+        load_file(at / "adapter/adapter_model.safetensors") for at in (run, tmp_path / "again")
+    )
     assert all(torch.equal(last[name], again[name]) for name in last)
     loaded, _ = load_checkpoint(checkpoint)
     assert loaded(ids).logits.shape[-1] == 325

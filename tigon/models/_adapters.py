@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -375,5 +375,5 @@ def _tie_equal_head(model: LanguageModel) -> None:
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if isinstance(head, DTensor) or model.cuts or not torch.equal(embedding, head):
         return
-    model.lm_head.weight = embedding
+    model.lm_head.weight = cast(nn.Parameter, embedding)
     model.config = replace(model.config, tie_word_embeddings=True)

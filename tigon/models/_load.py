@@ -28,9 +28,9 @@ from tigon.weights import (
     STAGING_BYTES,
     Checkpoint,
     Decoded,
-    Resized,
     Drawn,
     Repository,
+    Resized,
     load_into,
     map_parameters,
     pinned_ahead,
@@ -177,8 +177,8 @@ def with_tokens(
             continue
         shape = (size, *info.shape[1:])
         if size > info.shape[0] or untrained:
-            of = {"stored": info, "untrained": frozenset(untrained)}
-            tensors[name] = Resized(name, shape, info.path, info.offset, **of)
+            rows = frozenset(untrained)
+            tensors[name] = Resized(name, shape, info.path, info.offset, info, rows)
         else:
             tensors[name] = replace(info, shape=shape)
     return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)

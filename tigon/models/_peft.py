@@ -206,7 +206,7 @@ def _config(
     both = saved_ends(model)
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
-    # With ensure_weight_tying PEFT names one of two; of a resized model it saves both and names none
+    # PEFT saves both and names one with ensure_weight_tying, and none of a resized model
     paths = zip(both, (EMBEDDING, model.checkpoint_names.head), strict=True)
     last |= {end: None for end, path in paths if path in tensors}
     if "score" in both:

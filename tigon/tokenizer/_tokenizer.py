@@ -99,17 +99,12 @@ class Tokenizer:
         `save_pretrained` then writes them too. A model needs a row for each:
         `model.resize_token_embeddings(len(tokenizer))`. ValueError for a token without text.
         """
-        single = isinstance(new_tokens, str | tokenizers.AddedToken)
+        if isinstance(new_tokens, str | tokenizers.AddedToken):
+            new_tokens = [new_tokens]
         present = self.backend.get_added_tokens_decoder().values()
         special = {token.content for token in present if token.special}  # they stay so
-        tokens = []
-        for token in [new_tokens] if single else new_tokens:
-            if isinstance(token, str):
-                chat.check_unicode(token)
-                token = tokenizers.AddedToken(token, special=special_tokens)
-            if not token.content:
-                raise ValueError("a new token is empty: give its text")
-            tokens += [token] if token.content not in special else []
+        tokens = [_added_token(token, special_tokens) for token in new_tokens]
+        tokens = [token for token in tokens if token.content not in special]
         before = len(self)
         add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
         add(tokens)
@@ -362,6 +357,16 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
+    """ValueError for a token without text."""
+    if isinstance(token, str):
+        chat.check_unicode(token)
+        token = tokenizers.AddedToken(token, special=special)
+    if not token.content:
+        raise ValueError("a new token is empty: give its text")
+    return token
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

@@ -20,13 +20,12 @@ from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut, height
 from tigon.weights.plan import local_part, own_rows, own_slices, row_group
 from tigon.weights.reading import Reader
-from tigon.weights.staging import as_bytes
 from tigon.weights.resized import Resized
+from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
 from tigon.weights.writers import RankError, Writers
 
 __all__ = [
-    "Resized",
     "GGUF",
     "STAGING_BYTES",
     "BlockScales",
@@ -47,6 +46,7 @@ __all__ = [
     "RankError",
     "Reader",
     "Repository",
+    "Resized",
     "Rows",
     "Stored",
     "TensorInfo",

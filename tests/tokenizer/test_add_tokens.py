@@ -7,20 +7,32 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tests.tokenizer.test_tokenizer import CORPUS, edited
+from tests.tokenizer.test_tokenizer import CORPUS, REAL, edited
 from tigon.tokenizer import Tokenizer
 
 NEW = ["<tool>", "</tool>", "<|думай|>", "</s>", "two words"]
 TEXTS = [*CORPUS, "a<tool>b</tool> <|думай|> two words</s>", " <tool> \n</tool>x", "<tool><tool>"]
 
 
+@pytest.mark.skipif(not REAL, reason="TIGON_TOKENIZERS names no folder of tokenizers")
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("file", REAL or [None], ids=str)
+def test_real_tokenizers(file: Path, special: bool, tmp_path: Path) -> None:
+    new = [token for token in NEW if token != "</s>"]
+    check(file.parent, new, len(new), special, tmp_path)
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_ids_are_those_of_transformers(directory: Path, special: bool, tmp_path: Path) -> None:
+    check(directory, NEW, 4, special, tmp_path)  # </s> is there
+
+
+def check(directory: Path, new: list[str], count: int, special: bool, tmp_path: Path) -> None:
     ours, theirs = Tokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     before = len(ours)
-    assert ours.add_tokens(NEW, special_tokens=special) == 4  # </s> is there
-    theirs.add_tokens(NEW, special_tokens=special)
-    assert len(ours) == len(theirs) == before + 4
+    assert ours.add_tokens(new, special_tokens=special) == count
+    theirs.add_tokens(new, special_tokens=special)
+    assert len(ours) == len(theirs) == before + count
     ours.save_pretrained(tmp_path)
     again, exported = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     copied = pickle.loads(pickle.dumps(ours))

@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
+from tests.models.test_adapters_peft import randomise, trained
 from tests.small import WORDS, write_model
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import main
 from tigon.train.export import load_checkpoint
+from tigon.train.merge import load_with_adapter
 
 FEW = ["<tool>", "</tool>"]  # the model has 321 rows, the tokenizer 300 tokens
 MANY = [*FEW, *(f"<extra_{i}>" for i in range(23))]
@@ -149,7 +151,7 @@ def test_quantized_base(workspace, settings, tmp_path):
     assert model.config.vocab_size == 325
 
 
-def test_preferences_of_an_adapter_and_random_weights(workspace, settings, tmp_path):
+def test_random_weights(workspace, settings, tmp_path):
     config = tmp_path / "config.json"
     config.write_text((workspace.model / "config.json").read_text())
     more = {"init": config, "tokenizer": workspace.model, "model": ""}
@@ -175,3 +177,37 @@ def test_tokens_that_are_there(workspace, settings, tmp_path, capsys):
 def test_a_token_without_text(settings, tmp_path):
     with pytest.raises(SystemExit, match="a new token is empty"):
         main(settings("empty", ["<a>", ""], run_dir=tmp_path / "a"))
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers")
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_of_a_resized_base(tied, tmp_path):
+    """PEFT saves the resized embedding and head, and names them nowhere."""
+    base = write_model(tmp_path / "base", tie_word_embeddings=tied)
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    theirs.resize_token_embeddings(330)
+    options = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    theirs = get_peft_model(theirs, LoraConfig(**options)).eval()
+    randomise(trained(theirs))
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids = torch.tensor([[3, 325, 329, 9]])
+    model, _ = load_with_adapter(str(tmp_path / "adapter"))
+    close: Any = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(model(ids).logits, theirs(ids).logits, **close)
+    assert command(["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    torch.testing.assert_close(merged(ids).logits, theirs(ids).logits, **close)
+    assert merged.config.tie_word_embeddings == tied
+
+
+def test_rows_of_another_width_resize_nothing(tmp_path):
+    """A header of no bytes can name any number of rows."""
+    base = write_model(tmp_path / "base")
+    model = tigon.from_pretrained(base)
+    model.add_adapter()
+    model.save_adapter(tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_model.safetensors"
+    name = f"base_model.model.{EMBEDDING}"
+    save_file(load_file(path) | {name: torch.empty(10**9, 0)}, path)
+    with pytest.raises(ValueError, match="embed_tokens"):
+        load_with_adapter(str(tmp_path / "adapter"))

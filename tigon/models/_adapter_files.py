@@ -63,7 +63,7 @@ def load_adapter(
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
     repository = Repository(path_or_repo, **source)
-    stored, size = read_adapter(repository, model), read_vocabulary_size(repository)
+    stored, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
     try:
         if size not in (None, model.config.vocab_size) and not model.config.labels:
             raise ValueError(

@@ -226,13 +226,15 @@ def _config(
     )
 
 
-def read_vocabulary_size(repository: Repository) -> int | None:
-    """The rows of an embedding or a head that the adapter has whole; None if it has neither."""
+def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
+    """The rows of the embedding or the head that the adapter has whole; None if it has neither, of
+    the model's width: the file may be anybody's, and a model is resized to what is returned."""
     weights = repository.optional_file(WEIGHTS)
     header = {} if weights is None else read_header(weights)
     names = _names(header, f"{repository.name}/{WEIGHTS}")
-    ends = [names[name] for name in (EMBEDDING, HEAD) if name in names]
-    return next((header[name].shape[0] for name in ends if header[name].shape), None)
+    shapes = [header[names[name]].shape for name in (EMBEDDING, HEAD) if name in names]
+    width = model.config.hidden_size
+    return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
 
 
 def _tied(values: Mapping[str, Any], model: LanguageModel) -> bool:

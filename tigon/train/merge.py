@@ -74,7 +74,7 @@ def load_with_adapter(
             f"{where} is of a model that scores sequences, and its base {shown(base.name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
         )
-    size = read_vocabulary_size(repository)  # of a base that was resized for new tokens
+    size = read_vocabulary_size(repository, model)  # of a base that was resized for new tokens
     if size is not None and size > model.config.vocab_size:
         model.resize_token_embeddings(size)
     model.load_adapter(adapter, revision=revision, dtype=adapter_dtype)

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig as TheirConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_adapters_peft import (
@@ -22,8 +23,10 @@ from tests.models.test_adapters_peft import (
 )
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
+from tests.train.ranks import Ranks
 from tigon import LoraConfig, from_pretrained
 from tigon.models import CausalLM
+from tigon.train import start
 
 ENDS = ["embed_tokens", "lm_head"]
 # Families whose embedding or head is more than a table and a product, and one that is no more.
@@ -214,3 +217,25 @@ def test_all_linear_has_neither(model: CausalLM, tmp_path: Path) -> None:
     model.save_adapter(tmp_path / "it")
     written = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
     assert "lm_head" not in written["target_modules"]
+
+
+def merge_sharded(directory: Path) -> None:
+    """On two ranks: a tied model whose adapter has the embedding whole."""
+    with start("cpu"):
+        model = from_pretrained(directory / "base")
+        model.load_adapter(directory / "it")
+        fully_shard(model)
+        model(tokens())
+        model.reshard()  # type: ignore[operator]
+        model.merge_adapter()
+        model.save_pretrained(directory / "merged")
+        with pytest.raises(RuntimeError, match="can only be saved"):
+            model(tokens())
+
+
+def test_a_sharded_tied_model_can_only_be_saved(tmp_path: Path) -> None:
+    base_of(tmp_path / "base", "llama", FIRST_OF["llama"], True)
+    model = from_pretrained(tmp_path / "base")
+    adapted(model, "q_proj", modules_to_save=("embed_tokens",)).save_adapter(tmp_path / "it")
+    Ranks(2, merge_sharded, tmp_path).finish()
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, model(tokens()).logits)

@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -70,6 +71,12 @@ def test_nothing_new_is_copied_byte_for_byte(byte_level: Path, tmp_path: Path) -
     ours.save_pretrained(tmp_path)
     for file in byte_level.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_no_token(byte_level: Path) -> None:
+    numbers: Any = [3]
+    with pytest.raises(TypeError, match="is a text or an AddedToken, not 3"):
+        Tokenizer.from_pretrained(byte_level).add_tokens(numbers)
 
 
 @pytest.mark.parametrize(("token", "message"), [("", "empty"), ("\ud800", "lone surrogate")])

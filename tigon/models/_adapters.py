@@ -358,7 +358,7 @@ def _untie_head(model: LanguageModel) -> None:
     if (cut := model.cuts.get(EMBEDDING)) is not None:
         model.cuts = {**model.cuts, HEAD: cut}
     model.config = replace(model.config, tie_word_embeddings=False)
-    if isinstance(shared, DTensor):
+    if any(hasattr(module, "unshard") for module in model.modules()):  # FSDPModule, slow to import
         model.register_forward_pre_hook(_refuse_untied)
 
 

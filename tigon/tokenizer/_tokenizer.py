@@ -360,10 +360,12 @@ class Tokenizer:
 
 
 def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
-    """ValueError for a token without text."""
+    """TypeError or ValueError for what is no token, or has no text."""
     if isinstance(token, str):
         chat.check_unicode(token)
         token = tokenizers.AddedToken(token, special=special)
+    if not isinstance(token, tokenizers.AddedToken):
+        raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")
     if not token.content:
         raise ValueError("a new token is empty: give its text")
     return token

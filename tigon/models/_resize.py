@@ -37,19 +37,19 @@ def resize_token_embeddings(
     if model.cuts or isinstance(embedding.weight, DTensor):
         raise ValueError("ranks share the model: resize its embeddings before they do")
     config = replace(model.config, vocab_size=size)  # raises before anything changes
-    embedding.weight = _resized(embedding.weight, size)
+    embedding.weight = _resize_rows(embedding.weight, size)
     embedding.num_embeddings = size
     if model.ties_head:
         head.weight = embedding.weight
     elif not config.labels:
-        head.weight = _resized(head.weight, size)
+        head.weight = _resize_rows(head.weight, size)
     if head.bias is not None and not config.labels:
-        head.bias = _resized(head.bias, size)
+        head.bias = _resize_rows(head.bias, size)
     model.config = config
     return embedding
 
 
-def _resized(old: Tensor, size: int) -> nn.Parameter:
+def _resize_rows(old: Tensor, size: int) -> nn.Parameter:
     mean = old.mean(0, dtype=torch.float32).to(old.dtype)
     new = mean.expand(max(0, size - len(old)), *old.shape[1:])
     return nn.Parameter(torch.cat([old[:size], new]), old.requires_grad)

@@ -89,8 +89,8 @@ def _tokens(config: Config, repository: Repository) -> dict[str, Any]:
     if vocabulary is None:
         return {}
     stored = read_config(repository, MODELS)[1].vocab_size
-    spare = {number for number in vocabulary.added.values() if number < stored}
-    return {"vocab_size": vocabulary.rows(stored), "untrained": spare}
+    spare = {number for number in vocabulary.new_ids.values() if number < stored}
+    return {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
 
 
 def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype) -> None:
@@ -225,7 +225,7 @@ def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> C
         model = _from_init(config, dtype)
     else:
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
-        values = _prepared(values, config)
+        values = _apply_settings(values, config)
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
     if config.lora is not None:
         add_lora(model, config)
@@ -359,7 +359,7 @@ def _config_of(path: Path) -> Any:
         raise ConfigError(f"{escaped(path)}: {error}") from error
 
 
-def _prepared(values: Any, config: Config) -> Any:
+def _apply_settings(values: Any, config: Config) -> Any:
     """A model's config, with the scores and the tokens that the settings ask for."""
     values = scored(values, config.labels) if config.labels else values
     vocabulary = read_vocabulary(config)
@@ -378,7 +378,7 @@ def _from_config(
 ) -> CausalLM:
     config = _config_of(path)
     try:
-        config = config if settings is None else _prepared(config, settings)
+        config = config if settings is None else _apply_settings(config, settings)
         return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
     except ConfigError as error:
         raise ConfigError(f"{escaped(path)}: {error}") from error

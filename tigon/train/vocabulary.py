@@ -10,8 +10,8 @@ from tigon.train.config import Config
 class Vocabulary(NamedTuple):
     """Tokens of a run."""
 
-    added: dict[str, int]  # tokens that the tokenizer lacked, and their ids
-    known: dict[str, int]  # those of new_tokens that it had
+    new_ids: dict[str, int]  # tokens that the tokenizer lacked, and their ids
+    present_ids: dict[str, int]  # those of new_tokens that it had
     size: int  # rows that all ids need
 
     def rows(self, stored: int) -> int:
@@ -22,17 +22,17 @@ class Vocabulary(NamedTuple):
         """What the run's user is told."""
         lines = [
             f"new_tokens: {shown(token)} is in the tokenizer already, as {number}"
-            for token, number in self.known.items()
+            for token, number in self.present_ids.items()
         ]
-        if self.added:
-            each = ", ".join(f"{shown(token)} {number}" for token, number in self.added.items())
+        if self.new_ids:
+            each = ", ".join(f"{shown(token)} {number}" for token, number in self.new_ids.items())
             lines.append(f"new_tokens: {each}")
         if self.size > stored:
             lines.append(
                 f"new_tokens: embedding and head are resized from {stored} to {self.size} rows; "
                 "new ones begin as the mean of the others"
             )
-        if spare := [number for number in self.added.values() if number < stored]:
+        if spare := [number for number in self.new_ids.values() if number < stored]:
             lines.append(
                 f"new_tokens: {len(spare)} of the model's {stored} rows that no token had begin as "
                 "the mean of all rows"

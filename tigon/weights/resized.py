@@ -15,19 +15,19 @@ ROWS = 4096  # that are read at a time for the mean
 
 
 @dataclass(frozen=True)
-class Resized(Decoded):
-    """A matrix whose rows beyond the checkpoint's, and `untrained` ones, are the mean of all of the
-    checkpoint's."""
+class ResizedTensor(Decoded):
+    """A matrix whose rows beyond the checkpoint's, and those in `mean_rows`, are the mean of all
+    rows of the checkpoint."""
 
     stored: TensorInfo | Decoded
-    untrained: frozenset[int]
+    mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
         values = torch.empty(count, *self.shape[1:])
         stored = self.stored.shape[0]
         if (rest := min(stored - first, count)) > 0:
             read_rows(reader, self.stored, values[:rest], first)
-        new = [r - first for r in range(first, first + count) if r >= stored or r in self.untrained]
+        new = [r - first for r in range(first, first + count) if r >= stored or r in self.mean_rows]
         if new:
             values[new] = self._mean
         return values

@@ -1,13 +1,17 @@
 """Adapters of embeddings and heads against PEFT's: files both ways, logits and gradients."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig as TheirConfig
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from tests.models.test_adapters_peft import (
     check_same,
@@ -19,13 +23,16 @@ from tests.models.test_adapters_peft import (
 )
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
+from tests.train.ranks import Ranks
 from tigon import LoraConfig, from_pretrained
 from tigon.models import CausalLM
+from tigon.train import start
 
 ENDS = ["embed_tokens", "lm_head"]
 # Families whose embedding or head is more than a table and a product, and one that is no more.
 # Tied models: PEFT adds to each alone, and so do we
 KINDS = ("llama", "gemma2", "gemma3_text", "granite", "qwen2_moe")
+FIRST_OF = dict(FIRST)
 EVERY = [(kind, case, False, False) for kind, case in FIRST if kind in KINDS]
 EVERY += [(kind, case, True, False) for kind, case in FIRST if kind in KINDS[:2]]
 EVERY += [(kind, case, False, True) for kind, case in FIRST if kind in KINDS]
@@ -59,11 +66,6 @@ def test_both_ways(model_type: str, case: str, tied: bool, dora: bool, tmp_path:
     with again.adapters_disabled():
         assert torch.equal(again(tokens()).logits, plain)
     adapted = again(tokens()).logits
-    if tied:
-        with pytest.raises(ValueError, match="embedding and head are one weight"):
-            again.merge_adapter()
-        assert torch.equal(again(tokens()).logits, adapted)
-        return
     again.merge_adapter()
     near(again(tokens()).logits, adapted)
     again.save_pretrained(tmp_path / "merged")
@@ -160,13 +162,53 @@ def test_refusals(case: str, model: CausalLM) -> None:
     assert not model.adapter_names
 
 
-def test_tied_adapters_are_refused(tmp_path: Path) -> None:
+# What an adapter of a tied model has for the embedding and the head
+OF_TIED: dict[str, dict[str, Any]] = {
+    "embedding saved": {"modules_to_save": ["embed_tokens"]},
+    "head saved": {"modules_to_save": ["lm_head"]},
+    "both saved": {"modules_to_save": ENDS},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Setting `save_embedding")
+@pytest.mark.parametrize("ensure", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize("of_tied", OF_TIED)
+def test_merging_unties(of_tied: str, model_type: str, ensure: bool, tmp_path: Path) -> None:
+    """Logits stay those of PEFT's unmerged model, also in transformers."""
+    base = base_of(tmp_path / "base", model_type, FIRST_OF[model_type], True)
+    options = {"target_modules": ["q_proj"], "r": 4, "task_type": "CAUSAL_LM"}
+    options |= copy.deepcopy(OF_TIED[of_tied])  # PEFT adds to the lists
+    theirs = get_peft_model(base, TheirConfig(ensure_weight_tying=ensure, **options)).eval()
+    randomise(trained(theirs))
+    theirs.save_pretrained(tmp_path / "it")
+    expected = theirs(tokens()).logits
+    ours = from_pretrained(tmp_path / "base")
+    ours.load_adapter(tmp_path / "it")
+    near(ours(tokens()).logits, expected)
+    ours.merge_adapter()
+    near(ours(tokens()).logits, expected)
+    ours.save_pretrained(tmp_path / "merged")
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, expected)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    near(loaded(tokens()).logits, expected)
+    assert loaded.config.tie_word_embeddings == ensure
+    names = load_file(tmp_path / "merged" / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) == (not ensure)
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings", "ignore:Setting `save_embedding")
+def test_tied_adapters_do_not_train_on(tmp_path: Path) -> None:
     theirs = theirs_of(
         tmp_path / "base", "llama", "tied", target_modules=ENDS, ensure_weight_tying=True
     )
     theirs.save_pretrained(tmp_path / "it")
-    with pytest.raises(ValueError, match="ensure_weight_tying=True is not supported"):
-        from_pretrained(tmp_path / "base").load_adapter(tmp_path / "it")
+    ours = from_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="ensure_weight_tying=True keeps embedding and head equal"):
+        ours.load_adapter(tmp_path / "it", trainable=True)
+    assert not ours.adapter_names
 
 
 def test_all_linear_has_neither(model: CausalLM, tmp_path: Path) -> None:
@@ -175,3 +217,25 @@ def test_all_linear_has_neither(model: CausalLM, tmp_path: Path) -> None:
     model.save_adapter(tmp_path / "it")
     written = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
     assert "lm_head" not in written["target_modules"]
+
+
+def merge_sharded(directory: Path) -> None:
+    """On two ranks: a tied model whose adapter has the embedding whole."""
+    with start("cpu"):
+        model = from_pretrained(directory / "base")
+        model.load_adapter(directory / "it")
+        fully_shard(model)
+        model(tokens())
+        model.reshard()  # type: ignore[operator]
+        model.merge_adapter()
+        model.save_pretrained(directory / "merged")
+        with pytest.raises(RuntimeError, match="can only be saved"):
+            model(tokens())
+
+
+def test_a_sharded_tied_model_can_only_be_saved(tmp_path: Path) -> None:
+    base_of(tmp_path / "base", "llama", FIRST_OF["llama"], True)
+    model = from_pretrained(tmp_path / "base")
+    adapted(model, "q_proj", modules_to_save=("embed_tokens",)).save_adapter(tmp_path / "it")
+    Ranks(2, merge_sharded, tmp_path).finish()
+    near(from_pretrained(tmp_path / "merged")(tokens()).logits, model(tokens()).logits)

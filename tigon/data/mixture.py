@@ -305,7 +305,9 @@ def check_vocabulary(parts: Sequence[Part], size: int) -> None:
     if highest >= size:
         raise ValueError(
             f"the tokenizer gives token {highest}, or a row has it, but the model's vocabulary has "
-            f"{size}: they do not belong together"
+            f"{size}: if tokens were added to the tokenizer, name them in new_tokens, which "
+            "resizes the model (in Python model.resize_token_embeddings(len(tokenizer))); "
+            "otherwise give the model's own tokenizer"
         )
 
 

@@ -16,9 +16,10 @@ from tigon.models._few_bits import Quantize, count_parameters, quantise, quantis
 from tigon.models._fit import misfits
 from tigon.models._init import init_parts
 from tigon.models._load import LoadOptions, build, load_weights, materialize, scored, split_gguf
-from tigon.models._lora import LoraConfig, check_apart
+from tigon.models._lora import LoraConfig, saved_ends
 from tigon.models._moe import MoEConfig, aux_loss_coef
 from tigon.models._output import CausalLMOutput
+from tigon.models._peft import read_vocabulary_size
 from tigon.models._peft_config import read_base
 from tigon.models._quantised import read_quantisation
 from tigon.models._save import prepare_save, write_description, write_model
@@ -63,7 +64,6 @@ __all__ = [
     "aux_loss_coef",
     "begin_adapter",
     "build",
-    "check_apart",
     "check_keywords",
     "convert",
     "count_parameters",
@@ -82,7 +82,9 @@ __all__ = [
     "read_base",
     "read_config",
     "read_quantisation",
+    "read_vocabulary_size",
     "recomputed_blocks",
+    "saved_ends",
     "scored",
     "split_gguf",
     "torch_dtype",

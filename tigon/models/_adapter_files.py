@@ -26,7 +26,7 @@ from tigon.models._arguments import check_keywords
 from tigon.models._layout import layout
 from tigon.models._lora import check_dropout, places, plan
 from tigon.models._model import LanguageModel
-from tigon.models._peft import PREFIX, WEIGHTS, Stored, read_adapter
+from tigon.models._peft import PREFIX, WEIGHTS, Stored, read_adapter, read_vocabulary_size
 from tigon.models._peft_config import CONFIG, peft_config, peft_name
 from tigon.models._save import SavesItself, check_target, write_json, write_model
 from tigon.paths import expanded
@@ -62,11 +62,22 @@ def load_adapter(
     """
     check_keywords("load_adapter", source, frozenset(Source.__annotations__))
     check_new(model, name)
-    stored = read_adapter(Repository(path_or_repo, **source), model)
+    repository = Repository(path_or_repo, **source)
+    stored, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
     try:
+        if size not in (None, model.config.vocab_size) and not model.config.labels:
+            raise ValueError(
+                f"the adapter is of {size} tokens, and the model has {model.config.vocab_size}: "
+                f"call model.resize_token_embeddings({size}) first"
+            )
         parts = plan(model, stored.config)
         if trainable:
             check_dropout(model, stored.config)
+        if trainable and stored.tied:
+            raise ValueError(
+                "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
+                "supported: load the adapter without trainable=True, or merge it and begin another"
+            )
     except ValueError as error:
         raise ValueError(f"{escaped(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, stored)

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from tigon.layers import (
 )
 from tigon.layers.lora import MAGNITUDE, place_of
 from tigon.models._deltas import add_delta, add_embedding_delta, add_experts_deltas, column_lengths
-from tigon.models._lora import LoraConfig, Plan, check_apart, check_dropout, plan
+from tigon.models._layout import EMBEDDING, HEAD
+from tigon.models._lora import LoraConfig, Plan, changes_ends, check_dropout, plan
 from tigon.models._model import LanguageModel
 from tigon.weights import local_part, own_rows, row_group
 
@@ -320,11 +322,15 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
 
     Sums are in float32 and rounded once to the weights' dtype. A quantised weight that something is
     added to is then one of the model's dtype, of whole size. In a sharded model all ranks call
-    this, and each adds its own rows.
+    this, and each adds its own rows. Where the embedding and the head are tied and the adapter
+    changes either, the merged model has two weights and tie_word_embeddings=False, unless the two
+    are equal.
     """
     name = check_name(model, name)
     _check_free(model)
-    check_apart(model, model.adapters[name], f"merging the adapter {name!r}")
+    tied = model.ties_head
+    if tied and changes_ends(model, model.adapters[name]):
+        _untie_head(model)
     for path, low in low_ranks(model, name).items():
         layer = model.get_submodule(path)
         if isinstance(low, LowRank):
@@ -341,3 +347,33 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
         copy = owner.copies.get_parameter(name)
         local_part(end, owner.weight).memory.copy_(local_part(end, copy).memory)
     delete_adapter(model, name)
+    if tied and not model.ties_head:
+        _tie_equal_head(model)
+
+
+def _untie_head(model: LanguageModel) -> None:
+    """Give the head a copy of the weight that it shares with the embedding."""
+    shared = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(shared.detach().clone(), shared.requires_grad)
+    if (cut := model.cuts.get(EMBEDDING)) is not None:
+        model.cuts = {**model.cuts, HEAD: cut}
+    model.config = replace(model.config, tie_word_embeddings=False)
+    if any(hasattr(module, "unshard") for module in model.modules()):  # FSDPModule, slow to import
+        model.register_forward_pre_hook(_refuse_untied)
+
+
+def _refuse_untied(*_: object) -> None:
+    """FSDP would gather the embedding in place of the head's copy."""
+    raise RuntimeError(
+        "merging the adapter has untied the embedding and the head of a sharded model, which can "
+        "only be saved: load what save_pretrained writes"
+    )
+
+
+def _tie_equal_head(model: LanguageModel) -> None:
+    """Tie embedding and head again if they are equal, as PEFT's ensure_weight_tying keeps them."""
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    if isinstance(head, DTensor) or model.cuts or not torch.equal(embedding, head):
+        return
+    model.lm_head.weight = cast(nn.Parameter, embedding)
+    model.config = replace(model.config, tie_word_embeddings=True)

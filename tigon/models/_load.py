@@ -33,6 +33,7 @@ from tigon.weights import (
     Decoded,
     Drawn,
     Repository,
+    ResizedTensor,
     load_into,
     map_parameters,
     pinned_ahead,
@@ -115,6 +116,7 @@ def build(
     seed: int = 0,
     quantize: Quantize | None = None,
     vocab_size: int | None = None,
+    mean_rows: Collection[int] = (),
 ) -> tuple[M, Checkpoint]:
     """The repository's model on the meta device, and the checkpoint that fills it.
 
@@ -122,7 +124,8 @@ def build(
     unless the checkpoint fits exactly, before anything is allocated; `fit` False: `misfits` will
     say what does not. `labels`: the model is to give so many scores in place of logits; their head
     is drawn by the seed if the checkpoint has none. `vocab_size`: the model is to have that many
-    tokens, the first of the checkpoint's.
+    tokens, the first of the checkpoint's; rows that it lacks, and those in `mean_rows`, are
+    the mean of its rows.
     """
     chosen = _named_dtype(dtype)
     check_quantize(quantize)
@@ -140,7 +143,7 @@ def build(
         if labels:
             config, checkpoint = with_scores(config, checkpoint, labels, seed)
         if vocab_size is not None:
-            config, checkpoint = with_fewer_tokens(config, checkpoint, vocab_size)
+            config, checkpoint = with_tokens(config, checkpoint, vocab_size, mean_rows)
         model = on_meta(cls, config, chosen)
         check_counts(model, checkpoint)
     if fit:
@@ -166,12 +169,21 @@ def with_scores(config: C, checkpoint: Checkpoint, labels: int, seed: int) -> tu
     return config, Checkpoint(checkpoint.name, {**checkpoint.tensors, SCORE: head})
 
 
-def with_fewer_tokens(config: C, checkpoint: Checkpoint, size: int) -> tuple[C, Checkpoint]:
-    """The config and the checkpoint without the rows of embedding and head from `size` on."""
+def with_tokens(
+    config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
+) -> tuple[C, Checkpoint]:
+    """The config and the checkpoint with `size` rows of embedding and head, the first of the
+    checkpoint's; rows that it lacks, and those in `mean_rows`, are the mean of all."""
     tensors = dict(checkpoint.tensors)
     for name in embedding_and_head(tensors):
-        if name in tensors:
-            tensors[name] = replace(tensors[name], shape=(size, *tensors[name].shape[1:]))
+        if (info := tensors.get(name)) is None:
+            continue
+        shape = (size, *info.shape[1:])
+        if size > info.shape[0] or mean_rows:
+            rows = frozenset(mean_rows)
+            tensors[name] = ResizedTensor(name, shape, info.path, info.offset, info, rows)
+        else:
+            tensors[name] = replace(info, shape=shape)
     return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
 
 

@@ -209,18 +209,10 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
             )
 
 
-def check_apart(model: LanguageModel, config: LoraConfig, how: str) -> None:
-    """Raises ValueError where `how`, merging, would make two weights of one that embedding and head
-    share."""
-    if not model.ties_head:
-        return
-    own = {part.name for parts in plan(model, config).values() for part in parts}
-    ends = [name for name in saved_ends(model) if name in {*own, *config.modules_to_save}]
-    if ends:
-        raise ValueError(
-            f"{how}: the adapter changes {' and '.join(ends)}, and the model's embedding and head "
-            "are one weight, which cannot be both"
-        )
+def changes_ends(model: LanguageModel, config: LoraConfig) -> bool:
+    """Whether the adapter changes the embedding or the head."""
+    targets = {part.name for parts in plan(model, config).values() for part in parts}
+    return not targets.isdisjoint(saved_ends(model)) or bool(config.modules_to_save)
 
 
 def matches(pattern: str, name: str) -> bool:

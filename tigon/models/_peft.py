@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tigon.json_file import escaped, read_json, shown
-from tigon.models._layout import PREFIXES, stem_of_experts
-from tigon.models._lora import LoraConfig, Place, places, saved_ends
+from tigon.models._layout import EMBEDDING, HEAD, PREFIXES, stem_of_experts
+from tigon.models._lora import LoraConfig, Place, changes_ends, places, saved_ends
 from tigon.models._model import LanguageModel
 from tigon.models._peft_config import BASE, CONFIG, base_of, meant_by, short
 from tigon.models._peft_experts import APART, Tensors, stack, with_stacked
@@ -47,6 +47,7 @@ class Stored(NamedTuple):
     names: dict[str, str]  # the file's of each tensor, by that which `peft_names` gives it
     base: dict[str, str]  # likewise weights of the base, by the paths of their modules
     of_base: Checkpoint  # has them
+    tied: bool  # whether training keeps embedding and head equal (PEFT's ensure_weight_tying)
 
 
 def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
@@ -83,7 +84,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
     at = f"{repository.name}/{WEIGHTS}"
     rest = {own: info for own, info in tensors.items() if own not in base.values()}
     of_base = {own: tensors[own] for own in base.values()}
-    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base))
+    tied = _tied(values, model) and changes_ends(model, config)
+    return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base), tied)
 
 
 def _stack(
@@ -202,14 +204,11 @@ def _config(
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={shown(saved)} is no list of names")
     both = saved_ends(model)
-    tied = values.get("ensure_weight_tying") and model.ties_head
-    if tied and (saved or any(known[name].own in both for name in own)):
-        raise ValueError(
-            "ensure_weight_tying=True is not supported: what an adapter has for embedding and head "
-            "is apart here"
-        )
     # PEFT names both heads that models of scores may have
     last = dict.fromkeys(name.rpartition(".")[2] for name in saved)
+    # PEFT saves both and names one with ensure_weight_tying, and none of a resized model
+    paths = zip(both, (EMBEDDING, model.checkpoint_names.head), strict=True)
+    last |= {end: None for end, path in paths if path in tensors}
     if "score" in both:
         last.pop("classifier", None)
     return LoraConfig(
@@ -225,6 +224,22 @@ def _config(
         base=base_of(values).name,
         revision=base_of(values).revision or "",
     )
+
+
+def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
+    """The rows of the embedding or the head that the adapter has whole; None if it has neither, of
+    the model's width: the file may be anybody's, and a model is resized to what is returned."""
+    weights = repository.optional_file(WEIGHTS)
+    header = {} if weights is None else read_header(weights)
+    names = _names(header, f"{repository.name}/{WEIGHTS}")
+    shapes = [header[names[name]].shape for name in (EMBEDDING, HEAD) if name in names]
+    width = model.config.hidden_size
+    return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
+
+
+def _tied(values: Mapping[str, Any], model: LanguageModel) -> bool:
+    """Whether PEFT keeps what the adapter has for the embedding and for the head equal."""
+    return bool(values.get("ensure_weight_tying")) and model.ties_head
 
 
 def _stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, Place]:

@@ -7,7 +7,7 @@ import torch
 
 from tigon.generation import generate
 from tigon.kernels.attention import Backend
-from tigon.models import _adapter_files, _adapters, _load, _push, _save
+from tigon.models import _adapter_files, _adapters, _load, _push, _resize, _save
 from tigon.models._config import Config
 from tigon.models._layout import layout
 from tigon.models._model import LanguageModel
@@ -20,6 +20,7 @@ class CausalLM(LanguageModel):
     generate = generate
     save_pretrained = _save.save_pretrained
     push_to_hub = _push.push_to_hub
+    resize_token_embeddings = _resize.resize_token_embeddings
     add_adapter = _adapters.add_adapter
     load_adapter = _adapter_files.load_adapter
     save_adapter = _adapter_files.save_adapter

@@ -68,8 +68,8 @@ class Tokenizer:
         self._files = Files(files or {})
         self._failures = Failures((files or {}).get("tokenizer.json"))
         self._changed: dict[str, str] = {}  # of tokenizer_config.json
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = False  # whether add_tokens has added any
+        self._special_ids = _special_ids(backend)
         self.bos_token = self.special_tokens.get("bos_token")
         self.eos_token = self.special_tokens.get("eos_token")
         self.pad_token = self.special_tokens.get("pad_token")
@@ -102,6 +102,29 @@ class Tokenizer:
         """Chats by the template in this Jinja file, which `save_pretrained` then copies too."""
         self.chat_template = source.read_template(Path(path))
         self._files.use_template(path)
+
+    def add_tokens(
+        self,
+        new_tokens: str | tokenizers.AddedToken | Sequence[str | tokenizers.AddedToken],
+        special_tokens: bool = False,
+    ) -> int:
+        """Add tokens to the vocabulary, as in transformers; returns how many it lacked.
+
+        `save_pretrained` then writes them too. A model needs a row for each:
+        `model.resize_token_embeddings(len(tokenizer))`. ValueError for a token without text.
+        """
+        if isinstance(new_tokens, str | tokenizers.AddedToken):
+            new_tokens = [new_tokens]
+        present = self.backend.get_added_tokens_decoder().values()
+        special = {token.content for token in present if token.special}  # they stay so
+        tokens = [_added_token(token, special_tokens) for token in new_tokens]
+        tokens = [token for token in tokens if token.content not in special]
+        before = len(self)
+        add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
+        add(tokens)
+        self._added = self._added or bool(tokens)
+        self._special_ids = _special_ids(self.backend)
+        return len(self) - before
 
     def keep_files(self) -> None:
         """Read them into memory, for a `save_pretrained` when they are gone."""
@@ -364,8 +387,10 @@ class Tokenizer:
         return said[-1]
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Copies the files that the tokenizer came from, byte for byte but for another eos."""
-        self._files.save(directory, self._changed)
+        """Copies the files that the tokenizer came from, byte for byte but for other special tokens
+        and added ones."""
+        added = json.loads(self.backend.to_str())["added_tokens"] if self._added else []
+        self._files.save(directory, self._changed, added)
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's pickle leaves this out
@@ -417,3 +442,20 @@ class Tokenizer:
         if chosen not in named and "{" not in chosen:
             raise ValueError(f"no chat template is called {chosen!r}: there are {sorted(named)}")
         return named.get(chosen, chosen)
+
+
+def _added_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
+    """TypeError or ValueError for what is no token, or has no text."""
+    if isinstance(token, str):
+        chat.check_unicode(token)
+        token = tokenizers.AddedToken(token, special=special)
+    if not isinstance(token, tokenizers.AddedToken):
+        raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")
+    if not token.content:
+        raise ValueError("a new token is empty: give its text")
+    return token
+
+
+def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    added = backend.get_added_tokens_decoder()
+    return frozenset(number for number, token in added.items() if token.special)

@@ -32,6 +32,7 @@ from tigon.train.model import (
     build_model,
     check_fp8,
     compute_dtype,
+    describe_tokens,
     in_bfloat16,
     projections,
 )
@@ -51,6 +52,7 @@ from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
 from tigon.train.state import State
+from tigon.train.vocabulary import read_tokenizer
 
 OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
@@ -213,6 +215,9 @@ def prepare(config: Config, world: World) -> Run:
         f"on {world.size} x {world.device.type}{layout}",
         f"steps: {inputs.start} to {steps}{each}",
     )
+    if source is None:
+        for line in describe_tokens(config):
+            world.say(line)
     if chosen is not None:
         world.say(str(chosen))
     for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
@@ -327,7 +332,8 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     if source is not None and not checkpoint.is_legacy(source):
         was = checkpoint.facts(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
-        if all(name in was and was[name] == getattr(config, name) for name in named):
+        same = all(name in was and was[name] == getattr(config, name) for name in named)
+        if same and [*was.get("new_tokens", ())] == [*config.new_tokens]:
             tokenizer = Tokenizer.from_pretrained(source)
             tokenizer.keep_files()  # the checkpoint may go while the run saves them again
             tokenizer.use_chat_template_kwargs(config.chat_template_kwargs or {})
@@ -338,9 +344,9 @@ def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
             f"model={base} is a run or a checkpoint of one: give its run_dir/hf, or what "
             f"`tigon export {base} DIRECTORY` makes of it"
         )
-    tokenizer = Tokenizer.from_pretrained(
-        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
-    )
+    tokenizer = read_tokenizer(config)
+    if config.new_tokens:
+        tokenizer.add_tokens(config.new_tokens, special_tokens=True)
     if config.chat_template:
         tokenizer.use_chat_template(config.chat_template)
     tokenizer.use_chat_template_kwargs(config.chat_template_kwargs or {})

@@ -64,7 +64,8 @@ def load_checkpoint(
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
             config = _with_base(source, config, base)
-            model = adapted(config, dtype, device)
+            # Its tokenizer has the new tokens, and the adapter their rows
+            model = adapted(replace(config, tokenizer=str(source)), dtype, device)
             checkpoint.load(source, model)
             return model.eval(), tokenizer_of(source)
         model = described(source, torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tigon import strict
-from tigon.models import CausalLM, begin_adapter, check_apart, quantise, quantised_bytes
+from tigon.models import CausalLM, begin_adapter, quantise, quantised_bytes, saved_ends
 from tigon.train import checkpoint
 from tigon.train.config import Config
 
@@ -21,8 +21,9 @@ def add_lora(model: CausalLM, config: Config) -> None:
     own = config.lora.adapter(config.model, config.revision or "")
     if config.labels and "score" not in own.modules_to_save:  # new, and so trained whole
         own = replace(own, modules_to_save=(*own.modules_to_save, "score"))
-    if config.lora.merge:
-        check_apart(model, own, "lora.merge=true")
+    if config.new_tokens:  # PEFT resizes its base alike, and finds the rows in the adapter
+        ends = (*own.modules_to_save, *saved_ends(model))
+        own = replace(own, modules_to_save=tuple(dict.fromkeys(ends)))
     model.add_adapter(own, dtype=getattr(torch, config.param_dtype))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tigon.hub import Repository
 from tigon.json_file import escaped, shown
-from tigon.models import CausalLM, from_pretrained, read_base, split_gguf
+from tigon.models import CausalLM, from_pretrained, read_base, read_vocabulary_size, split_gguf
 from tigon.tokenizer import Tokenizer
 from tigon.weights import all_finite
 
@@ -80,6 +80,9 @@ def load_with_adapter(
             f"{where} is of a model that scores sequences, and its base {shown(name)} "
             "predicts tokens: `tigon export RUN DIRECTORY --merge` of the run, or PEFT, merges them"
         )
+    size = read_vocabulary_size(repository, model)  # of a base that was resized for new tokens
+    if size is not None and size > model.config.vocab_size:
+        model.resize_token_embeddings(size)
     model.load_adapter(adapter, revision=revision, dtype=adapter_dtype)
     print(f"base: {name}, named by {where if base is None else '--base'}", file=sys.stderr)
     return model, tokenizer

@@ -31,6 +31,7 @@ from tigon.train import checkpoint
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, begin_lora, settings_of
 from tigon.train.parallel import World, meshes_of, shard
+from tigon.train.vocabulary import read_vocabulary
 from tigon.weights import Checkpoint, Repository
 
 
@@ -54,15 +55,14 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         divide(model, config, world)
         materialize(model, world.device)
     elif config.init:
-        model = _from_config(_init(config), dtype, "meta", config.labels)
+        model = _from_init(config, dtype)
         divide(model, config, world)
         _allocate(model, config, world)
         _fill(model, config, None, dtype)
     else:
         repository = Repository(config.model, revision=config.revision)
-        model, weights = build(
-            repository, MODELS, dtype=dtype, labels=config.labels, seed=config.seed
-        )
+        how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
+        model, weights = build(repository, MODELS, **how, **_tokens(config, repository))
         divide(model, config, world)
         _allocate(model, config, world)
         if source is None:
@@ -82,11 +82,22 @@ def _allocate(model: CausalLM, config: Config, world: World) -> None:
 def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
     """What an adapter is added to; its weights are to be loaded, unless they are random."""
     if config.init:
-        return _from_config(_init(config), dtype, "meta", config.labels), None
+        return _from_init(config, dtype), None
     how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
     if config.lora is not None:
         how["quantize"] = config.lora.quantize
-    return build(Repository(config.model, revision=config.revision), MODELS, **how)
+    repository = Repository(config.model, revision=config.revision)
+    return build(repository, MODELS, **how, **_tokens(config, repository))
+
+
+def _tokens(config: Config, repository: Repository) -> dict[str, Any]:
+    """The options of `build` that new_tokens need."""
+    vocabulary = read_vocabulary(config)
+    if vocabulary is None:
+        return {}
+    stored = read_config(repository, MODELS)[1].vocab_size
+    spare = {number for number in vocabulary.new_ids.values() if number < stored}
+    return {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
 
 
 def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype) -> None:
@@ -95,7 +106,20 @@ def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: to
         load_weights(model, weights)
         return
     torch.manual_seed(config.seed)
-    init_parts(model, _from_config(_init(config), dtype, "meta", config.labels))
+    init_parts(model, _from_init(config, dtype))
+
+
+def describe_tokens(config: Config) -> list[str]:
+    """What the run's user is told of new_tokens."""
+    vocabulary = read_vocabulary(config)
+    if vocabulary is None:
+        return []
+    if config.init:
+        stored = _config_of(_init(config)).vocab_size
+    else:
+        repository = Repository(config.model, revision=config.revision)
+        stored = read_config(repository, MODELS)[1].vocab_size
+    return vocabulary.describe(stored)
 
 
 def base_digest(config: Config) -> str:
@@ -205,10 +229,10 @@ def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> C
     if config.lora is None and source is not None and not checkpoint.is_legacy(source):
         model = described(source, dtype)
     elif config.init:
-        model = _from_config(_init(config), dtype, "meta", config.labels)
+        model = _from_init(config, dtype)
     else:
         values = read_config(Repository(config.model, revision=config.revision), MODELS)[1]
-        values = scored(values, config.labels) if config.labels else values
+        values = _apply_settings(values, config)
         model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
     if config.lora is not None:
         add_lora(model, config)
@@ -342,10 +366,26 @@ def _config_of(path: Path) -> Any:
         raise ConfigError(f"{escaped(path)}: {error}") from error
 
 
-def _from_config(path: Path, dtype: torch.dtype, device: str, labels: int = 0) -> CausalLM:
+def _apply_settings(values: Any, config: Config) -> Any:
+    """A model's config, with the scores and the tokens that the settings ask for."""
+    values = scored(values, config.labels) if config.labels else values
+    vocabulary = read_vocabulary(config)
+    if vocabulary is None:
+        return values
+    return replace(values, vocab_size=vocabulary.rows(values.vocab_size))
+
+
+def _from_init(settings: Config, dtype: torch.dtype) -> CausalLM:
+    """The model of `init`, on the meta device."""
+    return _from_config(_init(settings), dtype, "meta", settings)
+
+
+def _from_config(
+    path: Path, dtype: torch.dtype, device: str, settings: Config | None = None
+) -> CausalLM:
     config = _config_of(path)
     try:
-        config = scored(config, labels) if labels else config
+        config = config if settings is None else _apply_settings(config, settings)
         return MODELS[config.model_type].from_config(config, dtype=dtype, device=device)
     except ConfigError as error:
         raise ConfigError(f"{escaped(path)}: {error}") from error

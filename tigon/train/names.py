@@ -42,6 +42,10 @@ OTHERS = {
     **PARALLEL,
     "fsdp": SHARDING,  # not within parallel, which has an fsdp of its own
     "adapter": ADAPTERS,
+    "tokens": "new_tokens",
+    "add_special_tokens": "new_tokens",
+    "new_special_tokens": "new_tokens",
+    "resize_vocab": "new_tokens, which resizes the model where it has to",
     "adam_beta1": "beta1",
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",

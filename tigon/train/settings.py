@@ -39,6 +39,12 @@ class ModelSettings:
     chat_template: str = option(
         "", "a Jinja file for chats, in place of the tokenizer's; run_dir/hf gets it"
     )
+    new_tokens: tuple[str, ...] = option(
+        (),
+        "special tokens to add to the tokenizer, and rows for them to embedding and head, which "
+        "begin as the mean of the others; lora trains both whole",
+        stream=True,
+    )
     router_aux_loss_coef: float | None = option(
         None,
         "weight of the loss that balances experts, 0: none; null: as config.json says",

@@ -20,6 +20,7 @@ from tigon.weights.matching import Misfits, compare, listing, match
 from tigon.weights.pieces import Entry, Piece, cut, height
 from tigon.weights.plan import local_part, own_rows, own_slices, row_group
 from tigon.weights.reading import Reader
+from tigon.weights.resized import ResizedTensor
 from tigon.weights.staging import as_bytes
 from tigon.weights.writer import copied, write_checkpoint
 from tigon.weights.writers import RankError, Writers
@@ -45,6 +46,7 @@ __all__ = [
     "RankError",
     "Reader",
     "Repository",
+    "ResizedTensor",
     "Rows",
     "Stored",
     "TensorInfo",

@@ -1,0 +1,70 @@
+"""resize_token_embeddings against transformers'."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.models.test_adapters_peft import near
+from tests.models.test_parity import tokens
+from tests.models.tiny import CASES, FIRST, reference
+from tigon import from_pretrained
+
+KINDS = [(kind, case) for kind, case in FIRST if kind in ("llama", "gemma2", "granite")]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("model_type", "case"), KINDS)
+def test_equals_transformers(model_type: str, case: str, tied: bool, tmp_path: Path) -> None:
+    overrides = CASES[model_type][case] | {"tie_word_embeddings": tied}
+    theirs = reference(model_type, overrides, tmp_path / "base")
+    ours = from_pretrained(tmp_path / "base")
+    old = ours.model.embed_tokens.weight.detach().clone()
+    embedding = ours.resize_token_embeddings(217, pad_to_multiple_of=8)
+    theirs.resize_token_embeddings(217, pad_to_multiple_of=8)
+    assert ours.config.vocab_size == theirs.config.vocab_size == 224
+    assert embedding is ours.model.embed_tokens and embedding.num_embeddings == 224
+    assert (ours.lm_head.weight is embedding.weight) == tied
+    assert torch.equal(embedding.weight[:211], old)
+    for own, other in (
+        (embedding.weight, theirs.get_input_embeddings().weight),
+        (ours.lm_head.weight, theirs.get_output_embeddings().weight),
+    ):
+        near(own[211:], own[:211].mean(0).expand(13, -1))
+        # transformers draws them around the mean
+        torch.testing.assert_close(own[211:], other[211:], rtol=0, atol=1e-4)
+    near(ours(tokens()).logits[..., :211], theirs(tokens()).logits[..., :211])
+    ours.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    near(loaded(tokens()).logits, ours(tokens()).logits)
+    ours.resize_token_embeddings(100)
+    assert ours(tokens() % 100).logits.shape[-1] == 100
+    assert torch.equal(ours.model.embed_tokens.weight, old[:100])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    reference("llama", CASES["llama"]["pad row"], tmp_path / "base")
+    return from_pretrained(tmp_path / "base")
+
+
+def test_the_present_number_changes_nothing(model: Any) -> None:
+    assert model.resize_token_embeddings() is model.model.embed_tokens
+    assert model.config.vocab_size == 211
+
+
+def test_refusals(model: Any) -> None:
+    weight = model.model.embed_tokens.weight
+    for wrong in (0, -1, 2.5, True, "8"):
+        with pytest.raises(ValueError, match=r"new_num_tokens=.* is no number of tokens"):
+            model.resize_token_embeddings(wrong)
+    with pytest.raises(ValueError, match="pad_to_multiple_of=0"):
+        model.resize_token_embeddings(8, 0)
+    with pytest.raises(ValueError, match=r"pad_token_id=.* outside the vocabulary"):
+        model.resize_token_embeddings(1)
+    model.add_adapter()
+    with pytest.raises(ValueError, match="resize its embeddings before"):
+        model.resize_token_embeddings(300)
+    assert model.model.embed_tokens.weight is weight and model.config.vocab_size == 211

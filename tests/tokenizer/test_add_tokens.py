@@ -1,0 +1,88 @@
+"""Tokens that are added to a tokenizer: the same ids as transformers', before and after saving."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tokenizer.test_tokenizer import CORPUS, REAL, edited
+from tigon.tokenizer import Tokenizer
+
+NEW = ["<tool>", "</tool>", "<|думай|>", "</s>", "two words"]
+TEXTS = [*CORPUS, "a<tool>b</tool> <|думай|> two words</s>", " <tool> \n</tool>x", "<tool><tool>"]
+
+
+@pytest.mark.skipif(not REAL, reason="TIGON_TOKENIZERS names no folder of tokenizers")
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("file", REAL or [None], ids=str)
+def test_real_tokenizers(file: Path, special: bool, tmp_path: Path) -> None:
+    new = [token for token in NEW if token != "</s>"]
+    check(file.parent, new, len(new), special, tmp_path)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_ids_are_those_of_transformers(directory: Path, special: bool, tmp_path: Path) -> None:
+    check(directory, NEW, 4, special, tmp_path)  # </s> is there
+
+
+def check(directory: Path, new: list[str], count: int, special: bool, tmp_path: Path) -> None:
+    ours, theirs = Tokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    before = len(ours)
+    assert ours.add_tokens(new, special_tokens=special) == count
+    theirs.add_tokens(new, special_tokens=special)
+    assert len(ours) == len(theirs) == before + count
+    ours.save_pretrained(tmp_path)
+    again, exported = Tokenizer.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    copied = pickle.loads(pickle.dumps(ours))
+    for text in TEXTS:
+        expected = theirs.encode(text)
+        for tokenizer in (ours, again, exported, copied):
+            assert tokenizer.encode(text) == expected
+            plain = theirs.decode(expected, skip_special_tokens=True)
+            assert tokenizer.decode(expected, skip_special_tokens=True) == plain
+    assert again.digest() == ours.digest() != Tokenizer.from_pretrained(directory).digest()
+    assert len(exported) == len(theirs)
+
+
+def test_other_files_list_them_too(byte_level: Path, tmp_path: Path) -> None:
+    """transformers 4 writes added_tokens_decoder, and older versions added_tokens.json."""
+    tokens = {"400": {"content": "<old>", "special": True}}
+    source = edited(byte_level, tmp_path / "old", added_tokens_decoder=tokens)
+    (source / "added_tokens.json").write_text(json.dumps({"<old>": 400}))
+    ours = Tokenizer.from_pretrained(source)
+    assert ours.add_tokens("<new>", special_tokens=True) == 1
+    ours.save_pretrained(tmp_path / "new")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "new")
+    text = "<old><new>"
+    assert ours.encode(text) == theirs.encode(text)
+    config = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
+    number = len(ours) - 1
+    assert config["added_tokens_decoder"][str(number)]["content"] == "<new>"
+    added = json.loads((tmp_path / "new" / "added_tokens.json").read_text())
+    assert added["<new>"] == number
+
+
+def test_nothing_new_is_copied_byte_for_byte(byte_level: Path, tmp_path: Path) -> None:
+    ours = Tokenizer.from_pretrained(byte_level)
+    assert ours.add_tokens([]) == 0
+    ours.save_pretrained(tmp_path)
+    for file in byte_level.iterdir():
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_is_no_token(byte_level: Path) -> None:
+    numbers: Any = [3]
+    with pytest.raises(TypeError, match="is a text or an AddedToken, not 3"):
+        Tokenizer.from_pretrained(byte_level).add_tokens(numbers)
+
+
+@pytest.mark.parametrize(("token", "message"), [("", "empty"), ("\ud800", "lone surrogate")])
+def test_no_token(token: str, message: str, byte_level: Path) -> None:
+    ours = Tokenizer.from_pretrained(byte_level)
+    before = len(ours)
+    with pytest.raises(ValueError, match=message):
+        ours.add_tokens(["<fine>", token])
+    assert len(ours) == before

@@ -1,0 +1,63 @@
+"""The tokens that `new_tokens` adds, and the rows that they need."""
+
+from typing import NamedTuple
+
+from tigon.json_file import shown
+from tigon.tokenizer import Tokenizer
+from tigon.train.config import Config
+
+
+class Vocabulary(NamedTuple):
+    """Tokens of a run."""
+
+    new_ids: dict[str, int]  # tokens that the tokenizer lacked, and their ids
+    present_ids: dict[str, int]  # those of new_tokens that it had
+    size: int  # rows that all ids need
+
+    def rows(self, stored: int) -> int:
+        """Of embedding and head, where the checkpoint has `stored`."""
+        return max(stored, self.size)
+
+    def describe(self, stored: int) -> list[str]:
+        """What the run's user is told."""
+        lines = [
+            f"new_tokens: {shown(token)} is in the tokenizer already, as {number}"
+            for token, number in self.present_ids.items()
+        ]
+        if self.new_ids:
+            each = ", ".join(f"{shown(token)} {number}" for token, number in self.new_ids.items())
+            lines.append(f"new_tokens: {each}")
+        if self.size > stored:
+            lines.append(
+                f"new_tokens: embedding and head are resized from {stored} to {self.size} rows; "
+                "new ones begin as the mean of the others"
+            )
+        if spare := [number for number in self.new_ids.values() if number < stored]:
+            lines.append(
+                f"new_tokens: {len(spare)} of the model's {stored} rows that no token had begin as "
+                "the mean of all rows"
+            )
+        return lines
+
+
+def read_vocabulary(config: Config) -> Vocabulary | None:
+    """From the tokenizer that the settings name; None without new_tokens."""
+    if not config.new_tokens:
+        return None
+    tokenizer = read_tokenizer(config)
+    before = tokenizer.backend.get_vocab()
+    tokenizer.add_tokens(config.new_tokens, special_tokens=True)
+    after = tokenizer.backend.get_vocab()
+    ids = {token: after[token] for token in config.new_tokens}
+    return Vocabulary(
+        {token: number for token, number in ids.items() if token not in before},
+        {token: number for token, number in ids.items() if token in before},
+        max(after.values()) + 1,
+    )
+
+
+def read_tokenizer(config: Config) -> Tokenizer:
+    """The one that the settings name, as its files have it."""
+    return Tokenizer.from_pretrained(
+        config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
+    )

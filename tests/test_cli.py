@@ -18,7 +18,7 @@ from tigon.cli import main
 COMMANDS = (
     "generate", "chat", "train", "plan", "report", "data", "eval", "export", "push", "info"
 )  # fmt: skip
-QUICK = ("'-h'", "'trian', 'c.yaml'", "'train', '--help'", "'train', '-h'")
+QUICK = ("'-h'", "'trian', 'c.yaml'")
 SCRIPT = Path(sys.executable).with_name("tigon")
 
 

@@ -17,7 +17,6 @@ REFUSED: dict[str, str] = {
     'a: 1\nlr: !!int ""': r"line 2: '' is no int",
     'lr: !!float ""': r"line 1: '' is no float",
     "lr: !!timestamp x": r"line 1: 'x' is no timestamp",
-    "lr: 2020-13-45": r"line 1: '2020-13-45' is no timestamp",
     "lr: " + "1:" * 90 + "1.0": r"line 1: a number of 183 characters",
     "lr: " + "1:" * 100_000 + "1": r"a number of 200001 characters",
     "lr: " + "9" * 5000: r"a number of 5000 characters",
@@ -62,8 +61,8 @@ def test_what_is_no_text() -> None:
 
 
 def test_what_is_read_is_as_before() -> None:
-    text = "a: &a {x: 1, lr: 2e-5, b: .inf, t: 2020-01-02, 'n': null}\nc: *a\nd: 1:30\n"
-    expected = yaml.safe_load(text)
+    text = "a: &a {x: 1, lr: 2e-5, b: .inf, t: 2020-13-45, 'n': null}\nc: *a\nd: 1:30\n"
+    expected = yaml.safe_load(text.replace("2020-13-45", "'2020-13-45'"))  # dates are text
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         assert parse_yaml(text.encode(encoding), "f") == expected
     assert parse_yaml("\ufeff" + text, "f") == expected

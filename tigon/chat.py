@@ -79,7 +79,6 @@ class Chat:
             self.generate(
                 torch.tensor([ids]),
                 max_new_tokens=min(self.max_new_tokens, self.context - len(ids)),
-                num_return_sequences=1,
                 streamer=lambda new: show(stream.step(int(new))),
                 **self.settings,
             )

@@ -37,10 +37,7 @@ def _main(arguments: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             # Imported now: torch takes seconds, and --help must not
-            if training and {"--help", "-h"} & {*arguments}:
-                print(Path(__file__).with_name("train").joinpath("help.txt").read_text())
-                status = 0
-            elif training:
+            if training:
                 status = _imported("tigon.train").main(arguments[1:]) or 0
             elif args.command == "report":  # needs no torch
                 print(one_line(import_module("tigon.report").write(args.runs, args.out)))

@@ -10,6 +10,7 @@ import torch
 
 from tigon.chat import Chat, put, talk
 from tigon.eval import find_windows, parity, report, score
+from tigon.generation.settings import file_prefix
 from tigon.info import dtype_name
 from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
@@ -43,7 +44,7 @@ def _generate(args: Namespace, world: World | None) -> int:
         ids = _prompt(args, text, tokenizer)
         if not ids:
             raise ValueError("the prompt is empty")
-        check_sequences(args.model, model)
+        check_sequences(model)
         context = model.config.max_position_embeddings
         if len(ids) >= context:
             raise ValueError(
@@ -86,7 +87,7 @@ def _chat(args: Namespace, world: World | None) -> int:
     """On this process, or as one of the ranks that share the model; the first one talks."""
     with together(world):
         model, tokenizer = load(args, world)
-        check_sequences(args.model, model)
+        check_sequences(model)
         try:
             conversation = Chat(
                 model,
@@ -153,12 +154,12 @@ def _prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def check_sequences(path: str, model: CausalLM) -> None:
+def check_sequences(model: CausalLM) -> None:
     """ValueError if the model's file asks for several texts of a prompt: a command writes one."""
     several = model.generation_config.get("num_return_sequences")
     if several not in (None, 1):
         raise ValueError(
-            f"{Path(path, 'generation_config.json')}: num_return_sequences={several}, and a "
+            f"{file_prefix(model)}num_return_sequences={several}, and a "
             "command writes one text: set it to 1 there, or call generate in Python"
         )
 

@@ -2,9 +2,9 @@
 
 import sys
 from argparse import Namespace
-from io import TextIOWrapper
 
 from tigon.data import clean_cache
+from tigon.terminal import exact
 from tigon.train import pack, preview
 from tigon.train.pack import read_arguments
 from tigon.train.preview_text import format_preview, has_color
@@ -14,10 +14,9 @@ def data_show(args: Namespace) -> int:
     """1 if a run would end at one of the rows."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
-    if isinstance(sys.stdout, TextIOWrapper):  # text that a locale cannot write ends nothing
-        sys.stdout.reconfigure(errors="backslashreplace")
-    for line in format_preview(shown, config, color=has_color(sys.stdout)):
-        print(line)
+    output = exact(sys.stdout)  # the colors are control characters; the text has none
+    for line in format_preview(shown, config, color=has_color(output)):
+        print(line, file=output)
     return int(config.bad_rows == "error" and any(row.error for row in shown.rows))
 
 

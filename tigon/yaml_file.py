@@ -68,6 +68,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+# No setting is a date, and a chat template's variable is to be the text that was written
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if tag != f"{TAG}timestamp"]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _check_size(content: Any) -> None:
     left, count = [(content, 0)], 0
     while left:

@@ -262,7 +262,7 @@ def test_sequences_without_a_prompt_in_common_are_scored_as_in_trl(
         ({"chosen": "a", "rejected": "a"}, "are equal"),
         (
             {"chosen": [ASK, HO], "rejected": [SO, HO | {"content": ""}]},
-            "'rejected' has an answer without content",
+            r"rejected\[1\] is an empty answer",
         ),
         ({"prompt": [ASK], "chosen": [ASK, HO], "rejected": [SO, HO]}, "begins with a message of"),
         ({"prompt": "hi", "chosen": [ASK, HO], "rejected": [SO, HO]}, "make it a list of messages"),
@@ -286,7 +286,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "empty text": ({"prompt": "a", "chosen": "", "rejected": "b"}, "'chosen' has no answer"),
     "empty list": (GOOD | {"rejected": []}, "'rejected' has no answer: no message follows"),
-    "empty message": (GOOD | {"chosen": [EMPTY]}, "'chosen' has an answer without content"),
+    "empty message": (GOOD | {"chosen": [EMPTY]}, r"chosen\[0\] is an empty answer"),
     "implicit end": (
         {"chosen": [ASK, HO], "rejected": [ASK]},
         "'rejected' has no answer: no message follows the prompt",
@@ -352,7 +352,7 @@ def test_bad_labels_and_rows_of_other_tasks(tokenizer: Tokenizer, encode: Any) -
         )
         with pytest.raises(ValueError, match=message):
             encode(LabelledEncoder(tokenizer), [row | {"label": label}])
-    with pytest.raises(ValueError, match=r"a.jsonl:1: 'completion' has an answer without"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: completion\[0\] is an empty answer"):
         encode(LabelledEncoder(tokenizer), [row | {"completion": [EMPTY], "label": True}])
     with pytest.raises(ValueError, match=r"its keys .* of task=sft; needs unpaired: .prompt"):
         encode(LabelledEncoder(tokenizer), [{"prompt": "a", "completion": "b"}])

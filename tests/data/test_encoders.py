@@ -210,7 +210,7 @@ def test_turns_that_the_template_rewrites_are_examples_of_their_own(
         ("ho<|im_end|>\n", 1),
     ]
     assert (every.report.rewritten, every.report.extra, len(every)) == (0, 1, 3)
-    assert every.report.lines()[0].startswith("1 example more than rows, for turns")
+    assert every.report.lines()[0].startswith("1 extra example, for turns")
     assert every.groups is None and every.origin[:, 1].tolist() == [1, 1, 2]
     monkeypatch.setattr(lines, "SIZE", 1)  # a block for each row
     blocks = encode(ChatEncoder(rewriting, train_on="all_turns"), *rows)

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as TheirConfig
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_adapters_peft import near
+from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
@@ -51,8 +53,39 @@ def model(tmp_path: Path) -> Any:
 
 
 def test_the_present_number_changes_nothing(model: Any) -> None:
+    weight = model.model.embed_tokens.weight
     assert model.resize_token_embeddings() is model.model.embed_tokens
+    assert model.resize_token_embeddings(211).weight is weight
     assert model.config.vocab_size == 211
+
+
+def test_new_rows_are_drawn_as_in_a_new_model(model: Any) -> None:
+    model.resize_token_embeddings(2000, mean_resizing=False)
+    for weight in (model.model.embed_tokens.weight, model.lm_head.weight):
+        expected = pytest.approx(model.config.initializer_range, rel=0.02)
+        assert weight[211:].std().item() == expected
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]])
+def test_adapters_of_a_resized_base(saved: list[str], tied: bool, tmp_path: Path) -> None:
+    """PEFT writes each trained weight twice, and the base's beside it."""
+    overrides = CASES["llama"]["grouped"] | {"tie_word_embeddings": tied}
+    reference("llama", overrides, tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(215)
+    own = TheirConfig(target_modules=["q_proj"], modules_to_save=saved)
+    theirs = get_peft_model(base, own).eval()
+    randomise(trained(theirs))
+    theirs.save_pretrained(tmp_path / "it")
+    ours = from_pretrained(tmp_path / "base")
+    ours.resize_token_embeddings(215)
+    ours.load_adapter(tmp_path / "it")
+    ids = tokens() + 4
+    near(ours(ids).logits, theirs(ids).logits)
+    ours.merge_adapter()
+    near(ours(ids).logits, theirs(ids).logits)
 
 
 def test_refusals(model: Any) -> None:

@@ -164,8 +164,9 @@ def test_tokens_that_are_there(workspace, settings, tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(workspace.model)
     tokenizer.add_tokens(MANY, special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
+    stream = {"tokenizer": tmp_path / "tokenizer", "streaming": "true"}
     with pytest.raises(SystemExit, match=r"name them in new_tokens.*resize_token_embeddings"):
-        main(settings("there", [], run_dir=tmp_path / "a", tokenizer=tmp_path / "tokenizer"))
+        main(settings("there", [], run_dir=tmp_path / "a", **stream))
     some = {"tokenizer": tmp_path / "tokenizer", "steps": 1}
     main(settings("there", ["<tool>", "<|im_end|>"], run_dir=tmp_path / "a", **some))
     out = capsys.readouterr().out
@@ -211,3 +212,22 @@ def test_rows_of_another_width_resize_nothing(tmp_path):
     save_file(load_file(path) | {name: torch.empty(10**9, 0)}, path)
     with pytest.raises(ValueError, match="embed_tokens"):
         load_with_adapter(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize("lora", [{}, LORA])
+def test_a_tokenizer_larger_than_the_model(workspace, settings, lora, tmp_path, capsys):
+    """Whoever has added tokens to the tokenizer alone need not name them."""
+    tokenizer = AutoTokenizer.from_pretrained(workspace.model)
+    tokenizer.add_tokens(MANY, special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    same = {"tokenizer": tmp_path / "tokenizer", **lora}
+    main(settings("", [], run_dir=tmp_path / "larger", **same))
+    assert "resized from 321 to 325 rows" in capsys.readouterr().out
+    half = tmp_path / "larger/checkpoints/step-00000002"
+    main(settings("", [], run_dir=tmp_path / "resumed", resume=half, **same))
+    main(settings("", ["<extra_22>"], run_dir=tmp_path / "named", **same))
+    larger, *others = (
+        load_file(tmp_path / run / "hf/model.safetensors") for run in ("larger", "resumed", "named")
+    )
+    assert len(larger[EMBEDDING]) == 325
+    assert all(torch.equal(larger[name], other[name]) for other in others for name in larger)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tigon.tokenizer import REASONING, THINKING, Tokenizer
 
-_SHAPES = 4096  # of conversations, that are remembered
+MOST_SHAPES = 4096  # of conversations, that are remembered
 # Appended to texts, to look for it in what a template makes of them; digits survive most filters
 _MARK = "80417392650{:06d}7716"
 _ADVICE = {
@@ -45,7 +45,7 @@ class ContentCheck:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._known: dict[int, tuple[int, str] | None] = {}
+        self._known: dict[Any, tuple[int, str] | None] = {}
 
     def check(
         self,
@@ -65,13 +65,13 @@ class ContentCheck:
             if not says_something(messages[i]):
                 raise EmptyAnswer(
                     f"{name(i)} is an empty answer, without content, reasoning or tool calls: "
-                    "leave it out, or give it train: false (bad_rows=skip skips such rows)"
+                    "leave the row out (bad_rows=skip skips such rows)"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
         given = frozenset(learned), bool(options.get("tools")), *variables
-        key = hash((_shape(messages), given))
+        key = _shape(messages), given
         if key not in self._known:
-            if len(self._known) == _SHAPES:
+            if len(self._known) == MOST_SHAPES:
                 self._known.clear()
             try:
                 self._known[key] = self._unwritten(messages, learned, options)

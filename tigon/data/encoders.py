@@ -16,6 +16,7 @@ from tigon.data.blocks import Source
 from tigon.data.content_check import ContentCheck, EmptyAnswer
 from tigon.data.examples import WEIGHTED, Encoder, Example, Report
 from tigon.data.formats import CHATS, TEXTS, Chat, Format, Row, Text, as_chat, as_text
+from tigon.data.messages import read_json
 from tigon.json_file import escaped
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 
@@ -232,7 +233,10 @@ def message_name(row: Row, form: Format, prompt: int, i: int) -> str:
             return form.key("system")
         i, prompt = i - 1, prompt - 1
     if form.kind == "instruction":
-        return form.key("output" if i else "instruction")
+        history = read_json(form.get(row, "history"), "history") or []
+        if i // 2 < len(history):
+            return f"{form.key('history')}[{i // 2}]"
+        return form.key("output" if i % 2 else "instruction")
     if form.kind in ("messages", "sharegpt"):
         return f"{form.key('messages')}[{i}]"
     if i < prompt:

@@ -51,7 +51,7 @@ class Report:
     ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
     empty: int = 0  # rows among those skipped whose answer is empty
     rewritten: int = 0  # turns not learned: the chat template writes them differently in the row
-    extra: int = 0  # examples more than rows, for turns that would be rewritten
+    extra: int = 0  # examples besides one for each row, for turns that would be rewritten
     missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
     def __add__(self, other: "Report") -> "Report":
@@ -87,7 +87,7 @@ class Report:
             )
         if self.extra:
             lines.append(
-                f"{counted(self.extra, 'example')} more than rows, for turns that the chat "
+                f"{counted(self.extra, 'extra example')}, for turns that the chat "
                 "template writes differently when others follow"
             )
         for opener in self.missing_openers:

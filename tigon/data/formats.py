@@ -223,7 +223,7 @@ def as_chat(row: Row, form: Format) -> Chat | Text:
             messages = [_from_sharegpt(i, message) for i, message in enumerate(messages)]
         messages = with_system(messages, row, form)
     messages = normalize_messages(messages, "messages")
-    # Nothing is rendered before a greeting, so it is no answer
+    # An opening message of the assistant answers nothing, so it is not learned
     greeting = form.kind != "prompt_completion" and _speaks(messages[:1]) and _speaks(messages[1:])
     weights = [_message_weight(i, message) for i, message in enumerate(messages)]
     messages = [

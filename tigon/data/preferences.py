@@ -21,6 +21,7 @@ from tigon.data.formats import (
     with_system,
 )
 from tigon.data.messages import normalize_messages, read_json, read_messages
+from tigon.tokenizer import common_length
 
 Said = str | Messages  # a text, or messages
 LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
@@ -105,10 +106,7 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
 
 def split_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
     """What both begin with, and what is left of each; a space in between goes to the answers."""
-    end = next(
-        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
-        min(len(chosen), len(rejected)),
-    )
+    end = common_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
     return chosen[:end], chosen[end:], rejected[end:]
@@ -314,14 +312,6 @@ def _check_content(name: str, answer: Said) -> None:
         return
     if not answer:
         raise ValueError(f"{name!r} has no answer: no message follows the prompt")
-    for message in answer:
-        if isinstance(message, dict) and _role(message) == "assistant" and not _says(message):
-            raise EmptyAnswer(f"{name!r} has an answer without content")
-
-
-def _says(message: dict[str, Any]) -> bool:
-    """Whether there is anything in it besides its role."""
-    return any(value for key, value in message.items() if key != "role")
 
 
 def _role(message: Any) -> Any:

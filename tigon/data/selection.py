@@ -51,7 +51,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
     """The rows of the slice, out of those of all sources end to end, rounded as in `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
-        total = sum(_count(source, split) for source in sources)
+        total = sum(_count(source) for source in sources)
         if split.percent:
             start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
         start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
@@ -68,14 +68,14 @@ def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list
             break
         chosen.append(RowRange(source.name, source.format, source, start, stop))
         if i + 1 < len(sources):
-            count = _count(source, None)
+            count = _count(source)
             if count <= start:
                 chosen.pop()
             start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
     return chosen
 
 
-def _count(source: Source, split: Split | None) -> int:
+def _count(source: Source) -> int:
     count = source.count()
     if count is None:
         raise ValueError(

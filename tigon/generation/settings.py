@@ -120,7 +120,7 @@ def settle(
     """
     own = _values("model.generation_config", model.generation_config)
     passed = _values("generation_config", generation_config)
-    files = {name: _file(model) for name in own.keys() - passed.keys() - given.keys()}
+    files = {name: file_prefix(model) for name in own.keys() - passed.keys() - given.keys()}
     _check_others(own | passed, others, files)
     if given.get("max_new_tokens") is not None and given.get("max_length") is not None:
         raise ValueError(
@@ -178,7 +178,7 @@ def _is_factor(value: float) -> bool:
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 
-def _file(model: Model) -> str:
+def file_prefix(model: Model) -> str:
     """The model's generation_config.json, to begin a message with."""
     source = getattr(model.config, "source", None)
     return f"{escaped(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "

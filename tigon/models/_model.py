@@ -5,6 +5,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
 import torch
@@ -172,19 +173,17 @@ class LanguageModel(nn.Module):
         """
         dtype, device = autocast_dtype(self.device) or self.dtype, self.device
 
-        def cache(place: torch.device) -> StaticCache:
-            return StaticCache(
-                self.model.make_states,
-                rows,
-                capacity,
-                dtype=dtype,
-                device=place,
-                chunk=chunk,
-                quantize=quantize,
-            )
-
+        cache = partial(
+            StaticCache,
+            self.model.make_states,
+            rows,
+            capacity,
+            dtype=dtype,
+            chunk=chunk,
+            quantize=quantize,
+        )
         try:
-            needed = cache(torch.device("meta")).nbytes
+            needed = cache(device=torch.device("meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
         if needed > (there := memory.total(device)):
@@ -192,7 +191,7 @@ class LanguageModel(nn.Module):
                 f"a cache of {capacity} tokens in each of {rows} rows takes {gib(needed)}, and "
                 f"{device} has {gib(there)}"
             )
-        return cache(device)
+        return cache(device=device)
 
     @spelled_out
     def num_items(

@@ -69,6 +69,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
         raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{also}")
     tensors: Tensors = {**read_header(weights)}
     names = _names(tensors, f"{repository.name}/{WEIGHTS}")
+    _drop_duplicates(tensors, names)
     try:
         stems = [match[1] for name in names if (match := LOW_RANK.fullmatch(name))]
         if any(APART.fullmatch(name) for name in names):
@@ -86,6 +87,16 @@ def read_adapter(repository: Repository, model: LanguageModel) -> Stored:
     of_base = {own: tensors[own] for own in base.values()}
     tied = _tied(values, model) and changes_ends(model, config)
     return Stored(config, Checkpoint(at, rest), names, base, Checkpoint(at, of_base), tied)
+
+
+def _drop_duplicates(tensors: Tensors, names: dict[str, str]) -> None:
+    """Remove what PEFT writes beside the trained embedding and head of a resized base: both once
+    more, and the base's, which nothing reads."""
+    for name in (EMBEDDING, HEAD):
+        module = name.removesuffix(".weight")
+        for duplicate in ("modules_to_save", "original_module"):
+            if name in names and (own := names.pop(f"{module}.{duplicate}.weight", None)):
+                del tensors[own]
 
 
 def _stack(

@@ -160,6 +160,12 @@ def check_target(directory: Path, replace: bool, mark: str = "config.json") -> N
         raise FileExistsError(f"{error}{hint}") from None
 
 
+# Files that change what a tokenizer.json beside them means
+TOKENIZER = re.compile(
+    r"chat_template\.jinja|additional_chat_templates/.*|(special_tokens_map|added_tokens)\.json"
+)
+
+
 def write_model(
     directory: str | os.PathLike[str],
     tensors: Sequence[Entry],
@@ -176,7 +182,8 @@ def write_model(
     weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
     def stale(name: str) -> bool:
-        return weights.fullmatch(name) is not None
+        has_tokenizer = root is not None and (root / "tokenizer.json").exists()
+        return bool(weights.fullmatch(name) or (has_tokenizer and TOKENIZER.fullmatch(name)))
 
     with ExitStack() as opened:
         root = None

@@ -4,7 +4,7 @@ from tigon.tokenizer._tokenizer import EncodedChat, Tokenizer
 from tigon.tokenizer.chat import REASONING
 from tigon.tokenizer.mask import Span, TrainOn, learned_turns
 from tigon.tokenizer.stream import DecodeStream
-from tigon.tokenizer.turns import THINKING, behind_empty_thinking
+from tigon.tokenizer.turns import THINKING, behind_empty_thinking, common_length
 
 __all__ = [
     "REASONING",
@@ -15,5 +15,6 @@ __all__ = [
     "Tokenizer",
     "TrainOn",
     "behind_empty_thinking",
+    "common_length",
     "learned_turns",
 ]

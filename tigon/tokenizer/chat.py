@@ -27,7 +27,7 @@ _CUT = "<|CUT HERE|> "
 
 
 class Null(str):
-    """Empty text that is null to the template. None itself is dropped, as transformers does."""
+    """Empty text that stands for `content: null`. None itself is left out of what templates get."""
 
 
 class Rendered(NamedTuple):

@@ -87,7 +87,7 @@ class Conversation:
             if text.startswith(shorter):
                 start = self.start(i)
                 ends_messages = token in turn[:start] and start < len(shorter)
-                return _common_length(text[: len(end)], end) if ends_messages else None
+                return common_length(text[: len(end)], end) if ends_messages else None
             end = shorter
         return None
 
@@ -102,7 +102,7 @@ class Conversation:
             longer = render(self.template, more, **self.variables).text
         except ValueError:
             return
-        end = text[_common_length(text, longer) :]
+        end = text[common_length(text, longer) :]
         if end and longer.endswith(end):
             raise ValueError(
                 f"the chat template ends in a prompt for another turn, ...{end!r}, which would "
@@ -126,7 +126,7 @@ class Conversation:
 
     def _part(self, i: int, prompt: str, turn: Rendered) -> tuple[Rendered, int]:
         """The same where the template's conversation does not begin with its prompt."""
-        common = _common_length(turn.text, prompt)
+        common = common_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
         at = thinking.start() if thinking else len(prompt)
         if thinking and turn.text.startswith(prompt[:at]):
@@ -187,5 +187,7 @@ class Conversation:
         return max((t for t in self.special_tokens if text.endswith(t)), key=len)
 
 
-def _common_length(a: str, b: str) -> int:
-    return next((n for n, c in enumerate(a) if not b.startswith(c, n)), len(a))
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many characters, tokens or messages both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -35,6 +35,7 @@ from tigon.train.model import (
     describe_tokens,
     in_bfloat16,
     projections,
+    stored_rows,
 )
 from tigon.train.objectives import Objective, find_objective
 from tigon.train.optim import (
@@ -52,7 +53,7 @@ from tigon.train.push import without_token
 from tigon.train.samples import Prompt, read_prompts
 from tigon.train.sinks import check_sinks
 from tigon.train.state import State
-from tigon.train.vocabulary import read_tokenizer
+from tigon.train.vocabulary import read_tokenizer, with_added_tokens
 
 OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
@@ -96,6 +97,7 @@ class Run:
 class Inputs:
     """What a run reads before its model, checked."""
 
+    config: Config  # with new_tokens, if the data have tokens that the model lacks
     objective: Objective
     source: Path | None  # the checkpoint that the run goes on from
     held: ExitStack  # which nobody removes until this is closed
@@ -155,8 +157,10 @@ def read_inputs(
             eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
         if reason is not None:
             world.say(f"prompts are computed for each answer: {reason}")
+        loaders = filter(None, (data, eval_data))
+        config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
     check_data(config, data, eval_data, world)
-    inputs = Inputs(objective, source, held, tokenizer, data, eval_data, 0, State())
+    inputs = Inputs(config, objective, source, held, tokenizer, data, eval_data, 0, State())
     with world.together():
         if source is not None:
             for change in resume.check(source, config, data):
@@ -176,7 +180,7 @@ def prepare(config: Config, world: World) -> Run:
     with world.together():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
-    data, source = inputs.data, inputs.source
+    config, data, source = inputs.config, inputs.data, inputs.source
     adapted, fresh = config.lora is not None, source is None and world.size > 1
     with world.together():
         digest = base_digest(config) if adapted or fresh else ""

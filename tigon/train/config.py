@@ -108,7 +108,9 @@ class Config(
             if not math.isfinite(value):
                 raise ValueError(f"{name}={value} must be finite")
         if self.patience and not (self.eval_every and self.held_out):
-            raise ValueError(f"patience={self.patience} needs eval_data and eval_every")
+            raise ValueError(
+                f"patience={self.patience} needs eval_every, and eval_data or eval_fraction"
+            )
         if self.push_to_hub.lower() in ("true", "false"):  # as in TRL; it could be a name
             raise ValueError(
                 f"push_to_hub={self.push_to_hub} is no repository: give its name (owner/name), or "

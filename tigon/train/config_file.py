@@ -15,7 +15,16 @@ from tigon.train.names import OTHERS, answer
 from tigon.train.values import VALUES
 from tigon.yaml_file import parse_yaml
 
-DATA = (".jsonl", ".parquet", ".arrow", ".txt", ".gz", ".zst")  # endings of no config
+DATA = (
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".txt",
+    ".gz",
+    ".zst",
+)  # endings of no config
 
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
 

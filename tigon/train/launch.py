@@ -5,11 +5,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import TextIOWrapper
 
 import torch
 
-from tigon.terminal import escaping_output, exact, one_line
+from tigon.terminal import escaping_output, one_line
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
@@ -27,9 +26,6 @@ EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; exits with one line on bad settings and bad data."""
-    stdout = exact(sys.stdout)
-    if isinstance(stdout, TextIOWrapper):  # what it cannot encode ends no run
-        stdout.reconfigure(errors="backslashreplace")
     try:
         with escaping_output():
             _main(list(sys.argv[1:] if arguments is None else arguments))

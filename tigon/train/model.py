@@ -62,7 +62,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     else:
         repository = Repository(config.model, revision=config.revision)
         how: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
-        model, weights = build(repository, MODELS, **how, **_tokens(config, repository))
+        model, weights = build(repository, MODELS, **how, **_tokens(config))
         divide(model, config, world)
         _allocate(model, config, world)
         if source is None:
@@ -87,15 +87,15 @@ def _base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | No
     if config.lora is not None:
         how["quantize"] = config.lora.quantize
     repository = Repository(config.model, revision=config.revision)
-    return build(repository, MODELS, **how, **_tokens(config, repository))
+    return build(repository, MODELS, **how, **_tokens(config))
 
 
-def _tokens(config: Config, repository: Repository) -> dict[str, Any]:
+def _tokens(config: Config) -> dict[str, Any]:
     """The options of `build` that new_tokens need."""
     vocabulary = read_vocabulary(config)
     if vocabulary is None:
         return {}
-    stored = read_config(repository, MODELS)[1].vocab_size
+    stored = stored_rows(config)
     spare = {number for number in vocabulary.new_ids.values() if number < stored}
     return {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
 
@@ -109,17 +109,17 @@ def _fill(model: CausalLM, config: Config, weights: Checkpoint | None, dtype: to
     init_parts(model, _from_init(config, dtype))
 
 
+def stored_rows(config: Config) -> int:
+    """The rows of embedding and head that the run's model begins with, before new_tokens."""
+    if config.init:
+        return _config_of(_init(config)).vocab_size
+    return read_config(Repository(config.model, revision=config.revision), MODELS)[1].vocab_size
+
+
 def describe_tokens(config: Config) -> list[str]:
     """What the run's user is told of new_tokens."""
     vocabulary = read_vocabulary(config)
-    if vocabulary is None:
-        return []
-    if config.init:
-        stored = _config_of(_init(config)).vocab_size
-    else:
-        repository = Repository(config.model, revision=config.revision)
-        stored = read_config(repository, MODELS)[1].vocab_size
-    return vocabulary.describe(stored)
+    return [] if vocabulary is None else vocabulary.describe(stored_rows(config))
 
 
 def base_digest(config: Config) -> str:

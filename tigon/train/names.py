@@ -34,7 +34,7 @@ FUSED = "nothing to set: the kernels are fused already"
 NO_NOISE = "no noise is added to embeddings"
 END = "nothing to set: what ends the template's turns is learned, and exported as eos"
 
-# In a group of another trainer's settings, the one that chooses what the group is of
+# Keys by which other trainers' configs choose the class of a group, as in optimizer._component_
 CHOICES = ("_component_", "_target_", "mode", "name", "path", "source", "type")
 
 # Of transformers and TRL, torchtune, axolotl, torchtitan, LLaMA-Factory and litgpt
@@ -289,7 +289,7 @@ def answer(name: str, known: Iterable[str]) -> str:
         return f"here: {OTHERS[name]}"
     if "." in name:  # optimizer.lr, dataset.source
         first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
-        for part in (last, *(first,) * (last in CHOICES)):
+        for part in (last, first) if last in CHOICES else (last,):
             if part in known or part in OTHERS:
                 return f"here: {OTHERS.get(part, part)}"
     meant = find_misspelled(name, [*known, *OTHERS])  # ours first, of equally near ones

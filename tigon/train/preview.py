@@ -16,7 +16,7 @@ from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import Lost
 from tigon.data.store import Memory
-from tigon.tokenizer import Tokenizer
+from tigon.tokenizer import Tokenizer, common_length
 from tigon.train import sharing
 from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
@@ -81,8 +81,12 @@ def preview(config: Config, count: int = 5) -> Preview:
     encoder = objective.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
     rows, report, lost = [], Report(), Lost()
-    # Of the hub too, only the first rows are fetched
-    for sources in find_entry_sources(config, as_entries(config, config.data), streaming=True):
+    entries = as_entries(config, config.data)
+    try:  # of the hub too, only the first rows are fetched
+        found = find_entry_sources(config, entries, streaming=True)
+    except ValueError:  # such as a slice that counts from the end
+        found = find_entry_sources(config, entries, streaming=config.streaming)
+    for sources in found:
         for source, line, row in islice(_rows(sources, encoder), count):
             examples = encoder(RowsBlock(source.name, source.format, ((line, row),)))
             report += examples.report
@@ -159,17 +163,11 @@ def _pieces(ids: list[int], weights: list[float], tokenizer: Tokenizer) -> Itera
         if text.startswith(added, stop):
             whole = [whole[1], (end, stop := stop + len(added))]
         else:  # the end is inside a character
-            stop = _common_prefix(tokenizer.decode(ids[:end]), text)
+            stop = common_length(tokenizer.decode(ids[:end]), text)
         stop = len(text) if end == len(ids) else stop
         if stop > at:
             yield Piece(text[at:stop], weight)
             at = stop
-
-
-def _common_prefix(beginning: str, text: str) -> int:
-    """How many characters both begin with."""
-    pairs = enumerate(zip(beginning, text, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(beginning), len(text)))
 
 
 def special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:

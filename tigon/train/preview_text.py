@@ -6,12 +6,11 @@ from typing import TextIO
 
 from tigon.data.examples import counted
 from tigon.json_file import escaped
+from tigon.terminal import escape_controls
 from tigon.train.config import Config
 from tigon.train.preview import Piece, Preview, PreviewExample, PreviewRow
 
 DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
-# Not printable to Python, but the text of some languages needs them
-KEPT = "\n\t\u200c\u200d\u3000"
 
 
 def has_color(output: TextIO) -> bool:
@@ -92,13 +91,6 @@ def _mark(piece: Piece, color: bool) -> str:
     if not piece.weight:
         return text
     return f"[[{weight}|{text}]]" if weight else f"[[{text}]]"
-
-
-def escape_controls(text: str) -> str:
-    """The text with control characters escaped, but for the ends of lines and tabs."""
-    return "".join(
-        c if c.isprintable() or c in KEPT else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def _paint(text: str, code: str, color: bool) -> str:

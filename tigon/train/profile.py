@@ -100,10 +100,9 @@ class Profiler:
 
     def _write(self, profiled: torch.profiler.profile) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        # A link in their place is not written through
         for name in ("trace.json.gz", TABLE, "table.txt"):
-            (self.directory / name).unlink(
-                missing_ok=True
-            )  # never written through, if it is a link
+            (self.directory / name).unlink(missing_ok=True)
         profiled.export_chrome_trace(str(self.directory / "trace.json.gz"))
         on_gpu = self.world.device.type == "cuda"
         events = list(profiled.events() or ())

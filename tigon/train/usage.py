@@ -1,8 +1,4 @@
-"""What `tigon train --help` prints.
-
-The command prints help.txt, which a test compares with this: settings import torch, which takes
-seconds.
-"""
+"""What `tigon train --help` prints."""
 
 from dataclasses import fields
 from typing import Any

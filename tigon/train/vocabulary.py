@@ -1,7 +1,10 @@
 """The tokens that `new_tokens` adds, and the rows that they need."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
+from tigon.data import Loader, Mixture
 from tigon.json_file import shown
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -54,6 +57,26 @@ def read_vocabulary(config: Config) -> Vocabulary | None:
         {token: number for token, number in ids.items() if token in before},
         max(after.values()) + 1,
     )
+
+
+def with_added_tokens(
+    config: Config, tokenizer: Tokenizer, stored: int, loaders: Iterable[Loader]
+) -> Config:
+    """The settings; with the last token of the data as `new_tokens`, if the model has no row for it
+    and its `stored` rows end where the tokens begin that were added to the tokenizer.
+
+    What a stream has is known only when it is read.
+    """
+    if config.new_tokens:
+        return config
+    windows = [loader.windows for loader in loaders]
+    corpora = [mixture.corpus for mixture in windows if isinstance(mixture, Mixture)]
+    last = max((part.highest for corpus in corpora for part in corpus.parts), default=0)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    beyond = {number for number in tokenizer.backend.get_vocab().values() if number >= stored}
+    if last not in beyond or not beyond <= added.keys():
+        return config
+    return replace(config, new_tokens=(added[last].content,))
 
 
 def read_tokenizer(config: Config) -> Tokenizer:

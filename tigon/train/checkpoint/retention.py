@@ -45,7 +45,7 @@ def prune(directory: Path, newest: int, keep: Keep, losses: dict[int, float]) ->
 
     Those after it are of a run that went on from an earlier one: they may be damaged, so they do
     not count. One that is being read stays until the next time, and one into which somebody has put
-    files for ever.
+    files stays for ever.
     """
     found = {step: path for path in files.every(directory) if (step := _step(path)) <= newest}
     saved = [Saved(step, _time(path), losses.get(step)) for step, path in found.items()]

@@ -54,6 +54,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not on_gpu(config)
     inputs = read_inputs(config, world, here=here, sizes=sizes)
+    config = inputs.config
     try:
         with world.together():
             device = GPU if on_gpu(config) else world.device

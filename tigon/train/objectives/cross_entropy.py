@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tigon.data import MicroBatch
+from tigon.data import ChatEncoder, MicroBatch
 from tigon.kernels.criteria import Criterion, CrossEntropy
 from tigon.kernels.cross_entropy import IGNORE_INDEX, METRICS
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
+from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.hooks import View
 from tigon.train.model import has_experts
@@ -35,6 +36,17 @@ class CrossEntropyObjective(Objective):
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
         check_settings(config)
+
+    def chat_encoder(self, tokenizer: Tokenizer) -> ChatEncoder:
+        config = self.config
+        encoder = ChatEncoder(
+            tokenizer,
+            train_on=config.train_on,
+            train_on_empty_thinking=config.train_on_empty_thinking,
+            skip_bad_rows=config.bad_rows == "skip",
+        )
+        encoder.ends = self.ends
+        return encoder
 
     def begin(self, model: CausalLM) -> None:
         defaults = model.defaults

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.data import ChatEncoder, Encoder, Loader, TopEncoder
+from tigon.data import Encoder, Loader, TopEncoder
 from tigon.kernels.criteria import KL, Criterion, CrossEntropy
 from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
@@ -70,17 +70,9 @@ class Distill(CrossEntropyObjective):
             self._check_size(model, max(tokenizer.backend.get_vocab().values()))
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        skip = self.config.bad_rows == "skip"
         if not self.config.teacher:
-            return TopEncoder(tokenizer, skip_bad_rows=skip)
-        encoder = ChatEncoder(
-            tokenizer,
-            train_on=self.config.train_on,
-            train_on_empty_thinking=self.config.train_on_empty_thinking,
-            skip_bad_rows=skip,
-        )
-        encoder.ends = self.ends
-        return encoder
+            return TopEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+        return self.chat_encoder(tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         if path := self.config.teacher:

@@ -58,7 +58,7 @@ ALIGNED = {
     "quantize_base": FOUR_BITS,
     "r": "lora.rank",
     "rslora": "lora.rslora",
-    "relora": "there is none: an adapter is merged at the end, and not begun anew",
+    "relora": "no: an adapter is merged at the end, and not begun anew",
     "target_parameters": "lora.targets, which experts.gate_up_proj and experts.down_proj may be in",
     "task_type": "nothing to set: task says what the adapter's model does",
     "precompute_ref_log_probs": REFERENCE,

@@ -61,7 +61,7 @@ def test_a_summary_says_what_the_model_says(model_type: str, case: str, tmp_path
     facts, checked = summarize(str(tmp_path)), describe(str(tmp_path))
     loads = checked["loads"].partition(";")[0]  # of mixtures, how experts are stored follows
     assert loads.startswith(f"as tigon.{MODELS[model_type].__name__} in ")
-    assert facts["loads"] == f"{loads}; --check compares every tensor"
+    assert facts["loads"] == f"{loads}; --check tries it"
     assert facts | {"loads": checked["loads"]} == checked and list(facts) == list(checked)
 
 

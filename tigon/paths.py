@@ -13,3 +13,11 @@ def expanded(path: str | os.PathLike[str]) -> Path:
             f"{os.fspath(path)}: no home directory is known for {Path(path).parts[0]}; a file of "
             "this name in the current directory is ./~..."
         ) from None
+
+
+def check_file_name(name: str) -> None:
+    """ValueError for a name that is no UTF-8, which no JSON file of a run could hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the file name {name!a} is not UTF-8: rename it") from None

@@ -153,7 +153,7 @@ def _loading(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> s
         return "not checked: --check builds the model"
     count = sum(t.count for t in ours.values())
     name = f"tigon.{FAMILIES[kinds[0]]} in {dtype}, {mebibytes(count * size)}"
-    return f"as {name}; --check compares every tensor"
+    return f"as {name}; --check tries it"
 
 
 def _size_facts(values: Mapping[str, Any]) -> Facts:

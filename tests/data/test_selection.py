@@ -224,3 +224,28 @@ def test_csv_files_that_cannot_be_read(tmp_path: Path, content: bytes, message: 
 def test_split_names_are_read_as_datasets_reads_them() -> None:
     assert parse_split("validation_matched") == [("validation_matched", None, None, False)]
     assert parse_split("a.b[:-1]+ c") == [("a.b", None, -1, False), ("c", None, None, False)]
+
+
+def test_rows_and_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    (source,) = find_sources(str(tmp_path / "a.parquet"))
+    (_, good), (line, bad) = source.rows()
+    assert (good, line) == ({"text": "a"}, 2) and "is not UTF-8 text" in str(bad)
+    name = (str(tmp_path).encode() + b"/\xff.jsonl").decode(errors="surrogateescape")
+    Path(name).write_text('{"text": "a"}')
+    for pattern in (name, f"{tmp_path}/*.jsonl"):
+        with pytest.raises(ValueError, match=r"udcff\.jsonl' is not UTF-8: rename it"):
+            find_sources(pattern)
+
+
+def test_csv_headers_behind_blank_lines_and_of_one_column(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("\n\nmy|text\na\n")
+    (source,) = find_sources(str(path))
+    assert list(source.rows()) == [(4, {"my|text": "a"})]
+    path.write_text("my;text\na\n")
+    (source,) = find_sources(Entry(str(path), columns={"text": "my;text"}))
+    assert list(source.rows()) == [(2, {"my;text": "a"})]

@@ -95,7 +95,7 @@ class CsvFile(Source):
         size = 0
         for line, row in self._lines():
             rows.append((line, row))
-            size += len(str(row))
+            size += sum(map(len, map(str, row.values()))) if isinstance(row, dict) else 0
             if size > SIZE:
                 yield RowsBlock(self.name, self.format, tuple(rows))
                 rows, size = [], 0
@@ -109,8 +109,9 @@ class CsvFile(Source):
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             reader = csv.reader(text, delimiter=delimiter, strict=True)
             try:
-                header = next(reader, [])
-                if len(header) == 1 and (other := re.search(r"[;\t,|]", header[0])):
+                header = next(filter(None, reader), [])
+                named = header[:1] and header[0] in self.format.columns.values()
+                if len(header) == 1 and not named and (other := re.search(r"[;\t,]", header[0])):
                     raise ValueError(
                         f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
                         "write a .csv file with commas or a .tsv file with tabs"

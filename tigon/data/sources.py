@@ -18,7 +18,7 @@ from tigon.data.tables import (
     is_saved,
     saved_split,
 )
-from tigon.paths import expanded
+from tigon.paths import check_file_name, expanded
 
 __all__ = ["Block", "Entry", "Rows", "Source", "find_sources"]
 
@@ -99,6 +99,8 @@ def _find(pattern: str) -> list[Path]:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
             hint = f"; a data set of the hub is written {HUB}{pattern}"
         raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
+    for path in found:
+        check_file_name(str(path))
     return sorted(found)
 
 

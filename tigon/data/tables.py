@@ -22,7 +22,11 @@ class TableBlock(Block):
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.stream) as reader:
-            rows = reader.read_all().to_pylist()
+            table = reader.read_all()
+        try:
+            rows = table.to_pylist()
+        except UnicodeDecodeError:
+            rows = [_row(table, i) for i in range(table.num_rows)]
         for line, row in enumerate(rows, self.first):
             yield line, _present(row)
 
@@ -201,6 +205,14 @@ def _stream(batch: Any) -> bytes:
     with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
         writer.write(batch)
     return sink.getvalue().to_pybytes()
+
+
+def _row(table: Any, i: int) -> dict[str, Any] | ValueError:
+    try:
+        row: dict[str, Any] = table.slice(i, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return ValueError(f"is not UTF-8 text: {error}")
+    return row
 
 
 def _present(value: Any) -> Any:

@@ -75,6 +75,7 @@ def now() -> datetime:
 def _strftime_now(format: str) -> str:
     if len(format) > 100:  # the C library pads numbers as a format says
         raise ValueError(f"strftime_now takes a short format, not {len(format)} characters")
+    check_unicode(format)
     return (_time.get() or now()).strftime(format)
 
 

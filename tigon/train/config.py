@@ -9,7 +9,7 @@ from tigon.data import Entry
 from tigon.hub import check_repository
 from tigon.json_file import shown
 from tigon.parallel import MeshSizes
-from tigon.paths import expanded
+from tigon.paths import check_file_name, expanded
 from tigon.tokenizer.chat import check_variables
 from tigon.train.objective_settings import ObjectiveSettings
 from tigon.train.parallel_settings import Parallel
@@ -54,6 +54,8 @@ class Config(
 
     def __post_init__(self) -> None:
         strict.check_bounds(self)
+        for name in ("run_dir", "model", "init", "tokenizer", "chat_template"):
+            check_file_name(getattr(self, name))
         if self.eval_fraction:
             check_eval_fraction(self)
         for name in ("run_dir", "init", "resume", "chat_template"):

@@ -127,14 +127,14 @@ def rows_of(workspace, run: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not any(t in k for t in TIMES)} for row in rows]
 
 
-def near(row: dict[str, Any]) -> dict[str, Any]:
+def near(row: dict[str, Any], rel: float = TOLERANCE) -> dict[str, Any]:
     """What another layout logs. Rewards and divergences are small differences of sums of
     log-probabilities, whose rounding they have."""
 
     def within(name: str) -> float:
         return 3e-5 if any(t in name for t in ("reward", "kl", "margin")) else 2e-6
 
-    return {k: pytest.approx(v, rel=TOLERANCE, abs=within(k)) for k, v in row.items()}
+    return {k: pytest.approx(v, rel=rel, abs=within(k)) for k, v in row.items()}
 
 
 def assert_same(workspace, kind: str, way: str, first: int = 0) -> None:

@@ -155,7 +155,7 @@ def test_accuracy_costs_no_bit_of_loss_and_gradients(workspace):
         ("eval_metrics=predicted_tokens", "predicted_tokens has no mean"),
         ("return_logits=true", "return_logits=true without hooks"),
         ("eval_return_logits=true", "eval_return_logits=true without hooks"),
-        ("predictions=true", "predictions=true without eval_data"),
+        ("predictions=true", "predictions=true needs eval_data or eval_fraction"),
         ("loss_reduction=sum", "loss_reduction='sum' is not one of token, sequence"),
     ],
 )

@@ -55,7 +55,7 @@ def test_every_command_takes_a_run_or_a_checkpoint(run, tigon, tmp_path, workspa
     exported = load_file(tmp_path / "first/model.safetensors")
     assert all(torch.equal(exported[name], t.bfloat16()) for name, t in weights.items())
 
-    described, checkpoint = (tigon("info", path) for path in (run / "hf", run))
+    described, checkpoint = (tigon("info", path, "--check") for path in (run / "hf", run))
     own = ("  files", "  tensors")
     same = [line for line in described.splitlines()[1:] if not line.startswith(own)]
     assert same == [l for l in checkpoint.splitlines()[1:] if not l.startswith(own)]  # noqa: E741

@@ -60,18 +60,20 @@ def runs(workspace, kinds) -> None:
 @pytest.mark.parametrize(("way", "kind"), [(w, k) for w, (*_, some) in WAYS.items() for k in some])
 def test_ranks_that_share_layers(workspace, runs, way, kind):
     """Everything that is logged, and the weights."""
+    # DPO's gradient is a small difference of two sums: on some CPUs 1.3e-5 is rounding
+    tolerance = 3 * TOLERANCE if kind == "dpo" else TOLERANCE
     expected, found = (rows_of(workspace, f"{kind}-{w}") for w in ("one", way))
     assert len(found) == len(expected) > 0
     for old, new in zip(expected, found, strict=True):
         unknown = {key for key, value in old.items() if value is None}  # means of nothing
         assert {key for key, value in new.items() if value is None} == unknown
         old, new = ({k: v for k, v in row.items() if k not in unknown} for row in (old, new))
-        assert new == near(old)
+        assert new == near(old, tolerance)
     files = (workspace.root / f"{kind}-{w}/trained/model.safetensors" for w in ("one", way))
     old, new = map(load_file, files)
     assert old.keys() == new.keys()
     for name, weight in old.items():
-        assert relative_error(new[name], weight) <= TOLERANCE, name
+        assert relative_error(new[name], weight) <= tolerance, name
 
 
 def test_what_is_written_of_an_evaluation(workspace, runs):

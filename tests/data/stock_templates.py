@@ -343,7 +343,7 @@ STYLES = {
     ),
     "qwen3_5_think": QWEN3_5,
     "qwen3_6": QWEN3_5,
-    "qwen3_8": replace(QWEN3_5, kept={}, tagged=""),
+    "qwen3_8": replace(QWEN3_5, kept={}),
     "qwen3_instruct_2507": Style(calls=HERMES_CALLS),
     "qwen3_vl": Style(calls=HERMES_CALLS),
     "smolvlm": VISION,

@@ -190,6 +190,10 @@ def test_the_side_of_a_row_is_that_of_what_is_read() -> None:
             is_held_out(renamed, Format(columns={"instruction": "ask"}), 0.5),
         ]
         assert sides[0] == sides[1]
+        chats = [
+            {name: [{"role": "user", "content": str(i)}]} for name in ("messages", "conversations")
+        ]
+        assert len({is_held_out(chat, Format(), 0.5) for chat in chats}) == 1
 
 
 def test_csv_has_values_where_formats_read_them(tmp_path: Path) -> None:

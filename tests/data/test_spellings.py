@@ -381,3 +381,31 @@ def test_a_greeting_is_a_prompt() -> None:
     assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
     row = {"messages": [{"role": "system", "content": "be"}, *HELLO, ASK, DONE]}
     assert as_chat(row, Format().told(row, ("messages",))).prompt == 0  # type: ignore[union-attr]
+
+
+def test_older_names_of_roles_and_tools(tokenizer: Tokenizer, encode: Any) -> None:
+    tokenizer.chat_template = TEMPLATES["qwen"]
+    encoder = ChatEncoder(tokenizer)
+    new = {"messages": CALLS["object"], "tools": [TOOL]}
+    roles = {"tool": "function", "user": "human", "assistant": "gpt"}
+    old = [message | {"role": roles[message["role"]]} for message in CALLS["object"]]
+    functions = {"messages": old, "functions": [TOOL["function"]]}
+    assert encode(encoder, functions) == encode(encoder, new)
+    capitals = [
+        {"from": speaker, "value": text} for speaker, text in (("Human", "hi"), ("GPT", "ho"))
+    ]
+    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert encode(encoder, {"conversations": capitals}) == encode(encoder, {"messages": plain})
+
+
+def test_reasoning_in_tags_where_a_template_reads_a_key(tokenizer: Tokenizer, encode: Any) -> None:
+    """Qwen3.8's writes an empty block in front of reasoning that is in the content."""
+    (path,) = (path for path in shipped() if path.stem == "qwen3_8")
+    tokenizer.chat_template = path.read_text()
+    encoder = ChatEncoder(tokenizer)
+    ask = {"role": "user", "content": "why?"}
+    key = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+    tags = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}
+    found = [encode(encoder, {"messages": [ask, answer]}) for answer in (key, tags)]
+    assert found[0] == found[1]
+    assert tokenizer.decode(found[0][1]).count("<think>") == 1

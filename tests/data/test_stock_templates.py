@@ -165,7 +165,10 @@ def test_marked_templates_as_transformers_masks_them(stem: str, encoder: Any, th
             continue
         options = {"tools": row.get("tools"), "chat_template": ours.tokenizer.chat_template}
         expected = theirs.apply_chat_template(
-            row["messages"], return_assistant_tokens_mask=True, return_dict=True, **options
+            ours.tokenizer.convert_messages(row["messages"], row.get("tools")),
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            **options,
         )
         assert list(example.ids) == expected["input_ids"]
         masks = Example(example.ids, {"supervised": expected["assistant_masks"]})

@@ -48,7 +48,7 @@ OPTIONAL = {
 VALUES = ("weight", "label", "margin")  # keys whose values are no text
 KEYS = tuple(dict.fromkeys(k for names in (REQUIRED, OPTIONAL) for v in names.values() for k in v))
 # Under which a key is found without `columns`
-OTHER_NAMES = {"conversations": "messages", "conversation": "messages"}
+OTHER_NAMES = {"conversations": "messages", "conversation": "messages", "functions": "tools"}
 # Keys whose messages may be JSON as text, as columns of Parquet and CSV have them
 MESSAGE_LISTS = ("messages", "prompt", "completion", "chosen", "rejected")
 EXPLAINED = {
@@ -258,7 +258,7 @@ def template_variables(row: Row, form: Format) -> dict[str, Any]:
 def _instruction(row: Row, form: Format) -> Messages:
     asked = _text(row, form, "instruction")
     given = None if form.get(row, "input") is None else _text(row, form, "input")
-    user = f"{asked}\n\n{given}" if given else asked
+    user = "\n\n".join(filter(None, (asked, given)))
     turns = [*_history(row, form), (user, _text(row, form, "output"))]
     return [
         {"role": role, "content": text}
@@ -298,6 +298,7 @@ def _from_sharegpt(i: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or "from" not in message or "value" not in message:
         raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
     speaker, value = message["from"], message["value"]
+    speaker = speaker.lower() if isinstance(speaker, str) else speaker
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {', '.join(ROLES)}")
     rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}

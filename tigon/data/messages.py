@@ -10,6 +10,7 @@ from typing import Any
 
 from tigon.json_file import unique
 
+ROLES = {"function": "tool", "human": "user", "gpt": "assistant"}  # and what templates call them
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
 
 
@@ -63,6 +64,8 @@ def read_json(value: Any, name: str) -> Any:
 
 def _message(message: dict[str, Any], name: str) -> dict[str, Any]:
     plain = _present(message)
+    if plain.get("role") in ROLES:
+        plain["role"] = ROLES[plain["role"]]
     if isinstance(plain.get("content"), list):
         plain["content"] = _content(plain["content"], plain.get("role"), f"{name}['content']")
     calls = read_json(plain.pop("tool_calls", None), f"{name}['tool_calls']") or []

@@ -179,9 +179,9 @@ def is_held_out(row: Row, form: Format, fraction: float) -> bool:
     order, and for each copy of the row, also under another id.
     """
     read = {ours: row[form.key(ours)] for ours in KEYS if row.get(form.key(ours)) is not None}
-    for ours, other in OTHER_NAMES.items():
-        if ours not in read and row.get(other) is not None:
-            read[ours] = row[other]
+    for name, ours in OTHER_NAMES.items():
+        if ours not in read and row.get(name) is not None:
+            read[ours] = row[name]
     text = json.dumps(read or row, sort_keys=True, default=str)
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return number < fraction * 2**64

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, islice
 from typing import Any
 
@@ -98,6 +98,8 @@ def preview(config: Config, count: int = 5) -> Preview:
                 notes = tuple(special_tokens(row, tokenizer, ignored))
             error = "".join(examples.report.errors).removeprefix(f"{source.name}:{line}: ")
             rows.append(PreviewRow(f"{source.name}:{line}", shown, error, notes))
+    if config.bad_rows == "error":  # each says so itself, and none is skipped
+        report = replace(report, skipped=0, empty=0, errors=())
     warnings = [*limits(config, lost, objective.unit), *report.lines()]
     return Preview(tuple(rows), tuple(warnings))
 

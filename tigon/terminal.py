@@ -7,7 +7,7 @@ messages of other libraries and what a model says all may have them. So the comm
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
@@ -59,7 +59,8 @@ def escaping_output() -> Iterator[None]:
     """Standard output and standard error with control characters escaped, in a pipe too."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, TextIOWrapper):  # text that a locale cannot write ends no command
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with suppress(BrokenPipeError):  # of what is written already: the command will see it
+            sys.stdout.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, _Escaping):
         sys.stdout = cast(TextIO, _Escaping(sys.stdout))
     if not isinstance(sys.stderr, _Escaping):

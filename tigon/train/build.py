@@ -143,6 +143,7 @@ def read_inputs(
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
             cursor = checkpoint.facts(source).get("cursor")
             resume.check_adapter(source, config)
+            config = resume.with_new_tokens(source, config)
     time = resume.start_time(source, world)
     with world.together():
         check_sizes(config, sizes or world.sizes, source)
@@ -157,8 +158,9 @@ def read_inputs(
             eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
         if reason is not None:
             world.say(f"prompts are computed for each answer: {reason}")
-        loaders = filter(None, (data, eval_data))
-        config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
+        if source is None:  # later the run knows them, and its base may be gone
+            loaders = filter(None, (data, eval_data))
+            config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
     check_data(config, data, eval_data, world)
     inputs = Inputs(config, objective, source, held, tokenizer, data, eval_data, 0, State())
     with world.together():

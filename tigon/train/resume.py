@@ -1,7 +1,7 @@
 """Where a run goes on from, and whether it may."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,13 @@ def start_time(source: Path | None, world: World) -> datetime:
         return datetime.fromisoformat(str(first))
     except ValueError:
         raise ValueError(f"{source}: run.json has strftime_now={first!r:.100}, no time") from None
+
+
+def with_new_tokens(source: Path, config: Config) -> Config:
+    """The settings, with the new_tokens of the run if they name none: it may have found them in its
+    data."""
+    known = checkpoint.facts(source).get("config", {}).get("new_tokens") or ()
+    return config if config.new_tokens else replace(config, new_tokens=tuple(known))
 
 
 def check_adapter(source: Path, config: Config) -> None:

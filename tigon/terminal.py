@@ -59,7 +59,7 @@ def escaping_output() -> Iterator[None]:
     """Standard output and standard error with control characters escaped, in a pipe too."""
     before = sys.stdout, sys.stderr
     if isinstance(sys.stdout, TextIOWrapper):  # text that a locale cannot write ends no command
-        with suppress(BrokenPipeError):  # of what is written already: the command will see it
+        with suppress(OSError):  # of a closed pipe: the command will see it when it writes
             sys.stdout.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stdout, _Escaping):
         sys.stdout = cast(TextIO, _Escaping(sys.stdout))

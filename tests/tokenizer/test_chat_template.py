@@ -11,7 +11,7 @@ from transformers.utils import get_json_schema
 
 from tests.tokenizer.chat_templates import TEMPLATES
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.schema import function_schema
+from tigon.tokenizer.tool_schema import function_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
 CHATS: dict[str, list[dict[str, Any]]] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tigon.tokenizer.backend import check_pattern
 from tokenizers import Tokenizer as Backend
 
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.backend import check_pattern
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 

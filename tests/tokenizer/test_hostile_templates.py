@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.chat_templates import TEMPLATES
-from tigon.tokenizer.chat import render
+from tigon.tokenizer.chat_template import render
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes."}]
 FAST = 10.0  # seconds of this process; the slowest take two on a fast machine, most some hundredths

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.chat import render
-from tigon.tokenizer.times import EXACT
+from tigon.tokenizer.chat_template import EXACT, render
 
 MESSAGES = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 LLAMA = """\

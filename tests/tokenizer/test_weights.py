@@ -9,7 +9,7 @@ import pytest
 
 from tests.tokenizer.chat_templates import CHATML, GENERATION, LLAMA3, QWEN3
 from tigon.tokenizer import Span, Tokenizer
-from tigon.tokenizer.mask import token_weights
+from tigon.tokenizer.assistant_mask import token_weights
 
 CHAT = [
     {"role": "user", "content": "Hi"},

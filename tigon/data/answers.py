@@ -21,7 +21,7 @@ from tigon.data.preferences import (
     message_name,
     number,
 )
-from tigon.tokenizer import Tokenizer, behind_empty_thinking, common_length
+from tigon.tokenizer import Tokenizer, common_prefix_length, skip_empty_thinking
 
 Name = Callable[[int], str]
 KEYS = ("prompt", "chosen", "rejected", "completion")  # of rows, that may be lists of messages
@@ -69,7 +69,7 @@ class AnswerEncoder(FormatEncoder):
             prompt = [] if said.whole else tokenizer.encode(said.prompt)
             texts = [said.prompt + a for a in said.answers if isinstance(a, str)]
             whole = [self.ended(tokenizer.encode(text)) for text in texts]
-        shared = min(common_length(prompt, ids) for ids in whole)
+        shared = min(common_prefix_length(prompt, ids) for ids in whole)
         for ids in whole:
             if len(ids) == shared:
                 raise ValueError("an answer has no tokens of its own behind the prompt")
@@ -293,7 +293,7 @@ def with_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
     """The prompt, with the empty block of reasoning that all these texts have at its end."""
     begins = set()
     for text in texts:
-        parted = common_length(prompt, text)
-        end = behind_empty_thinking(text, parted)
+        parted = common_prefix_length(prompt, text)
+        end = skip_empty_thinking(text, parted)
         begins.add(text[:end] if end > parted else prompt)
     return begins.pop() if len(begins) == 1 else prompt

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
-from tigon.tokenizer.chat import check_variables
+from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]

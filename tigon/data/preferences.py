@@ -21,7 +21,7 @@ from tigon.data.formats import (
     with_system,
 )
 from tigon.data.messages import normalize_messages, read_json, read_messages
-from tigon.tokenizer import common_length
+from tigon.tokenizer import common_prefix_length
 
 Said = str | Messages  # a text, or messages
 LARGEST = float(np.finfo(np.float32).max)  # number that a column can hold
@@ -106,7 +106,7 @@ def as_pair(row: Row, form: Format, *, of_one_prompt: bool = True) -> Prompted:
 
 def split_prompt(chosen: Said, rejected: Said) -> tuple[Said, Said, Said]:
     """What both begin with, and what is left of each; a space in between goes to the answers."""
-    end = common_length(chosen, rejected)
+    end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
         end -= 1
     return chosen[:end], chosen[end:], rejected[end:]

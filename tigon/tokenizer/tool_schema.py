@@ -87,7 +87,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 def _arguments(lines: list[str]) -> dict[str, str]:
     """Descriptions by name; lines indented deeper than the first one continue a description."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     lines = [line for line in lines if line.strip()]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
     name = None
@@ -95,10 +95,10 @@ def _arguments(lines: list[str]) -> dict[str, str]:
         start = re.match(r"[ \t]*(\w+):\s*(.*)", line)
         if start and len(line) - len(line.lstrip()) <= indent:
             name = start[1]
-            found[name] = start[2].strip()
+            descriptions[name] = start[2].strip()
         elif name is not None:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:

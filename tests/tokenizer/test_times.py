@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.chat_template import EXACT, render
+from tigon.tokenizer.chat_template import EXACT
 
 MESSAGES = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
 LLAMA = """\
@@ -98,8 +98,3 @@ def test_variables_of_all_chats_and_of_one(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         tokenizer.use_chat_template_kwargs({"think": False})
-
-
-def test_a_format_that_is_no_text() -> None:
-    with pytest.raises(ValueError, match=r"the chat template failed.*lone surrogate"):
-        render(r'{{ strftime_now("\ud800") }}', [{"role": "user", "content": "a"}])

@@ -112,6 +112,16 @@ def test_variables_reach_every_prefix(byte_level: Path) -> None:
     assert ids == tokenizer.apply_chat_template(CHAT[:2], **options)
 
 
+def test_documents_reach_every_prefix(byte_level: Path) -> None:
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    template = "{% for d in documents or [] %}{{ d.title }}{% endfor %}" + CHATML
+    ids, mask = tokenizer.encode_chat(
+        CHAT[:2], chat_template=template, documents=[{"title": "the fox"}]
+    )
+    assert tokenizer.decode(ids).startswith("the fox<|im_start|>")
+    assert said(tokenizer, ids, mask) == [" Hello you 😀<|im_end|>\n"]
+
+
 def test_token_across_the_edge_is_learned(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(byte_level)
     chat = [USER, {"role": "assistant", "content": "the"}]

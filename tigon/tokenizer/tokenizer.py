@@ -481,7 +481,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        if reserved := RESERVED & variables.keys():
+        if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
         variables = self.special_tokens | self.chat_template_kwargs | variables
         return variables | {"strftime_now": self.strftime_now}

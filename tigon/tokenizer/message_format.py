@@ -79,9 +79,11 @@ def _with_arguments_text(call: Any) -> Any:
 def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
     """The first format in which the template writes everything; the default if none."""
 
+    options: dict[str, Any] = dict(variables)
+
     def text(form: MessageFormat, messages: Sequence[Message], tools: Any = None) -> str:
         try:
-            return render(template, form.convert(messages), tools=tools, **dict(variables)).text
+            return render(template, form.convert(messages), tools=tools, **options).text
         except ValueError:  # the template refuses them
             return ""
 

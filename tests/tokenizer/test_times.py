@@ -88,9 +88,9 @@ def test_without_a_time_it_is_now(tokenizer: Tokenizer) -> None:
 def test_variables_of_all_chats_and_of_one(tokenizer: Tokenizer) -> None:
     tokenizer.chat_template = "{{ think }}{{ date }}"
     tokenizer.use_chat_template_kwargs({"think": False, "date": "x"})
-    said = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(said, tokenize=False) == "Falsex"
-    assert tokenizer.apply_chat_template(said, tokenize=False, think=True) == "Truex"
+    chat = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "Falsex"
+    assert tokenizer.apply_chat_template(chat, tokenize=False, think=True) == "Truex"
     with pytest.raises(ValueError, match="'thinking', which the chat template does not read"):
         tokenizer.use_chat_template_kwargs({"thinking": False})
     with pytest.raises(ValueError, match="must be an object of the chat template's own variables"):

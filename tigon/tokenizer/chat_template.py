@@ -212,11 +212,11 @@ def _template_error(error: Exception) -> ValueError:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
         line = lines[-1] if lines else None
-    where = "" if line is None else f" in line {line}"
-    what = str(error)
+    location = "" if line is None else f" in line {line}"
+    reason = str(error)
     if not isinstance(error, jinja2.TemplateError | TypeError):
-        what = f"{type(error).__name__}: {what}"
-    return ValueError(f"the chat template failed{where}: {escaped(what)}")
+        reason = f"{type(error).__name__}: {reason}"
+    return ValueError(f"the chat template failed{location}: {escaped(reason)}")
 
 
 def check_messages(messages: Sequence[Message]) -> None:

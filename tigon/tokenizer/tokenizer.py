@@ -131,17 +131,17 @@ class Tokenizer:
         self.eos_token = self.special_tokens.get("eos_token")
         self.pad_token = self.special_tokens.get("pad_token")
         self.unk_token = self.special_tokens.get("unk_token")
-        self.bos_token_id = self._id(self.bos_token)
-        self.eos_token_id = self._id(self.eos_token)
-        self.pad_token_id = self._id(self.pad_token)
-        self.unk_token_id = self._id(self.unk_token)
+        self.bos_token_id = self._token_id(self.bos_token)
+        self.eos_token_id = self._token_id(self.eos_token)
+        self.pad_token_id = self._token_id(self.pad_token)
+        self.unk_token_id = self._token_id(self.unk_token)
 
     @classmethod
     def from_pretrained(
-        cls, path_or_repo: str | os.PathLike[str], **where: Unpack[Source]
+        cls, path_or_repo: str | os.PathLike[str], **options: Unpack[Source]
     ) -> "Tokenizer":
         """The tokenizer of a local directory or hub repository that has a tokenizer.json."""
-        repository = Repository(path_or_repo, **where)
+        repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
         files = find_files(repository)
         config = read_config(files.get("tokenizer_config.json"))
@@ -235,7 +235,7 @@ class Tokenizer:
         return list(self._files.paths.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._encoding(text, add_special_tokens).ids
+        return self._encode(text, add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -302,13 +302,13 @@ class Tokenizer:
         """
         check_messages(messages)
         text = render(
-            self._template(chat_template, tools),
+            self._choose_template(chat_template, tools),
             messages,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **self._variables(variables),
+            **self._template_variables(variables),
         ).text
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -319,7 +319,7 @@ class Tokenizer:
 
         `apply_chat_template` passes messages on as they are, as transformers does.
         """
-        template = self._template(None, tools)
+        template = self._choose_template(None, tools)
         return detect_format(template, tuple(self.special_tokens.items())).convert(messages)
 
     def encode_chat(
@@ -372,18 +372,18 @@ class Tokenizer:
         """
         check_messages(messages)
         rows, rewritten, missing_opener = weighted_rows(
-            self._template(chat_template, tools),
+            self._choose_template(chat_template, tools),
             messages,
             self._special_texts(),
             tools=tools,
             train_on=train_on,
             weights=weights,
             train_on_empty_thinking=train_on_empty_thinking,
-            **self._variables(variables),
+            **self._template_variables(variables),
         )
         encoded = []
         for text, spans in rows:
-            encoding = self._encoding(text)
+            encoding = self._encode(text)
             row_weights = token_weights(encoding.offsets, spans)
             if not any(row_weights) and any(span.weight for span in spans):
                 raise ValueError(UNMARKED)
@@ -392,7 +392,7 @@ class Tokenizer:
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
         """Token ids of the text, with special tokens, and the weight of each token's span."""
-        encoding = self._encoding(text, add_special_tokens=True)
+        encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
         # The offsets of special tokens at the end are (0, 0), as of those at the start
         stop = text_tokens[-1] + 1 if text_tokens else len(encoding.ids)
@@ -465,7 +465,7 @@ class Tokenizer:
         self.__dict__ |= state
         self.backend.encode_special_tokens = split
 
-    def _encoding(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
+    def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
         try:
             with library_errors(self._error_message):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -477,10 +477,10 @@ class Tokenizer:
         tokens = [self.backend.id_to_token(i) for i in self._special_ids]
         return frozenset(token for token in (*tokens, self.eos_token) if token)
 
-    def _id(self, token: str | None) -> int | None:
+    def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self.backend.token_to_id(token)
 
-    def _variables(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _template_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
         if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
         variables = self.special_tokens | self.chat_template_kwargs | variables
@@ -490,7 +490,7 @@ class Tokenizer:
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
-    def _template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
+    def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
         """The template of a name, or `choice` itself if it is a template."""
         if choice is None and isinstance(self.chat_template, str):
             return self.chat_template

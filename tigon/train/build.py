@@ -335,7 +335,7 @@ def seed_everything(config: Config, world: World) -> None:
 
 def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     """The settings', or the one in the checkpoint `source` while the settings are the same."""
-    if source is not None and not checkpoint.is_legacy(source):
+    if source is not None:
         was = checkpoint.facts(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
         same = all(name in was and was[name] == getattr(config, name) for name in named)

@@ -13,18 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon.hub import is_own_file
 from tigon.json_file import escaped, shown
 from tigon.models import CausalLM, adapter_parameters, materialize, torch_dtype, write_converted
 from tigon.parallel import cut_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.build import Run, load_tokenizer
+from tigon.train.build import Run
 from tigon.train.config import Config
 from tigon.train.lora import add_lora, settings_of
 from tigon.train.merge import merge_adapter
-from tigon.train.model import adapted, base_digest, build_model, described, export_dtype
-from tigon.train.parallel import start
+from tigon.train.model import adapted, base_digest, described, export_dtype
 
 SMALL = (".json", ".txt", ".jinja", ".model")  # what a checkpoint has besides tensors
 
@@ -58,8 +56,6 @@ def load_checkpoint(
         raise ValueError(f"--base {base}: {source} is no checkpoint of an adapter")
     if mesh is not None:
         check_shareable(source)
-    if checkpoint.is_legacy(source):
-        return _load_legacy(source, dtype, device)
     with checkpoint.in_use(source):
         checkpoint.verify(source, wanted=_of_export)
         if (config := settings_of(source)) is not None:
@@ -115,12 +111,10 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
 
 def check_shareable(source: Path) -> None:
     """ValueError for a checkpoint that must be exported before ranks can share its model."""
-    adapter = settings_of(source) is not None
-    if adapter or checkpoint.is_legacy(source):
-        what, merge = ("of an adapter", " --merge") if adapter else ("of an earlier version", "")
+    if settings_of(source) is not None:
         raise ValueError(
-            f"{source} is a checkpoint {what}, which ranks cannot share: `tigon export{merge}` it "
-            "first"
+            f"{source} is a checkpoint of an adapter, which ranks cannot share: "
+            "`tigon export --merge` it first"
         )
 
 
@@ -148,10 +142,9 @@ def convert_checkpoint(
         raise ValueError(f"--base {base}: only --merge needs the base")
     if lora is not None and not merge:
         return _convert_adapter(source, directory, lora, dtype)
-    if checkpoint.is_legacy(source) or merge:
+    if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
-        if merge:
-            merge_adapter(model, str(source))
+        merge_adapter(model, str(source))
         model.save_pretrained(directory, tokenizer=tokenizer, **options)
         return model.dtype
     with checkpoint.in_use(source):
@@ -184,9 +177,6 @@ def _convert_adapter(
 
 def described_checkpoint(source: Path) -> CausalLM:
     """The model on the meta device, in its config's dtype: nothing of its weights is read."""
-    if checkpoint.is_legacy(source):
-        model, _ = _load_legacy(source, None, "cpu")
-        return model
     model = described(source, torch.float32)
     return model.to(torch_dtype(model.config.dtype or "float32"))
 
@@ -243,32 +233,3 @@ def _begin(run: Run, target: Path, values: Mapping[str, Tensor] | None) -> None:
 
 def _of_export(name: str) -> bool:
     return name.startswith("weights-") or name.endswith(SMALL)
-
-
-def _own_template(config: Config, source: Path) -> str:
-    """The chat template of the settings, beside them: run.json may be anybody's, and what it names
-    anywhere on this machine would be exported."""
-    if not config.chat_template:
-        return ""
-    name = Path(config.chat_template).name
-    if not is_own_file(source, name):
-        raise FileNotFoundError(
-            f"{source} was trained with the chat template {config.chat_template!r}, which it does "
-            f"not have: put a copy of that file there, as {name}"
-        )
-    return str(source / name)
-
-
-def _load_legacy(
-    source: Path, dtype: torch.dtype | None, device: str | torch.device
-) -> tuple[CausalLM, Tokenizer]:
-    """An earlier version's checkpoint has no config.json: its settings say what it began with."""
-    config = Config(**checkpoint.facts(source)["config"])
-    named = escaped(config.tokenizer or config.model)
-    print(f"tokenizer: {named}, named by {escaped(source / 'run.json')}", file=sys.stderr)
-    tokenizer = load_tokenizer(replace(config, chat_template=_own_template(config, source)))
-    with start("cpu") as world:
-        model = build_model(replace(config, dtype=config.param_dtype), world, source)
-        checkpoint.load(source, model)
-    own = torch_dtype(model.config.dtype or "float32")
-    return model.to(device, dtype or own).eval(), tokenizer

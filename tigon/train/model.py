@@ -50,7 +50,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         _allocate(model, config, world)
         _fill(model, config, weights, dtype)
         begin_lora(model, config)
-    elif source is not None and not checkpoint.is_legacy(source):
+    elif source is not None:
         model = described(source, dtype)
         divide(model, config, world)
         materialize(model, world.device)
@@ -226,7 +226,7 @@ def set_fp8(model: CausalLM, config: Config) -> None:
 
 def outline(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
     """The model of a run on the meta device, from its config.json alone. `dtype`: `held_dtype`."""
-    if config.lora is None and source is not None and not checkpoint.is_legacy(source):
+    if config.lora is None and source is not None:
         model = described(source, dtype)
     elif config.init:
         model = _from_init(config, dtype)
@@ -275,7 +275,7 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
 
 def context_of(config: Config, source: Path | None = None) -> int:
     """The tokens that the model can read at once, from its config.json alone."""
-    if source is not None and not checkpoint.is_legacy(source):
+    if source is not None:
         read = _config_of(source / "config.json")
     elif config.init:
         read = _config_of(_init(config))

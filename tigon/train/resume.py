@@ -68,8 +68,6 @@ def check_adapter(source: Path, config: Config) -> None:
 
     First of all checks: what others refuse may follow from such a change.
     """
-    if checkpoint.is_legacy(source):
-        return
     before, now, changed = _changes(source, config)
     was, own = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
@@ -135,8 +133,7 @@ def state_of(source: Path, steps: int) -> State:
 def check(source: Path, config: Config, data: Loader) -> list[str]:
     """The settings that differ from the checkpoint's; an error if the data stream does.
 
-    `check_adapter` has seen to adapters. Earlier versions read the data in another order, so that
-    the steps of their checkpoints cannot be compared.
+    `check_adapter` checks adapters before.
     """
     was, now = checkpoint.facts(source), facts(config, data)
     if was.get("step", step := checkpoint.step_of(source)) != step:
@@ -144,8 +141,6 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
     _, _, changed = _changes(source, config)
     if "data" not in was:
         raise ValueError(f"{source / 'run.json'} lacks data: it is no run's checkpoint")
-    if checkpoint.is_legacy(source):
-        return [*changed.values(), "the order of the data, which an earlier version of Tigon chose"]
     orders = [field.name for field in fields(Config) if field.metadata["stream"]]
     wrong = [changed[name] for name in orders if name in changed]
     if wrong:

@@ -27,7 +27,7 @@ def decide(objective: Objective, source: Path | None) -> str | None:
     if not objective.one_prompt:
         return None
     reason = _obstacle(objective.config, source)
-    if source is not None and not checkpoint.is_legacy(source):
+    if source is not None:
         began = checkpoint.facts(source)
         objective.distinct = began.get("distinct", False)  # earlier versions kept equal answers
         if not began.get("share_prompts", False):

@@ -8,7 +8,6 @@ from tigon.train.checkpoint.background import InBackground, SaveError, has_faile
 from tigon.train.checkpoint.files import clean, facts, in_use, latest, step_of
 from tigon.train.checkpoint.finite import check_finite
 from tigon.train.checkpoint.integrity import newest_whole, verify
-from tigon.train.checkpoint.legacy import is_legacy
 from tigon.train.checkpoint.memory import fits
 from tigon.train.checkpoint.reading import load, stored_weights
 from tigon.train.checkpoint.retention import Keep
@@ -25,7 +24,6 @@ __all__ = [
     "fits",
     "has_failed",
     "in_use",
-    "is_legacy",
     "latest",
     "load",
     "newest_whole",

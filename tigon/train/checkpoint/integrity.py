@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tigon.hub import check_folder
 from tigon.json_file import read_bytes, shown
-from tigon.train.checkpoint import files, legacy
+from tigon.train.checkpoint import files
 
 SUMS = "SHA256SUMS"
 BLOCK = 16 << 20
@@ -101,9 +101,8 @@ def newest_whole(
 
 
 def _identity(checkpoint: Path) -> str:
-    """What changes with any of its files; of earlier versions' checkpoints, what they say."""
-    sums = checkpoint / SUMS
-    return checksum(sums if sums.is_file() else checkpoint / files.RUN)
+    """A digest that changes with any of its files."""
+    return checksum(checkpoint / SUMS)
 
 
 def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int) -> list[str]:
@@ -111,8 +110,6 @@ def _faults(checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: in
         check_folder(checkpoint)
     if not (checkpoint / files.RUN).is_file():
         return [f"{checkpoint / files.RUN} is missing"]
-    if legacy.is_legacy(checkpoint):
-        return legacy.faults(checkpoint) if rank == 0 else []
     sums = _read_sums(checkpoint / SUMS)
 
     def fault(name: str) -> str | None:

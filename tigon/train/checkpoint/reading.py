@@ -10,12 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint import files, legacy
+from tigon.train.checkpoint import files
 from tigon.train.checkpoint.errors import first_cause
 from tigon.train.checkpoint.possible import check_values
 from tigon.train.checkpoint.tensors import EMA, OPTIMIZER, State, everything, run_layout
@@ -42,11 +41,7 @@ def load(
         check_folder(checkpoint)
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            if legacy.is_legacy(checkpoint):
-                _load_legacy(checkpoint, model, optimizer)
-                has_average = False
-            else:
-                has_average = _load(checkpoint, model, optimizer, ema)
+            has_average = _load(checkpoint, model, optimizer, ema)
         except CheckpointException as error:
             raise ValueError(f"{checkpoint} cannot be read: {first_cause(error)}") from error
     if ema is not None and not has_average:
@@ -211,10 +206,3 @@ def _covers(spans: Iterable[tuple[int, int]], size: int) -> bool:
             return False
         end = max(end, first + count)
     return end == size
-
-
-def _load_legacy(checkpoint: Path, model: CausalLM, optimizer: Optimizer | None) -> None:
-    state: dict[str, Any] = {"model": {n: p.detach() for n, p in model.named_parameters()}}
-    if optimizer is not None:  # the optimizer's own tensors
-        state["optimizer"] = dict(get_optimizer_state_dict(model, optimizer))["state"]
-    legacy.load(checkpoint, state)

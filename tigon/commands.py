@@ -18,11 +18,17 @@ from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.terminal import one_line
 from tigon.tokenizer import Tokenizer
-from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
-from tigon.train.merge import as_merged_directory, export_merged, is_adapter
+from tigon.train.export import (
+    as_directory,
+    as_merged_directory,
+    convert_checkpoint,
+    export_merged,
+    find_checkpoint,
+    is_adapter,
+)
 from tigon.train.parallel import World
 from tigon.train.plan import make_plan, read_job, show
-from tigon.train.push import push as push_folder
+from tigon.train.publish import push as push_folder
 from tigon.weights import Repository, check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")

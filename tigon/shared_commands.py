@@ -17,8 +17,7 @@ from tigon.models import MODELS, build, split_gguf
 from tigon.parallel import MeshSizes, take_part
 from tigon.terminal import one_line
 from tigon.train.board import LAUNCHED, Failure, end_soon, report
-from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint
-from tigon.train.merge import is_adapter
+from tigon.train.export import check_shareable, described_checkpoint, find_checkpoint, is_adapter
 from tigon.train.parallel import World, launched, start
 from tigon.train.parallel_settings import Parallel
 from tigon.train.processes import GRACE, run_ranks

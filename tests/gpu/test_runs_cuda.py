@@ -13,7 +13,7 @@ import torch
 from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tigon.kernels.attention import Backend
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -120,7 +120,7 @@ def test_a_signal_during_a_step_saves_after_it_and_the_run_goes_on(workspace, tm
 # The other rank is in the next step by then, and waits in one of its collectives
 KILL = """
 import signal, time
-import tigon.train.record as record
+import tigon.train.logging as record
 step = record.Record.step
 def die(self, row):
     if row["step"] == 3:

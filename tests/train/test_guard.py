@@ -24,9 +24,9 @@ from tigon.parallel import Place
 from tigon.train import checkpoint, guard, load, loop, main, prepare
 from tigon.train import start as world_of
 from tigon.train.evaluate import evaluate
+from tigon.train.logging import read_metrics
 from tigon.train.objectives import Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.record import read_metrics
 from tigon.train.state import State
 from tigon.train.step import backward
 
@@ -124,7 +124,7 @@ def test_half_of_the_steps_may_be_skipped_over_several_processes(workspace, pois
         poisoned(*bad)
         main(workspace.settings("half", **settings, steps=steps))
     newest = checkpoint.latest(workspace.root / "half/checkpoints")
-    assert checkpoint.facts(newest)["state"]["skipped"] == 4
+    assert checkpoint.read_metadata(newest)["state"]["skipped"] == 4
     poisoned(8)
     with pytest.raises(SystemExit, match="With it 5 of 9 steps are skipped"):
         main(workspace.settings("half", **settings, steps=9))
@@ -225,7 +225,7 @@ def test_rollbacks_end_and_a_resumed_run_remembers_them(workspace, poisoned):
     poisoned(2)
     main(workspace.settings("once", **settings))
     newest = workspace.root / "once/checkpoints/step-00000003"
-    state = State.of(checkpoint.facts(newest))
+    state = State.of(checkpoint.read_metadata(newest))
     assert (state.offset, state.rollbacks) == (1, 1)
     whole = workspace.metrics("once", "loss")
     main(workspace.settings("once-more", **settings, resume=newest))
@@ -397,7 +397,7 @@ def test_a_run_that_no_longer_improves_ends(workspace, monkeypatch, capsys):
     )
     run = workspace.root / "patient"
     assert (run / "hf/model.safetensors").exists()
-    facts = checkpoint.facts(run / "checkpoints/step-00000006")["state"]
+    facts = checkpoint.read_metadata(run / "checkpoints/step-00000006")["state"]
     assert (facts["best_step"], facts["best_loss"]) == (2, 4.0)
     (run / "report.html").unlink()  # as if it had been killed before that
     (run / ".exported").unlink()
@@ -450,7 +450,7 @@ def test_a_longer_run_remembers_the_last_evaluation_of_the_shorter_one(workspace
     main(workspace.settings("longer-patience", steps=3, **changes))  # evaluates 0, 2 and 3
     main(workspace.settings("longer-patience", steps=4, **changes))
     newest = checkpoint.latest(workspace.root / "longer-patience/checkpoints")
-    state = checkpoint.facts(newest)["state"]
+    state = checkpoint.read_metadata(newest)["state"]
     assert (state["evaluated"], state["best_step"], state["evaluations_since"]) == (3, 0, 2)
 
 
@@ -459,7 +459,7 @@ def test_a_run_that_goes_on_elsewhere_counts_no_evaluation_twice(workspace):
     main(workspace.settings("here", steps=4, **changes))
     source = workspace.root / "here/checkpoints/step-00000002"
     main(workspace.settings("there", steps=3, **changes, resume=source))  # evaluates 2 again, and 3
-    state = checkpoint.facts(workspace.root / "there/checkpoints/step-00000003")["state"]
+    state = checkpoint.read_metadata(workspace.root / "there/checkpoints/step-00000003")["state"]
     assert workspace.metrics("there", "eval_loss")
     assert (state["evaluated"], state["evaluations_since"]) == (2, 1)
 

@@ -145,7 +145,7 @@ def test_what_is_refused_at_once_is_in_torchruns_report(start, tmp_path, monkeyp
 
 
 FAIL_LATER = """
-import tigon.train.record as record
+import tigon.train.logging as record
 step = record.Record.step
 def fail(self, row):
     if row["step"] == 2:
@@ -177,7 +177,7 @@ def test_a_rank_that_fails_later_ends_the_other(workspace, launch, tmp_path, wha
 
 DIE = """
 import signal
-import tigon.train.checkpoint.saver, tigon.train.exporter, tigon.train.loop
+import tigon.train.checkpoint.saver, tigon.train.background_export, tigon.train.loop
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
-from tigon.train.checkpoint.tensors import optimizer_states
+from tigon.train.checkpoint.format import optimizer_states
 from tigon.train.config_file import load
 from tigon.train.optim import (
     build_optimizer,

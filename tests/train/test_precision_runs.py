@@ -13,11 +13,11 @@ from tests.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.tensors import everything
+from tigon.train.checkpoint.format import full_state
+from tigon.train.logging import read_metrics
 from tigon.train.loop import train
 from tigon.train.optim import Ema
 from tigon.train.parallel import World, sync_gradients
-from tigon.train.record import read_metrics
 
 BF16 = {"param_dtype": "bfloat16", "dtype": "bfloat16"}
 STEPS = {"steps": 4, "save_every": 2, "keep_last": 0, "ema_decay": 0.75, "schedule": "constant"}
@@ -201,7 +201,7 @@ def test_an_average_that_begins_later_begins_with_the_weights(workspace, finishe
         for name, p in run.model.named_parameters():
             assert torch.equal(run.ema.values[name], p)
             run.ema.values[name].zero_()
-        state = everything(run.model, run.optimizer, run.ema)
+        state = full_state(run.model, run.optimizer, run.ema)
         assert {name.split(".")[0] for name in state} == {"model", "optimizer", "ema"}
         checkpoint.load(source, run.model, run.optimizer)  # nor does one that is not wanted hinder
 

@@ -9,7 +9,7 @@ import pytest
 
 from tigon.train import checkpoint, main, step
 from tigon.train.checkpoint import saver
-from tigon.train.record import read_metrics
+from tigon.train.logging import read_metrics
 from tigon.train.signals import Signals
 
 

@@ -17,16 +17,15 @@ from tigon.models import CausalLM, count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume, sharing
-from tigon.train.alike import check_beside, check_data, check_models, check_prompts
+from tigon.train.background_export import Exporter
 from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
 from tigon.train.estimate.budget import budget_of, decide, memory_of
-from tigon.train.exporter import Exporter
 from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
+from tigon.train.logging import check_sinks
 from tigon.train.matching import check_context, check_sizes, stop_at
-from tigon.train.measure import Meter
 from tigon.train.model import (
     base_digest,
     build_model,
@@ -49,10 +48,16 @@ from tigon.train.optim import (
 from tigon.train.optim.schedule import count
 from tigon.train.parallel import World
 from tigon.train.plan.auto import settle
-from tigon.train.push import without_token
+from tigon.train.publish import lacks_token
+from tigon.train.rank_checks import (
+    check_data,
+    check_models,
+    check_prompts,
+    check_reference_and_teacher,
+)
 from tigon.train.samples import Prompt, read_prompts
-from tigon.train.sinks import check_sinks
 from tigon.train.state import State
+from tigon.train.throughput import Meter
 from tigon.train.vocabulary import read_tokenizer, with_added_tokens
 
 OF_GPUS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
@@ -141,7 +146,7 @@ def read_inputs(
         source = resume.find(config, world)
         if source is not None:
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
-            cursor = checkpoint.facts(source).get("cursor")
+            cursor = checkpoint.read_metadata(source).get("cursor")
             resume.check_adapter(source, config)
             config = resume.with_new_tokens(source, config)
     time = resume.start_time(source, world)
@@ -191,7 +196,7 @@ def prepare(config: Config, world: World) -> Run:
     if fresh:
         check_models(config, digest, world)
     if world.size > 1:
-        check_beside(config, world)
+        check_reference_and_teacher(config, world)
     chosen = decide(config, world, inputs.objective, source, world.size, world.device)
     with world.together():
         seed_everything(config, world)
@@ -293,7 +298,7 @@ def without_effect(config: Config, steps: int, device: torch.device) -> list[str
         found.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
         found.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
-    if without_token(config):
+    if lacks_token(config):
         found.append(
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )
@@ -336,7 +341,7 @@ def seed_everything(config: Config, world: World) -> None:
 def load_tokenizer(config: Config, source: Path | None = None) -> Tokenizer:
     """The settings', or the one in the checkpoint `source` while the settings are the same."""
     if source is not None:
-        was = checkpoint.facts(source).get("config", {})
+        was = checkpoint.read_metadata(source).get("config", {})
         named = ("model", "revision", "tokenizer", "chat_template")
         same = all(name in was and was[name] == getattr(config, name) for name in named)
         if same and [*was.get("new_tokens", ())] == [*config.new_tokens]:

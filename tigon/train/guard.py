@@ -226,7 +226,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     checkpoint.load(source, run.model, run.optimizer, run.ema)
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back
-    state.return_to(State.of(checkpoint.facts(source)), offset)
+    state.return_to(State.of(checkpoint.read_metadata(source)), offset)
     run.world.say(
         f"{trouble.text}. Back to {source}: step {back + 1} takes the rows after these "
         f"(rollback {state.rollbacks} of {config.max_rollbacks})"

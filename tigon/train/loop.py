@@ -9,14 +9,20 @@ import torch
 
 from tigon import report
 from tigon.data.examples import counted
-from tigon.train import checkpoint, guard, push, resume
+from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
 from tigon.train.evaluate import Interrupted, evaluate, sample
-from tigon.train.export import export, export_best, export_step, exported_step, kind
+from tigon.train.export import export, export_best, export_name, export_step, step_export_path
+from tigon.train.logging import (
+    RunLog,
+    is_unfinished,
+    read_eval_loss,
+    read_exported_step,
+    write_exported_step,
+)
 from tigon.train.optim import learning_rate
 from tigon.train.parallel import InputError, reshard
 from tigon.train.profile import Profiler
-from tigon.train.record import Record, eval_loss, exported, note_export, unfinished
 from tigon.train.step import backward, set_rates
 from tigon.train.stopping import Deadline
 
@@ -41,14 +47,14 @@ def train(run: Run) -> int:
     if over:
         guard.check_skipped(run, run.start)
     owed = owes_export(run)
-    if over and not owed and not world.most(world.main and unfinished(config, run.start)):
+    if over and not owed and not world.most(world.main and is_unfinished(config, run.start)):
         world.say(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.is_due(Path(config.run_dir)):
             world.say(report.attempt(Path(config.run_dir)))
         return 0
     open_objective(run)
     run.objective.begin(run.model)
-    record = Record(config, world, run.start, run.steps)
+    record = RunLog(config, world, run.start, run.steps)
     if run.meter.convention:
         world.say(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.feed:
@@ -76,7 +82,7 @@ def train(run: Run) -> int:
     return 0
 
 
-def steps(run: Run, record: Record) -> int:
+def steps(run: Run, record: RunLog) -> int:
     """Optimizer steps, evaluations and checkpoints. Returns the number of steps that are done."""
     config, world, state = run.config, run.world, run.state
     facts, deadline = resume.facts(config, run.data), Deadline(run)
@@ -90,7 +96,6 @@ def steps(run: Run, record: Record) -> int:
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
         world.board.begin_step(done)
-        profiler.begin(done)
         values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
@@ -109,9 +114,9 @@ def steps(run: Run, record: Record) -> int:
             record.rewind(step)
             continue
         seconds = time.perf_counter() - began
-        record.step(row(run, step, values, seconds, trouble))
+        record.log(row(run, step, values, seconds, trouble))
         deadline.note(seconds)
-        profiler.end(done)
+        profiler.step(done)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, record)
@@ -165,7 +170,7 @@ def row(
     }
 
 
-def evaluate_once(run: Run, step: int, record: Record) -> None:
+def evaluate_once(run: Run, step: int, record: RunLog) -> None:
     """Unless its row is there. A signal that is kept for the loop ends it: it is made later."""
     known = evaluated_loss(run, step)
     if known is not None:  # perhaps made after the step's checkpoint, by a run that had ended
@@ -183,20 +188,20 @@ def evaluate_once(run: Run, step: int, record: Record) -> None:
         loss = run.world.agreed(torch.tensor(row["eval_loss"], dtype=torch.double))
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
-        record.evaluation(row, texts)  # last: a run that is killed in the export evaluates again
+        record.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def evaluated_loss(run: Run, step: int) -> float | None:
     """Of the evaluation that metrics.jsonl has of this step, on all ranks; None: it has none."""
     known = None
     if run.world.main:
-        known = eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
+        known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
     found = torch.tensor(-math.inf if known is None else known, dtype=torch.double)
     loss = float(run.world.top(found))
     return None if loss == -math.inf else loss
 
 
-def save(run: Run, step: int, record: Record, facts: dict[str, Any]) -> None:
+def save(run: Run, step: int, record: RunLog, facts: dict[str, Any]) -> None:
     if run.in_backward is not None:
         run.in_backward.check()  # one that went on after an error must not save what it left
     if not run.world.most(run.world.signals.received):  # a signal leaves little time
@@ -215,10 +220,12 @@ def owes_export(run: Run) -> bool:
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
     due = due and own is not None and checkpoint.step_of(own) == step
     # All ranks do what the first one sees
-    return run.world.most(due and not exported_step(config, step).exists() and run.world.main) > 0
+    return (
+        run.world.most(due and not step_export_path(config, step).exists() and run.world.main) > 0
+    )
 
 
-def finish(run: Run, step: int, record: Record) -> None:
+def finish(run: Run, step: int, record: RunLog) -> None:
     """What a run does after its last step, where it is not done yet."""
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
@@ -231,9 +238,9 @@ def finish(run: Run, step: int, record: Record) -> None:
     evaluate_once(run, step, record)
     record.close()
     directory = Path(config.run_dir)
-    new = config.export and world.most(exported(config) != step) > 0
+    new = config.export and world.most(read_exported_step(config) != step) > 0
     if new:
-        export(run, directory / kind(config))
+        export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:
             run.model.graphs = None  # nothing is trained any more, and the adapter goes
             run.model.merge_adapter()
@@ -241,9 +248,9 @@ def finish(run: Run, step: int, record: Record) -> None:
         if run.ema is not None:
             export(run, directory / "hf-ema", run.ema.values)
         if world.main:
-            note_export(directory, step)
+            write_exported_step(directory, step)
     if world.main:
         world.say(report.attempt(directory))
         if config.push_to_hub and new:
             world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
-            world.say(push.attempt(config))
+            world.say(publish.push_or_explain(config))

@@ -266,7 +266,7 @@ def described(source: Path, dtype: torch.dtype) -> CausalLM:
             f"takes {needed} bytes at least, and the weights are {held}"
         )
     generation = read_json(source / "generation_config.json")
-    stacked = bool(checkpoint.facts(source).get("stacked_experts"))
+    stacked = bool(checkpoint.read_metadata(source).get("stacked_experts"))
     origin = replace(model.config.source, stacked_experts=stacked)
     model.config = replace(model.config, source=origin)
     model.generation_config = generation

@@ -48,7 +48,7 @@ def facts(config: Config, data: Loader) -> dict[str, Any]:
 def start_time(source: Path | None, world: World) -> datetime:
     """When the run began, which is what chat templates write as the present time: as the checkpoint
     `source` has it, or rank 0. Every rank calls this."""
-    known = None if source is None else checkpoint.facts(source).get("strftime_now")
+    known = None if source is None else checkpoint.read_metadata(source).get("strftime_now")
     first = world.board.gather(str(known or chat.now().isoformat()))[0]
     try:
         return datetime.fromisoformat(str(first))
@@ -59,7 +59,7 @@ def start_time(source: Path | None, world: World) -> datetime:
 def with_new_tokens(source: Path, config: Config) -> Config:
     """The settings, with the new_tokens of the run if they name none: it may have found them in its
     data."""
-    known = checkpoint.facts(source).get("config", {}).get("new_tokens") or ()
+    known = checkpoint.read_metadata(source).get("config", {}).get("new_tokens") or ()
     return config if config.new_tokens else replace(config, new_tokens=tuple(known))
 
 
@@ -80,7 +80,7 @@ def check_adapter(source: Path, config: Config) -> None:
 def _changes(source: Path, config: Config) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
     """The checkpoint's settings and the run's, as JSON has them, and what a person is told of each
     that differs. A setting that the checkpoint does not know had today's default."""
-    known = checkpoint.facts(source)
+    known = checkpoint.read_metadata(source)
     if "config" not in known:
         raise ValueError(f"{source / 'run.json'} lacks config: it is no run's checkpoint")
     plain = {field.name: field.default for field in fields(Config)} | known["config"]
@@ -108,7 +108,7 @@ def _told(name: str, was: Any, now: Any) -> str:
 def check_base(source: Path, config: Config, found: str) -> None:
     """Raises ValueError if an adapter was trained on other weights than the base has now. `found`:
     their digest. Checkpoints of earlier versions do not say."""
-    if checkpoint.facts(source).get("base", found) != found:
+    if checkpoint.read_metadata(source).get("base", found) != found:
         raise ValueError(
             f"{source} is an adapter of other weights than {config.model or config.init} has now: "
             "put the files back that it had, or name the revision"
@@ -118,7 +118,7 @@ def check_base(source: Path, config: Config, found: str) -> None:
 def state_of(source: Path, steps: int) -> State:
     """What the checkpoint remembers. ValueError for rows passed over that no run of so many steps
     passes over, as finding the next ones could take for ever."""
-    state = State.of(checkpoint.facts(source))
+    state = State.of(checkpoint.read_metadata(source))
     # A rollback passes over no more steps than a run has
     most = state.rollbacks * max(steps, LONG)
     if state.offset > most:
@@ -135,7 +135,7 @@ def check(source: Path, config: Config, data: Loader) -> list[str]:
 
     `check_adapter` checks adapters before.
     """
-    was, now = checkpoint.facts(source), facts(config, data)
+    was, now = checkpoint.read_metadata(source), facts(config, data)
     if was.get("step", step := checkpoint.step_of(source)) != step:
         raise ValueError(f"{source} is of step {was['step']}: give it its own name back")
     _, _, changed = _changes(source, config)

@@ -28,7 +28,7 @@ def decide(objective: Objective, source: Path | None) -> str | None:
         return None
     reason = _obstacle(objective.config, source)
     if source is not None:
-        began = checkpoint.facts(source)
+        began = checkpoint.read_metadata(source)
         objective.distinct = began.get("distinct", False)  # earlier versions kept equal answers
         if not began.get("share_prompts", False):
             reason = reason or f"{source} is of a run that did not"

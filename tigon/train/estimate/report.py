@@ -19,11 +19,11 @@ from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
-from tigon.train.flops import model_flops, peak_flops
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.parallel import InputError, World
 from tigon.train.plan.auto import settle
+from tigon.train.throughput import model_flops, peak_flops
 
 GPU = torch.device("cuda")
 # Settings that save memory, in the order of what they cost

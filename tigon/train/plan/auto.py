@@ -99,7 +99,7 @@ def recorded(config: Config, gpus: int) -> tuple[Path | None, list[Layout] | Non
         elif config.resume:
             source = Path(str(config.resume))
         if source is not None:
-            was = checkpoint.facts(source)["config"]["parallel"]
+            was = checkpoint.read_metadata(source)["config"]["parallel"]
             sizes = strict.make(Parallel, strict.read(Parallel, was or {})).sizes(gpus)
             if was is not None:
                 return source, [Layout(**asdict(sizes))]

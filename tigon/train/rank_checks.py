@@ -43,7 +43,7 @@ def check_models(config: Config, digest: str, world: World) -> None:
     _compare({config.init or config.model: own}, world, ANOTHER)
 
 
-def check_beside(config: Config, world: World) -> None:
+def check_reference_and_teacher(config: Config, world: World) -> None:
     """Likewise of a reference and a teacher."""
     for path in filter(None, (config.reference, config.teacher)):
         own = ""

@@ -29,10 +29,10 @@ from tigon.kernels import _attention_backends as backends
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
+from tigon.train.distributed import World, local
 from tigon.train.estimate.steps import random_model
 from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
-from tigon.train.parallel import World, local
 from tigon.train.step import backward
 from tigon.weights import own_rows
 

@@ -184,7 +184,7 @@ def generate_killed(settings: list[str], rank: int) -> None:
             if name == "step" and value == 3 and self.rank == rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    importlib.import_module("tigon.train.parallel").Board = Dying
+    importlib.import_module("tigon.train.distributed").Board = Dying
     generate_away(settings, "")
 
 

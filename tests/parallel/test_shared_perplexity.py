@@ -111,7 +111,7 @@ def measure_killed(settings: list[str]) -> None:
             if self.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    importlib.import_module("tigon.train.parallel").Board = Dying
+    importlib.import_module("tigon.train.distributed").Board = Dying
     measure(settings)
 
 

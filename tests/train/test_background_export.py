@@ -13,7 +13,7 @@ from tests.train.ranks import Ranks
 from tigon.train import background_export, checkpoint
 from tigon.train.background_export import Exporter
 from tigon.train.checkpoint import saver
-from tigon.train.parallel import start
+from tigon.train.distributed import start
 from tigon.weights import RankError
 
 

@@ -12,10 +12,10 @@ from tests.train.test_estimate import B, tiny
 from tigon.layers import offload as offloading
 from tigon.train import main
 from tigon.train.config_file import load
+from tigon.train.distributed import World
 from tigon.train.estimate import budget
 from tigon.train.estimate.budget import GIB, Choice, choose, spread
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 
 WORLD = World(0, 1, torch.device("cpu"))
 LAYERS = 6

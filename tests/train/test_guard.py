@@ -274,11 +274,9 @@ def test_a_spike(workspace, poisoned, monkeypatch, policy):
 
 
 def test_a_spike_on_several_ranks_names_the_rank():
-    board = SimpleNamespace(gather=lambda own: [own, "3.25", "0.5"])
-    world = SimpleNamespace(size=3, data=Place(0, 3), board=board)
+    world = SimpleNamespace(size=3, data=Place(0, 3), gather=lambda own: [own, "3.25", "0.5"])
     assert guard.largest_part(world, 1.5).endswith("of the loss, 3.25, is on rank 1)")
-    board = SimpleNamespace(gather=lambda own: [own, own, "3.25", "3.25"])
-    world = SimpleNamespace(size=4, data=Place(0, 2), board=board)
+    world = SimpleNamespace(size=4, data=Place(0, 2), gather=lambda own: [own, own, "3.25", "3.25"])
     said = "of the loss, 3.25, is on ranks 2-3, which share rows)"
     assert guard.largest_part(world, 1.5).endswith(said)
     assert guard.largest_part(SimpleNamespace(size=1), 1.5) == ""
@@ -365,8 +363,9 @@ def test_of_ranks_that_share_rows_all_are_named(workspace, dimension):
 
 def test_what_all_ranks_have_is_said_of_all() -> None:
     def world(*answers: str, data: int = 2) -> Any:
-        board = SimpleNamespace(gather=lambda _: list(answers))
-        return SimpleNamespace(size=len(answers), data=Place(0, data), board=board)
+        return SimpleNamespace(
+            size=len(answers), data=Place(0, data), gather=lambda _: list(answers)
+        )
 
     nan = "nan"
     assert guard.ranks_of(world("", nan), math.nan) == " (rank 1: its part is nan)"

@@ -19,8 +19,7 @@ from tests.train.ranks import ERR, OUT, Child, Ranks
 from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
 from tigon import cli
 from tigon.train import main
-from tigon.train.launch import take_count
-from tigon.train.processes import check_count, run_ranks
+from tigon.train.launch import check_count, run_ranks, take_count
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
@@ -49,7 +48,7 @@ def launch(tmp_path, monkeypatch, capfd) -> Launch:
     for name in (OUT, ERR):
         (tmp_path / name).touch()
     monkeypatch.setattr(Child, "directory", str(tmp_path), raising=False)
-    monkeypatch.setattr("tigon.train.processes.subprocess.Popen", Child)
+    monkeypatch.setattr("tigon.train.launch.subprocess.Popen", Child)
 
     def begin(settings: list[str], code: str) -> tuple[int, str, str]:
         lines = "".join(f"    {line}\n" for line in code.strip().splitlines())

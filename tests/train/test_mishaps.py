@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.ranks import Ranks, train_on
-from tigon.train import checkpoint, logging, loop, main, predictions, processes
+from tigon.train import checkpoint, launch, logging, loop, main, predictions
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import Keep, Saved
 from tigon.train.claim import claim
 from tigon.train.config_file import load
+from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
-from tigon.train.parallel import World
 
 
 def test_a_rollback_takes_no_checkpoint_that_the_run_has_not_made(workspace, finished, poisoned):
@@ -245,8 +245,8 @@ def test_a_signal_before_there_are_ranks_reaches_them(monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)  # between the handler and the rank
         return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
 
-    monkeypatch.setattr(processes.subprocess, "Popen", start)
-    code, _ = processes.run_ranks(1, [])
+    monkeypatch.setattr(launch.subprocess, "Popen", start)
+    code, _ = launch.run_ranks(1, [])
     assert code == 128 + signal.SIGTERM
 
 

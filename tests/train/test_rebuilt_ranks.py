@@ -12,7 +12,7 @@ from tests.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon.kernels import _linear_autograd, _triton, use
 from tigon.kernels._rebuilt import rebuilding
-from tigon.train.parallel import local, shard, start
+from tigon.train.distributed import local, shard, start
 
 
 def step_on_a_rank() -> None:

@@ -17,7 +17,7 @@ from tests.train.checkpoints import State, assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, loop, main
 from tigon.train.checkpoint import Keep, files, format, newest_whole, saver
-from tigon.train.parallel import start
+from tigon.train.distributed import start
 from tigon.weights.disk import require_space
 
 Usage = namedtuple("Usage", "total used free")

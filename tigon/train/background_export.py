@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.weights import Entry, RankError, Writers, copied, named_if_full
 
 

@@ -21,6 +21,7 @@ from tigon.train.background_export import Exporter
 from tigon.train.claim import check_shared, claim
 from tigon.train.config import Config
 from tigon.train.data import build_loader
+from tigon.train.distributed import World
 from tigon.train.estimate.budget import budget_of, decide, memory_of
 from tigon.train.feed import Feed
 from tigon.train.graphs import Graphs, check_run
@@ -46,7 +47,6 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.schedule import count
-from tigon.train.parallel import World
 from tigon.train.plan.auto import settle
 from tigon.train.publish import lacks_token
 from tigon.train.rank_checks import (

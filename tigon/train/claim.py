@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tigon.train import checkpoint
 from tigon.train.config import Config
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.weights import Locked, locked, recover
 
 LOCK, PROBE = ".lock", ".rank-{}-{}"
@@ -119,7 +119,7 @@ def check_shared(config: Config, world: World) -> None:
     try:
         with world.together():
             _make(probe)
-        first = world.board.gather(probe.name)[0]
+        first = world.gather(probe.name)[0]
         with world.together():
             if not (path / str(first)).exists():
                 raise ValueError(

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tigon.train.build import Run
+from tigon.train.distributed import reshard
 from tigon.train.named_sets import NamedSets
 from tigon.train.objectives import Inputs, Part
-from tigon.train.parallel import reshard
 from tigon.train.predictions import Predictions
 from tigon.train.samples import generate
 from tigon.train.step import numbers, summed, total

@@ -11,9 +11,8 @@ from torch import nn
 
 from tigon.layers import Linear
 from tigon.train import checkpoint
-from tigon.train.board import told
 from tigon.train.build import Run
-from tigon.train.parallel import World, local
+from tigon.train.distributed import World, format_rank_errors, local
 from tigon.train.state import WINDOW, State
 
 # The square of a larger weight is infinite in float32: no model computes with it
@@ -158,7 +157,7 @@ def ranks_of(world: World, own_loss: float) -> str:
     """On which ranks the loss is not finite, if it is one of several."""
     if world.size == 1:
         return ""
-    answers = world.board.gather("" if math.isfinite(own_loss) else str(own_loss))
+    answers = world.gather("" if math.isfinite(own_loss) else str(own_loss))
     if not any(answers):
         return ""
     if all(answers):
@@ -166,7 +165,7 @@ def ranks_of(world: World, own_loss: float) -> str:
     count = world.size // world.data.size
     groups = [answers[first : first + count] for first in range(0, world.size, count)]
     if count == 1 or any(len(set(group)) > 1 for group in groups):
-        return f" ({told([own and f'its part is {own}' for own in answers])})"
+        return f" ({format_rank_errors([own and f'its part is {own}' for own in answers])})"
     # The loss of one is that of all who share its rows, whichever of them it began on
     bad = [(i * count, group[0]) for i, group in enumerate(groups) if group[0]]
     return f" ({'; '.join(f'{sharing(world, i)}: their part is {own}' for i, own in bad)})"
@@ -183,7 +182,7 @@ def largest_part(world: World, own_loss: float) -> str:
     """Which rank has the largest part of the loss, if there are several."""
     if world.size == 1:
         return ""
-    parts = [float(part or "nan") for part in world.board.gather(str(own_loss))]
+    parts = [float(part) for part in world.gather(str(own_loss))]
     rank = max(range(world.size), key=parts.__getitem__)
     return f" (the largest part of the loss, {parts[rank]:.6g}, is on {sharing(world, rank)})"
 

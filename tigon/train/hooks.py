@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.data import MicroBatch
 from tigon.strict import suggest
 from tigon.tokenizer import Tokenizer
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 
 
 @dataclass(frozen=True)

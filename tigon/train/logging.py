@@ -23,7 +23,7 @@ from tigon.json_file import parse_object
 from tigon.terminal import escape_controls
 from tigon.train.config import Config
 from tigon.train.config_file import dump
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 
 FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
 SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {

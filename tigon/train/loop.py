@@ -11,6 +11,7 @@ from tigon import report
 from tigon.data.examples import counted
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import Run
+from tigon.train.distributed import InputError, reshard
 from tigon.train.evaluate import Interrupted, evaluate, sample
 from tigon.train.export import export, export_best, export_name, export_step, step_export_path
 from tigon.train.logging import (
@@ -21,7 +22,6 @@ from tigon.train.logging import (
     write_exported_step,
 )
 from tigon.train.optim import learning_rate
-from tigon.train.parallel import InputError, reshard
 from tigon.train.profile import Profiler
 from tigon.train.step import backward, set_rates
 from tigon.train.stopping import Deadline
@@ -95,7 +95,7 @@ def steps(run: Run, record: RunLog) -> int:
     step = run.start
     while step < run.steps:
         began, done = time.perf_counter(), step + 1
-        world.board.begin_step(done)
+        world.progress.step = done
         values = backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0

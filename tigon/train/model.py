@@ -29,8 +29,8 @@ from tigon.parallel import cut_model, find_zero, shard_gradients, share_context,
 from tigon.strict import ConfigError
 from tigon.train import checkpoint
 from tigon.train.config import Config
+from tigon.train.distributed import World, meshes_of, shard
 from tigon.train.lora import add_lora, begin_lora, settings_of
-from tigon.train.parallel import World, meshes_of, shard
 from tigon.train.vocabulary import read_vocabulary
 from tigon.weights import Checkpoint, Repository
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tigon.data import Entry, MicroBatch, Mixture
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.train.build import Run
+from tigon.train.distributed import World
 from tigon.train.hooks import View
-from tigon.train.parallel import World
 
 
 class NamedSets:

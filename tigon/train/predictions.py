@@ -13,8 +13,8 @@ from typing import Any, Self
 from tigon.data import MicroBatch
 from tigon.kernels.cross_entropy import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
+from tigon.train.distributed import World
 from tigon.train.hooks import View
-from tigon.train.parallel import World
 from tigon.weights import named_if_full
 
 

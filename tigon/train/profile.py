@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.train.settings import Profile
 
 TRACE = "trace.json.gz"

@@ -9,8 +9,8 @@ from tigon.data import Loader
 from tigon.models import MODELS, read_config
 from tigon.train import resume
 from tigon.train.config import Config
+from tigon.train.distributed import InputError, World
 from tigon.train.model import sampled_digest
-from tigon.train.parallel import InputError, World
 from tigon.train.samples import Prompt
 from tigon.weights import Repository
 
@@ -61,7 +61,7 @@ def _described(path: str, revision: str | None = None) -> str:
 
 def _compare(own: dict[str, Any], world: World, what: str) -> None:
     """`own`: by name, what all ranks should have; `what` is said of the first name that differs."""
-    first, *others = (json.loads(found or "{}") for found in world.board.gather(json.dumps(own)))
+    first, *others = map(json.loads, world.gather(json.dumps(own)))
     for rank, other in enumerate(others, start=1):
         for name in own:
             if other.get(name) != first.get(name):

@@ -27,8 +27,8 @@ from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.json_file import read_json
 from tigon.models import MODELS, build
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
-from tigon.train.parallel import World
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, what the reference gives the next one
@@ -179,7 +179,7 @@ def shared_digest(
     with world.together():
         if world.main:
             own = _digest(config, find, trained, what, base)
-    first = world.board.gather(own)[0]
+    first = world.gather(own)[0]
     assert first is not None
     return first
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tigon.parallel import find_tensor
 from tigon.train.build import Run
+from tigon.train.distributed import World, sync_gradients
 from tigon.train.objectives import Part
 from tigon.train.optim import clip, learning_rate
-from tigon.train.parallel import World, sync_gradients
 from tigon.train.watch import Watch
 
 

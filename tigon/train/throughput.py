@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
 from tigon.models import CausalLM
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 
 # Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
 # GPU's name; the first that fits. Source: NVIDIA's data sheets.

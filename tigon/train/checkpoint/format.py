@@ -37,8 +37,8 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM, adapter_parameters
+from tigon.train.distributed import local
 from tigon.train.optim import Ema
-from tigon.train.parallel import local
 from tigon.weights import (
     Layout,
     Part,

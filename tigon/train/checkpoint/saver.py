@@ -36,9 +36,9 @@ from tigon.train.checkpoint.files import (
     write_sums,
 )
 from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_state
+from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
-from tigon.train.parallel import World, local
 from tigon.weights import all_finite, fsync, keep_files, named_if_full
 
 

@@ -14,10 +14,10 @@ import torch
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.objectives import Objective
-from tigon.train.parallel import World
 
 GIB = 2**30
 # Of a GPU's memory, what is not for tensors: CUDA's context and NCCL's buffers, and a share for

@@ -16,12 +16,12 @@ from tigon.parallel import MeshSizes
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.distributed import InputError, World
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.parallel import InputError, World
 from tigon.train.plan.auto import settle
 from tigon.train.throughput import model_flops, peak_flops
 

@@ -12,9 +12,9 @@ from tigon.layers import QuantisedWeight
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
+from tigon.train.distributed import World, local
 from tigon.train.loop import update
 from tigon.train.model import divide, held_dtype, outline
-from tigon.train.parallel import World, local
 from tigon.train.step import backward
 from tigon.train.throughput import Cost
 

@@ -19,11 +19,11 @@ from tigon.models import MODELS, Batch, CausalLM, read_config
 from tigon.models import CausalLMOutput as Output
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.frozen import check_frozen, load_frozen, outline_of
 from tigon.train.model import outline, sampled_digest
 from tigon.train.objectives.base import Inputs, Part
 from tigon.train.objectives.cross_entropy import CrossEntropyObjective
-from tigon.train.parallel import World
 from tigon.train.reference import shared_digest
 from tigon.weights import Repository
 

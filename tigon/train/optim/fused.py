@@ -10,10 +10,10 @@ from tigon.kernels._codes import Codes
 from tigon.kernels._triton import runs_triton
 from tigon.kernels.adamw import FusedAdamW, Settings, Slot
 from tigon.kernels.squared_norm import SquaredNorm
+from tigon.train.distributed import local
 from tigon.train.optim import eight_bit
 from tigon.train.optim.positions import Run
 from tigon.train.optim.rounding import stream
-from tigon.train.parallel import local
 
 DTYPES = (torch.float32, torch.bfloat16)  # of weights and gradients
 

@@ -15,9 +15,9 @@ from tigon import strict
 from tigon.parallel import Meshes
 from tigon.train import checkpoint
 from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
 from tigon.train.estimate.budget import budget_of, gib, memory_of
 from tigon.train.model import outline
-from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import gpu_called
 from tigon.train.plan.layout import MESH, Job, Layout, as_set, meshes

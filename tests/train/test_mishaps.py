@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.train.ranks import Ranks, train_on
-from tigon.train import checkpoint, launch, logging, loop, main, predictions
+from tigon.train import checkpoint, logging, loop, main, predictions
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import Keep, Saved
 from tigon.train.claim import claim
@@ -236,18 +235,6 @@ def test_a_log_that_cannot_be_written_costs_no_step(workspace, how):
 def test_a_run_needs_no_git(workspace, world, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "no git" in logging._versions(world)
-
-
-def test_a_signal_before_there_are_ranks_reaches_them(monkeypatch):
-    popen = subprocess.Popen
-
-    def start(command, **options):
-        os.kill(os.getpid(), signal.SIGTERM)  # between the handler and the rank
-        return popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
-
-    monkeypatch.setattr(launch.subprocess, "Popen", start)
-    code, _ = launch.run_ranks(1, [])
-    assert code == 128 + signal.SIGTERM
 
 
 def test_an_export_on_a_full_disk_leaves_nothing(workspace, monkeypatch):

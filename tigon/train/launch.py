@@ -243,13 +243,13 @@ def run_ranks(
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
-            return _summary(error.failures)
+            return summarize(error.failures)
         except SignalException as stop:  # the ranks have said what they did
             return 128 + stop.sigval, None
     return 0, None
 
 
-def _summary(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
+def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
     """Returns the exit code of the rank that failed first, and what it has recorded."""
     first = min(failure.timestamp for failure in failures.values())
 

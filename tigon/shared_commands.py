@@ -46,8 +46,8 @@ def run_shared(args: Namespace, command: Command) -> int:
 
 
 def together(world: World | None) -> AbstractContextManager[None]:
-    """As `World.together`, also on one process."""
-    return nullcontext() if world is None else world.together()
+    """Raises input errors on all ranks, if there are several."""
+    return nullcontext() if world is None else world.raise_on_all_ranks()
 
 
 def _check(args: Namespace) -> None:

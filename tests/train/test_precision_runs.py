@@ -94,7 +94,7 @@ def on_ranks(moved: list[tuple[list[str], Path]], runs: list[list[str]], sums: l
             train(prepare(load(None, settings), world))
         for name, settings in sums:
             for line in gradients(world, settings):
-                world.say(f"{name} {line}")
+                world.log_rank0(f"{name} {line}")
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def gradients(world: World, settings: list[str], batches: int = 8) -> list[str]:
         (run.model(ids, labels=ids).loss / 7).backward()
     found = []
     for name, p in run.model.named_parameters():
-        total = world.sum(exact[name])
+        total = world.all_reduce_sum(exact[name])
         whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         found.append(f"{name} {((whole.double() - total).norm() / total.norm()).item()}")
     return found

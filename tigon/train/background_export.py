@@ -82,7 +82,7 @@ class Exporter(checkpoint.InBackground):
         except Exception as error:  # whatever stopped it, memory too
             why = error if isinstance(error, OSError | RankError) else repr(error)
             raise checkpoint.SaveError(f"{target} was not written: {why}") from error
-        self.world.say(f"exported to {target}")
+        self.world.log_rank0(f"exported to {target}")
 
     @property
     def failed(self) -> bool:

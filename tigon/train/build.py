@@ -131,7 +131,7 @@ def read_inputs(
     Nothing is written but the lock of the run directory, while the world lasts. `here`: the run is
     to be on this machine; `sizes`: on how many ranks, if not the world's.
     """
-    with world.together():
+    with world.raise_on_all_ranks():
         if here:
             check_machine(config, world)
         if config.activation_checkpointing == "auto":
@@ -142,7 +142,7 @@ def read_inputs(
             world.closing.enter_context(claim(config))
     check_shared(config, world)
     held, cursor = world.closing.enter_context(ExitStack()), None
-    with world.together():
+    with world.raise_on_all_ranks():
         source = resume.find(config, world)
         if source is not None:
             held.enter_context(checkpoint.in_use(source))  # no other run removes it meanwhile
@@ -150,7 +150,7 @@ def read_inputs(
             resume.check_adapter(source, config)
             config = resume.with_new_tokens(source, config)
     time = resume.start_time(source, world)
-    with world.together():
+    with world.raise_on_all_ranks():
         check_sizes(config, sizes or world.sizes, source)
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
@@ -162,16 +162,16 @@ def read_inputs(
         if config.held_out:
             eval_data = build_loader(objective, config.held_out, tokenizer, held_out=True)
         if reason is not None:
-            world.say(f"prompts are computed for each answer: {reason}")
+            world.log_rank0(f"prompts are computed for each answer: {reason}")
         if source is None:  # later the run knows them, and its base may be gone
             loaders = filter(None, (data, eval_data))
             config = with_added_tokens(config, tokenizer, stored_rows(config), loaders)
     check_data(config, data, eval_data, world)
     inputs = Inputs(config, objective, source, held, tokenizer, data, eval_data, 0, State())
-    with world.together():
+    with world.raise_on_all_ranks():
         if source is not None:
             for change in resume.check(source, config, data):
-                world.say(f"changed since {source}: {change}")
+                world.log_rank0(f"changed since {source}: {change}")
             inputs.start = checkpoint.step_of(source)
             inputs.state = resume.state_of(source, inputs.steps(config))
     return inputs
@@ -184,12 +184,12 @@ def prepare(config: Config, world: World) -> Run:
     run's config and world are of the layout that is chosen.
     """
     config, world = settle(config, world)
-    with world.together():
+    with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
     config, data, source = inputs.config, inputs.data, inputs.source
     adapted, fresh = config.lora is not None, source is None and world.size > 1
-    with world.together():
+    with world.raise_on_all_ranks():
         digest = base_digest(config) if adapted or fresh else ""
         if adapted and source is not None:
             resume.check_base(source, config, digest)
@@ -198,7 +198,7 @@ def prepare(config: Config, world: World) -> Run:
     if world.size > 1:
         check_reference_and_teacher(config, world)
     chosen = decide(config, world, inputs.objective, source, world.size, world.device)
-    with world.together():
+    with world.raise_on_all_ranks():
         seed_everything(config, world)
         model = build_model(config, world, source)
         if chosen is not None:
@@ -208,31 +208,31 @@ def prepare(config: Config, world: World) -> Run:
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     check_prompts(prompts, world)
-    with world.together():
+    with world.raise_on_all_ranks():
         # A stream begins here: its files may have changed
         inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
         inputs.held.close()
-        world.say(f"resumed from {source}")
+        world.log_rank0(f"resumed from {source}")
     steps = inputs.steps(config)
     size = count_parameters(model)
     frozen = count_parameters(model, frozen=True)
     still = f", {frozen:,} of them frozen" if frozen else ""
     each = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
     layout = f": {world.sizes.shown}" if world.size > 1 else ""
-    world.say(
+    world.log_rank0(
         f"model: {model.config.transformers_class}, {size:,} parameters{still}, "
         f"on {world.size} x {world.device.type}{layout}",
         f"steps: {inputs.start} to {steps}{each}",
     )
     if source is None:
         for line in describe_tokens(config):
-            world.say(line)
+            world.log_rank0(line)
     if chosen is not None:
-        world.say(str(chosen))
+        world.log_rank0(str(chosen))
     for notice in [*without_effect(config, steps, world.device), *without_fp8(config, model)]:
-        world.say(f"note: {notice}")
+        world.log_rank0(f"note: {notice}")
     base = digest if adapted else ""
     return make_run(config, world, inputs, model, optimizer, ema, prompts, base)
 
@@ -248,7 +248,7 @@ def make_run(
     base: str = "",
 ) -> Run:
     if config.cuda_graphs:
-        Graphs(model, world.say)
+        Graphs(model, world.log_rank0)
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,

@@ -117,10 +117,10 @@ def check_shared(config: Config, world: World) -> None:
     path = Path(config.run_dir)
     probe = path / PROBE.format(world.rank, secrets.token_hex(4))
     try:
-        with world.together():
+        with world.raise_on_all_ranks():
             _make(probe)
         first = world.gather(probe.name)[0]
-        with world.together():
+        with world.raise_on_all_ranks():
             if not (path / str(first)).exists():
                 raise ValueError(
                     f"run_dir={path} is another directory than that of rank 0: all hosts need the "

@@ -69,38 +69,38 @@ class World:
         return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
-    def tells(self) -> bool:
-        """Whether it is the first of the ranks with the same rows, which know the same of them."""
+    def is_data_leader(self) -> bool:
+        """Whether this is the first of the ranks with the same rows."""
         return self.rank == self.data.rank * (self.size // self.data.size)
 
     @property
     def sizes(self) -> MeshSizes:
         return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
-    def say(self, *texts: str) -> None:
-        """Print each as a line."""
+    def log_rank0(self, *texts: str) -> None:
+        """Prints each text as a line, on the first rank."""
         if self.main:
             with ignore_closed_output(sys.stdout):
                 print(*map(one_line, texts), sep="\n", flush=True)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks with different rows, in place; of those with the same, each has
-        all values of them."""
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """All-reduces (sum) in place over the data-parallel ranks; ranks that share rows hold the
+        same values already."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 
-    def agreed(self, loss: Tensor) -> Tensor:
-        """The step's loss, the same on all ranks: the largest, or NaN if it is not finite on one of
-        them. Ranks with the same rows would else decide differently after a fault of one."""
-        if self.size == self.data.size:  # what `sum` returns is the same on all
+    def same_loss(self, loss: Tensor) -> Tensor:
+        """Returns one loss on all ranks: the largest, or NaN if one is not finite, so that ranks
+        with the same rows decide alike after a fault of one."""
+        if self.size == self.data.size:  # what `all_reduce_sum` returns is the same on all
             return loss
         finite = loss.isfinite()
         known = loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        bad, largest = self.top(torch.stack([(~finite).to(loss.dtype), known])).unbind()
+        bad, largest = self.all_reduce_max(torch.stack([(~finite).to(loss.dtype), known])).unbind()
         return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
 
-    def top(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, in place."""
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """All-reduces (max) in place over all ranks."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
@@ -111,13 +111,13 @@ class World:
         """Returns the text of every rank, in their order, on all ranks."""
         return gather_texts(text, self.group) if self.size > 1 else [text]
 
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers. They are on the host: no GPU is waited for."""
-        return int(self.top(torch.tensor(number)))
+    def all_reduce_max_int(self, number: int) -> int:
+        """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
+        return int(self.all_reduce_max(torch.tensor(number)))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inputs that are wrong on some ranks end all of them, with the same InputError."""
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Raises the same InputError on all ranks if one raises in the `with` block."""
         problem = None
         try:
             yield
@@ -134,8 +134,7 @@ class World:
 
 @contextmanager
 def ignore_closed_output(output: TextIO) -> Iterator[None]:
-    """A run goes on where nobody reads what it says, such as a `tee` that Ctrl-C has ended, and
-    where the disk of its log is full."""
+    """Keeps training when stdout is closed, as by `tee` after Ctrl-C, or its disk is full."""
     try:
         yield
     except OSError:

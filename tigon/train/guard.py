@@ -57,7 +57,7 @@ def judge(run: Run, step: int, values: dict[str, float]) -> Trouble | None:
     if 2 * state.skipped > run.steps:
         why = f"With it {state.skipped} of {run.steps} steps are skipped, most of the run: {ADVICE}"
         raise stop(run, step, trouble, why)
-    run.world.say(f"{trouble.text}. Skipped")
+    run.world.log_rank0(f"{trouble.text}. Skipped")
     return trouble
 
 
@@ -148,8 +148,8 @@ def largest_weight(model: nn.Module, world: World, *, quantised: bool = False) -
     sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
     largest = torch.stack(sizes).max().to(world.device)
     # Said apart: NCCL's maximum may lose a NaN
-    bad = world.top(largest.isnan().double())
-    size = world.top(largest.nan_to_num(nan=0.0, posinf=math.inf))
+    bad = world.all_reduce_max(largest.isnan().double())
+    size = world.all_reduce_max(largest.nan_to_num(nan=0.0, posinf=math.inf))
     return math.nan if bad > 0 else float(size)
 
 
@@ -217,7 +217,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     run.saver.wait()
     try:
         directory = Path(config.run_dir, "checkpoints")
-        source = checkpoint.newest_whole(directory, run.world.say, until=step)
+        source = checkpoint.newest_whole(directory, run.world.log_rank0, until=step)
     except ValueError as error:
         raise stop(run, step, trouble, f"No rollback: {error}") from None
     if source is None:
@@ -226,7 +226,7 @@ def rollback(run: Run, step: int, trouble: Trouble) -> int:
     back = checkpoint.step_of(source)
     offset = step + state.offset + 1 - back
     state.return_to(State.of(checkpoint.read_metadata(source)), offset)
-    run.world.say(
+    run.world.log_rank0(
         f"{trouble.text}. Back to {source}: step {back + 1} takes the rows after these "
         f"(rollback {state.rollbacks} of {config.max_rollbacks})"
     )

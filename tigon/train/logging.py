@@ -339,8 +339,8 @@ class RunLog:
         _write(self.path / "config.yaml", _versions(world) + dump(config))
         self.metrics = self.path / "metrics.jsonl"
         self._cut(start)
-        self.console = Console(config, steps, world.say)
-        self.sinks = Sinks(config, read_metrics(self.metrics), world.say)
+        self.console = Console(config, steps, world.log_rank0)
+        self.sinks = Sinks(config, read_metrics(self.metrics), world.log_rank0)
         world.closing.callback(self.sinks.close)  # however the run ends
 
     def log(self, row: dict[str, Any], samples: Sequence[dict[str, str]] = ()) -> None:

@@ -47,16 +47,20 @@ def train(run: Run) -> int:
     if over:
         guard.check_skipped(run, run.start)
     owed = owes_export(run)
-    if over and not owed and not world.most(world.main and is_unfinished(config, run.start)):
-        world.say(f"{config.run_dir} is finished: nothing left to do")
+    if (
+        over
+        and not owed
+        and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
+    ):
+        world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.is_due(Path(config.run_dir)):
-            world.say(report.attempt(Path(config.run_dir)))
+            world.log_rank0(report.attempt(Path(config.run_dir)))
         return 0
     open_objective(run)
     run.objective.begin(run.model)
     record = RunLog(config, world, run.start, run.steps)
     if run.meter.convention:
-        world.say(run.meter.convention)
+        world.log_rank0(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.feed:
         if owed:
             export_step(run, run.start)
@@ -69,13 +73,13 @@ def train(run: Run) -> int:
         with world.signals.deferred():
             step = run.start if over else steps(run, record)
             run.saver.wait()
-        if signal := world.most(world.signals.received):
+        if signal := world.all_reduce_max_int(world.signals.received):
             record.close()
             saved = checkpoint.latest(run.saver.directory)
             where = (
                 f"goes on from {saved.name}" if saved else "begins again: there is no checkpoint"
             )
-            world.say(f"stopped by a signal after step {step}: resume=auto {where}")
+            world.log_rank0(f"stopped by a signal after step {step}: resume=auto {where}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
         finish(run, step, record)
@@ -136,7 +140,7 @@ def asked_to_stop(run: Run) -> bool:
     export that is written meanwhile has failed on any: one question for all, as it is asked in
     every step."""
     failed = run.saver.failed or run.exporter.failed
-    asked = run.world.most(SAVE_FAILED if failed else run.world.signals.received)
+    asked = run.world.all_reduce_max_int(SAVE_FAILED if failed else run.world.signals.received)
     if asked == SAVE_FAILED:
         run.saver.wait()
         run.exporter.wait()
@@ -185,7 +189,7 @@ def evaluate_once(run: Run, step: int, record: RunLog) -> None:
     if row is not None:
         texts = sample(run)
         # Whether the run ends here must not depend on a fault of one rank
-        loss = run.world.agreed(torch.tensor(row["eval_loss"], dtype=torch.double))
+        loss = run.world.same_loss(torch.tensor(row["eval_loss"], dtype=torch.double))
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
         record.log(row, texts)  # last: a run that is killed in the export evaluates again
@@ -197,14 +201,14 @@ def evaluated_loss(run: Run, step: int) -> float | None:
     if run.world.main:
         known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
     found = torch.tensor(-math.inf if known is None else known, dtype=torch.double)
-    loss = float(run.world.top(found))
+    loss = float(run.world.all_reduce_max(found))
     return None if loss == -math.inf else loss
 
 
 def save(run: Run, step: int, record: RunLog, facts: dict[str, Any]) -> None:
     if run.in_backward is not None:
         run.in_backward.check()  # one that went on after an error must not save what it left
-    if not run.world.most(run.world.signals.received):  # a signal leaves little time
+    if not run.world.all_reduce_max_int(run.world.signals.received):  # a signal leaves little time
         run.exporter.wait()  # what goes on from this checkpoint does not look for earlier exports
     record.sync()
     began = time.perf_counter()
@@ -219,10 +223,8 @@ def owes_export(run: Run) -> bool:
     own = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
     due = due and own is not None and checkpoint.step_of(own) == step
-    # All ranks do what the first one sees
-    return (
-        run.world.most(due and not step_export_path(config, step).exists() and run.world.main) > 0
-    )
+    due = due and not step_export_path(config, step).exists()
+    return run.world.all_reduce_max_int(due and run.world.main) > 0  # as the first rank sees it
 
 
 def finish(run: Run, step: int, record: RunLog) -> None:
@@ -231,14 +233,14 @@ def finish(run: Run, step: int, record: RunLog) -> None:
     guard.check_skipped(run, step)
     if state.is_out_of(config.patience):
         count = counted(state.evaluations_since, "evaluation")
-        world.say(
+        world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, record)
     record.close()
     directory = Path(config.run_dir)
-    new = config.export and world.most(read_exported_step(config) != step) > 0
+    new = config.export and world.all_reduce_max_int(read_exported_step(config) != step) > 0
     if new:
         export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:
@@ -250,7 +252,7 @@ def finish(run: Run, step: int, record: RunLog) -> None:
         if world.main:
             write_exported_step(directory, step)
     if world.main:
-        world.say(report.attempt(directory))
+        world.log_rank0(report.attempt(directory))
         if config.push_to_hub and new:
             world.signals.phase = f"in the push: `tigon push {directory} NAME` uploads the export"
-            world.say(publish.push_or_explain(config))
+            world.log_rank0(publish.push_or_explain(config))

@@ -35,7 +35,7 @@ class Predictions:
         ]
 
     def __enter__(self) -> Self:
-        if self.world.tells:
+        if self.world.is_data_leader:
             self._part.unlink(missing_ok=True)  # never written through, should it be a link
         self.file = open(self._part, "w", encoding="utf-8")
         return self
@@ -62,7 +62,7 @@ class Predictions:
     @property
     def _part(self) -> Path:
         """Ranks with the same rows predict the same: one writes it, the others nowhere."""
-        return self.parts[self.world.data.rank] if self.world.tells else Path(os.devnull)
+        return self.parts[self.world.data.rank] if self.world.is_data_leader else Path(os.devnull)
 
     def _remove(self) -> None:
         """The files of all ranks, which end with this one if it fails, and of more ranks before."""

@@ -23,7 +23,7 @@ class Profiler:
         self.last = min(chosen.start + chosen.steps - 1, steps)
         if first > self.last:
             if not self.trace.exists():
-                world.say(
+                world.log_rank0(
                     f"note: nothing is profiled: this run makes the steps {done + 1} to {steps}, "
                     f"none of which profile.start={chosen.start} profile.steps={chosen.steps} name"
                 )
@@ -51,7 +51,7 @@ class Profiler:
         if self.profile is not None:
             self.profile.on_trace_ready = None
             self._stop()
-            self.world.say(f"no profile: the run ended before step {self.last}")
+            self.world.log_rank0(f"no profile: the run ended before step {self.last}")
 
     def _stop(self) -> None:
         assert self.profile is not None
@@ -63,6 +63,6 @@ class Profiler:
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             self.trace.unlink(missing_ok=True)  # never written through, should it be a link
             profile.export_chrome_trace(str(self.trace))
-            self.world.say(f"profile: {self.trace}")
+            self.world.log_rank0(f"profile: {self.trace}")
         except OSError as error:  # no profile is worth a run
-            self.world.say(f"no profile: {error}")
+            self.world.log_rank0(f"no profile: {error}")

@@ -29,7 +29,7 @@ def find(config: Config, world: World) -> Path | None:
     if not config.resume:
         return None
     if config.resume in (True, "auto"):
-        return checkpoint.newest_whole(run / "checkpoints", world.say)
+        return checkpoint.newest_whole(run / "checkpoints", world.log_rank0)
     chosen = Path(str(config.resume))
     checkpoint.step_of(chosen)
     if newest is not None and newest.resolve() != chosen.resolve():

@@ -141,7 +141,7 @@ def fits(needed: int, world: World) -> bool:
     Every rank calls this, each with its own number.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return not world.most(1.1 * needed * local >= available())
+    return not world.all_reduce_max_int(1.1 * needed * local >= available())
 
 
 KEEP = Keep()
@@ -284,7 +284,7 @@ class Saver(InBackground):
             }
             prune(self.directory, step, self.keep, losses)
         except OSError as error:  # the new one is whole
-            self.world.say(f"an older checkpoint could not be removed: {error}")
+            self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
     def wait(self) -> None:
         if self._saving is None:
@@ -314,7 +314,7 @@ class _Stager(AsyncStager):
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
             self._fits = fits(needed, world)
             if not self._fits:
-                world.say(
+                world.log_rank0(
                     f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "
                     "training waits while checkpoints are written"
                 )

@@ -72,7 +72,7 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     time_of_one = fmean(seconds[half])
-    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    highest = run.world.all_reduce_max(torch.tensor([float(peak), time_of_one], dtype=torch.double))
     return Measured(
         seconds=float(highest[1]),
         tokens=fmean(tokens[half]),

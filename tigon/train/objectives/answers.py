@@ -137,7 +137,7 @@ class Answers(Objective):
     def _reference_model(self) -> CausalLM:
         """One besides the model that is trained."""
         config, world = self.config, self.world
-        with world.together():
+        with world.raise_on_all_ranks():
             if config.reference:
                 other = load_frozen(config, world, config.reference)
             else:

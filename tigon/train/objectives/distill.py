@@ -84,7 +84,7 @@ class Distill(CrossEntropyObjective):
         path, world = self.config.teacher, self.world
         if not path:
             return
-        with world.together():
+        with world.raise_on_all_ranks():
             size = model.config.vocab_size
             self.teacher = load_frozen(self.config, world, path, vocab_size=size)
 

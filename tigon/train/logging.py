@@ -44,16 +44,16 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         # Readers then forget what an earlier process logged: all its rows are logged again
-        self.writer = SummaryWriter(  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(
             str(Path(config.run_dir, "tensorboard")), purge_step=0, flush_secs=10
         )
 
     def log(self, row: Row) -> None:
         for tag, value in scalar_tags(row).items():
-            self.writer.add_scalar(tag, value, row["step"])  # type: ignore[no-untyped-call]
+            self.writer.add_scalar(tag, value, row["step"])
 
     def close(self) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()
 
 
 class WandB:

@@ -436,12 +436,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, without what a kill, a full disk or a crash of the machine left
     of others: a beginning, or zeros."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return [row for fit_columns in lines if (row := _row(fit_columns)) is not None]
+    return [row for line in lines if (row := _row(line)) is not None]
 
 
-def _row(fit_columns: bytes) -> dict[str, Any] | None:
+def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        row = parse_object(fit_columns, "metrics.jsonl", nan=True)
+        row = parse_object(line, "metrics.jsonl", nan=True)
     except ValueError:
         return None
     return row if type(row.get("step")) is int else None

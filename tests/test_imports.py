@@ -68,6 +68,7 @@ OPTIONAL = {
     "lm_eval",
     "pyarrow",
     "tensorboard",
+    "torch.utils.tensorboard",
     "transformers",
     "wandb",
     "zstandard",
@@ -161,7 +162,7 @@ def violations(root: Path) -> list[str]:
         if top == "tigon":
             graph.setdefault(i.module, set()).add(i.target)
             wrong += [f"{i.where}, {fault}" for fault in faults(i)]
-        elif top in OPTIONAL:
+        elif top in OPTIONAL or i.target in OPTIONAL:
             if not i.local:
                 wrong.append(f"{i.where}, which is optional, at the top of the file")
         elif top.endswith("()"):

@@ -18,10 +18,10 @@ from tigon.layers import Attention, GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.estimate import memory
 from tigon.train.estimate.meter import Ledger, Meter
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]

@@ -8,8 +8,8 @@ import pytest
 from tests.small import write_chats, write_model
 from tests.train.checkpoints import State
 from tigon.train import loop, main
-from tigon.train.parallel import World, start
-from tigon.train.record import read_metrics
+from tigon.train.distributed import World, start
+from tigon.train.logging import read_metrics
 from tigon.train.step import backward
 
 

@@ -12,10 +12,10 @@ from tests.train.test_estimate import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.train import main
 from tigon.train.config_file import load
+from tigon.train.distributed import World
 from tigon.train.estimate import budget
 from tigon.train.estimate.budget import GIB, Choice, choose, spread
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 
 WORLD = World(0, 1, torch.device("cpu"))
 LAYERS = 6
@@ -48,7 +48,12 @@ def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any)
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(activation_checkpointing="auto", **more, **changes))
     objective = find_objective("pretrain")(config, WORLD)
-    here: Any = SimpleNamespace(main=True, device=WORLD.device, most=int, together=WORLD.together)
+    here: Any = SimpleNamespace(
+        main=True,
+        device=WORLD.device,
+        all_reduce_max_int=int,
+        raise_on_all_ranks=WORLD.raise_on_all_ranks,
+    )
     found = budget.decide(config, here, objective, None, 1, torch.device("cpu"))
     assert found is not None
     return found
@@ -117,7 +122,12 @@ def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) 
             return max(number, next(others))
 
         device = torch.device("cuda", index)
-        here = SimpleNamespace(main=index == 0, device=device, most=most, together=WORLD.together)
+        here = SimpleNamespace(
+            main=index == 0,
+            device=device,
+            all_reduce_max_int=most,
+            raise_on_all_ranks=WORLD.raise_on_all_ranks,
+        )
         return budget.decide(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
 
     told: list[int] = []

@@ -21,17 +21,17 @@ from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
 from tigon.train import main
 from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
 from tigon.train.estimate import memory, report
 from tigon.train.estimate.gathering import Gathering, Group
 from tigon.train.estimate.memory import Estimate, estimate, stand_in
 from tigon.train.estimate.meter import Ledger, Meter, tensors_of
 from tigon.train.estimate.steps import measure
-from tigon.train.flops import model_flops
 from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.settings import ParameterGroup
+from tigon.train.throughput import model_flops
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 2, 24

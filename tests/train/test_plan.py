@@ -17,7 +17,6 @@ from tests.small import EXPERTS, LLAMA
 from tigon.cli import main
 from tigon.models import MODELS
 from tigon.train.estimate import Estimate
-from tigon.train.flops import model_flops
 from tigon.train.plan import (
     Constants,
     Job,
@@ -36,6 +35,7 @@ from tigon.train.plan.search import Choice, always, by_memory
 from tigon.train.plan.step import Group, computed
 from tigon.train.plan.work import Shapes, work_of
 from tigon.train.settings import ParameterGroup
+from tigon.train.throughput import model_flops
 
 MEMORY_WITHIN = 0.03
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was

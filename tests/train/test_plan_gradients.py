@@ -14,11 +14,11 @@ from tests.small import EXPERTS, LLAMA
 from tests.train.test_plan import SIZE
 from tigon.train import load
 from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
 from tigon.train.estimate import Estimate, report
 from tigon.train.graphs import check_run
 from tigon.train.objectives import find_objective
 from tigon.train.optim import check_ranks
-from tigon.train.parallel import World
 from tigon.train.plan import Job, Layout, make_plan, read_job, show, step_of, weigh
 from tigon.train.plan.layout import as_set, meshes, misfit, variants
 from tigon.train.plan.search import always, at_least

@@ -18,10 +18,10 @@ from tigon.models import quantise
 from tigon.models.pretrained.quantization import quantised_layers
 from tigon.train import load, main
 from tigon.train.build import read_inputs
+from tigon.train.distributed import start
 from tigon.train.estimate.report import plan
 from tigon.train.export import load_checkpoint
 from tigon.train.model import build_model
-from tigon.train.parallel import start
 
 
 @pytest.fixture(scope="module")

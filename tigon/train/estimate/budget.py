@@ -14,10 +14,10 @@ import torch
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
+from tigon.train.distributed import World
 from tigon.train.estimate.memory import estimate
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.objectives import Objective
-from tigon.train.parallel import World
 
 GIB = 2**30
 # Of a GPU's memory, what is not for tensors: CUDA's context and NCCL's buffers, and a share for
@@ -135,15 +135,15 @@ def decide(
         return estimate(tried, objective, config, gpus, compute).total
 
     room = memory_of(world.device)
-    least = None if room is None else -world.most(-room)
+    least = None if room is None else -world.all_reduce_max_int(-room)
     answer = [-1, -1, -1]
-    with world.together():
+    with world.raise_on_all_ranks():
         budget = budget_of(config, least)
         of = len(model().model.layers)
         if world.main:
             made = choose(weigh, of, budget, offload=config.activation_offload)
             answer = [made.blocks, int(made.offload), made.total]
-    blocks, offload, total = (world.most(number) for number in answer)
+    blocks, offload, total = (world.all_reduce_max_int(number) for number in answer)
     return Choice(blocks, of, bool(offload), total, budget)
 
 

@@ -16,14 +16,14 @@ from tigon.parallel import MeshSizes
 from tigon.report.figures import duration
 from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
 from tigon.train.config import Config, parallel_of, sizes_of
+from tigon.train.distributed import InputError, World
 from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
 from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.estimate.steps import Measured, measure, random_model
-from tigon.train.flops import model_flops, peak_flops
 from tigon.train.model import compute_dtype, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.parallel import InputError, World
 from tigon.train.plan.auto import settle
+from tigon.train.throughput import model_flops, peak_flops
 
 GPU = torch.device("cuda")
 # Settings that save memory, in the order of what they cost
@@ -50,42 +50,42 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
             f"{config.micro_batch_size} x {ranks} ranks with different rows"
         )
-    with world.together():
+    with world.raise_on_all_ranks():
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not on_gpu(config)
     inputs = read_inputs(config, world, here=here, sizes=sizes)
     config = inputs.config
     try:
-        with world.together():
+        with world.raise_on_all_ranks():
             device = GPU if on_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
-        world.say(*described(config, inputs, model, gpus))
+        world.log_rank0(*described(config, inputs, model, gpus))
         idle = without_effect(config, inputs.steps(config), device)
         for notice in [*idle, *without_fp8(config, model)]:
-            world.say(f"note: {notice}")
+            world.log_rank0(f"note: {notice}")
         chosen = decide(config, world, inputs.objective, inputs.source, gpus, device)
         if chosen is not None:
-            world.say(str(chosen))
+            world.log_rank0(str(chosen))
         advised = False
         if not on_gpu(config):
-            world.say(
+            world.log_rank0(
                 "memory is estimated for GPUs, and this run is on a CPU: `tigon plan` is for GPUs "
                 "elsewhere"
             )
         elif world.main:
             found = plan(config, inputs, gpus, chosen)
-            world.say(*table(found, gpus, world.device))
+            world.log_rank0(*table(found, gpus, world.device))
             for what in not_counted(config):
-                world.say(f"not in the sum: {what}")
+                world.log_rank0(f"not in the sum: {what}")
             room = memory_of(world.device)
             if advised := room is not None and found.total > room:
-                world.say(*advice(config, inputs, gpus))
+                world.log_rank0(*advice(config, inputs, gpus))
         if why := unmeasurable(config, world, gpus):
-            world.say(f"time of a step: cannot be measured here: {why}")
+            world.log_rank0(f"time of a step: cannot be measured here: {why}")
             return
-        world.say(*timed(config, inputs, world, advised, chosen))
+        world.log_rank0(*timed(config, inputs, world, advised, chosen))
     finally:
         inputs.data.close()
 

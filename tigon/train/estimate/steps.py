@@ -12,11 +12,11 @@ from tigon.layers import QuantisedWeight
 from tigon.models import CausalLM, materialize
 from tigon.train.build import Run
 from tigon.train.config import Config
-from tigon.train.flops import Cost
+from tigon.train.distributed import World, local
 from tigon.train.loop import update
 from tigon.train.model import divide, held_dtype, outline
-from tigon.train.parallel import World, local
 from tigon.train.step import backward
+from tigon.train.throughput import Cost
 
 STEPS = 4  # of which the first two prepare: kernels, the allocator, the optimizer's states
 
@@ -53,7 +53,7 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    cost = Cost.of(run.model)
+    cost = Cost.from_model(run.model)
     seconds, tokens, flops = [], [], []
     with run.feed:
         for step in range(first, first + steps):
@@ -72,7 +72,7 @@ def measure(run: Run, steps: int = STEPS) -> Measured:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     time_of_one = fmean(seconds[half])
-    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    highest = run.world.all_reduce_max(torch.tensor([float(peak), time_of_one], dtype=torch.double))
     return Measured(
         seconds=float(highest[1]),
         tokens=fmean(tokens[half]),

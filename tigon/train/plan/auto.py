@@ -15,9 +15,9 @@ from tigon import strict
 from tigon.parallel import Meshes
 from tigon.train import checkpoint
 from tigon.train.config import Config, sizes_of
+from tigon.train.distributed import World
 from tigon.train.estimate.budget import budget_of, gib, memory_of
 from tigon.train.model import outline
-from tigon.train.parallel import World
 from tigon.train.parallel_settings import Parallel
 from tigon.train.plan.gpu import gpu_called
 from tigon.train.plan.layout import MESH, Job, Layout, as_set, meshes
@@ -45,13 +45,15 @@ def settle(config: Config, world: World, gpus: int | None = None) -> tuple[Confi
     gpus = world.size if gpus is None else gpus
     here = memory_of(world.device) or 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
-    room = Room(-world.most(-here), -world.most(-local))
+    room = Room(-world.all_reduce_max_int(-here), -world.all_reduce_max_int(-local))
     parallel = Parallel(fsdp=1)
-    with world.together():
+    with world.raise_on_all_ranks():
         if gpus > 1 and world.main:
             parallel, why = choose(config, world.device, gpus, room)
-            world.say(f"parallel=auto: {why}")
-    parallel = Parallel(**{name: world.most(getattr(parallel, name) or 1) for name in MESH})
+            world.log_rank0(f"parallel=auto: {why}")
+    parallel = Parallel(
+        **{name: world.all_reduce_max_int(getattr(parallel, name) or 1) for name in MESH}
+    )
     config = replace(config, parallel=parallel)
     if gpus == world.size:
         world = replace(world, meshes=Meshes.of(world.device.type, sizes_of(config, gpus)))
@@ -99,7 +101,7 @@ def recorded(config: Config, gpus: int) -> tuple[Path | None, list[Layout] | Non
         elif config.resume:
             source = Path(str(config.resume))
         if source is not None:
-            was = checkpoint.facts(source)["config"]["parallel"]
+            was = checkpoint.read_metadata(source)["config"]["parallel"]
             sizes = strict.make(Parallel, strict.read(Parallel, was or {})).sizes(gpus)
             if was is not None:
                 return source, [Layout(**asdict(sizes))]

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from tigon.train.distributed import World
 from tigon.train.estimate import Estimate, estimate
 from tigon.train.objectives import find_objective
-from tigon.train.parallel import World
 from tigon.train.plan.layout import Job, Layout
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -23,8 +23,8 @@ from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, take_part
 from tigon.train.estimate.gathering import shared_experts
-from tigon.train.flops import Cost, positions_seen
 from tigon.train.optim import hidden_matrices
+from tigon.train.throughput import Cost, positions_seen
 
 BF16 = 2
 # Elements that each memory-bound kernel moves, forward and backward, of every element that it is
@@ -148,7 +148,7 @@ class Shapes:
     @cached_property
     def cost(self) -> Cost:
         """Operations that the mathematics of the whole model needs."""
-        return Cost.of(self.part(1))
+        return Cost.from_model(self.part(1))
 
 
 def tokens_of(rows: int, tokens: int, context: int) -> int:

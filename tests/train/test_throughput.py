@@ -7,7 +7,7 @@ import torch
 import tigon
 from tests.small import EXPERTS, LLAMA
 from tigon.layers import FusedLinear
-from tigon.train.flops import PEAKS, model_flops, named_peak, peak_flops, positions_seen
+from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -15,8 +15,8 @@ from tests.hub_server import HubServer, hub
 from tests.small import write_chats, write_model
 from tigon.cli import main
 from tigon.hub.card import is_untouched
-from tigon.train import card, push
 from tigon.train import main as train
+from tigon.train import publish
 
 __all__ = ["hub"]
 
@@ -209,12 +209,14 @@ def test_base_model_and_data_of_the_hub(run: Path, tmp_path: Path) -> None:
         def is_public(name: str, kind: str) -> bool:
             return (name, kind) in (("lab/base", "model"), ("lab/rows", "dataset"))
 
-        made = card.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", is_public)
+        made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", is_public)
         data: Any = ModelCard(made).data
         assert (data.base_model, data.datasets) == ("lab/base", ["lab/rows"])
         assert "fine-tuned from [lab/base](https://huggingface.co/lab/base)" in made
         assert "hidden" not in made and "secret" not in made and "rows.jsonl" in made
-        unknown = card.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: False)
+        unknown = publish.run_card(
+            tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: False
+        )
         assert "lab/" not in unknown and "a checkpoint that is not on the hub" in unknown
 
 
@@ -229,7 +231,7 @@ def test_a_card_cannot_be_made_to_say_something_else(run: Path, tmp_path: Path) 
     (tmp_path / "run/config.yaml").write_text(json.dumps(settings))
     rows = [{"step": 1, "loss": 1.0, "eval_loss/<img>|x": 2.0, "eval_loss": 2.0}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = card.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: True)
+    made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: True)
     assert ModelCard(made).data.tags == ["tigon"]
     assert "<script>" not in made and "http://y" not in made
     assert r"| best | 1 | \<img\>\|x | 2.0000 |" in made
@@ -280,7 +282,7 @@ def test_a_link_in_place_of_an_export(run: Path, folder: Path, tmp_path: Path) -
     shutil.rmtree(copy / "hf", ignore_errors=True)
     (copy / "hf").symlink_to(folder)
     with pytest.raises(FileNotFoundError, match=f"hf is a link to {folder}: if that is the export"):
-        push.push(copy, NAME)
+        publish.push(copy, NAME)
 
 
 def test_offline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

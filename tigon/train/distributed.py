@@ -1,14 +1,19 @@
-"""Processes, devices and sharding: the same code on one process and on many."""
+"""The ranks of a run: process group, devices, collectives, sharding, signals, errors."""
 
 import gc
 import json
 import math
+import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -20,25 +25,39 @@ from torch.distributed.tensor import DTensor
 from tigon.models import CausalLM
 from tigon.parallel import Meshes, MeshSizes, Place, find_zero, shard_blocks
 from tigon.terminal import one_line
-from tigon.train.board import LATE, Board, ended_with_parent, told
+from tigon.train.config import Config
 from tigon.train.parallel_settings import Parallel
 from tigon.train.signals import Signals
 from tigon.version import __version__
+
+pass
+
+
+NO_TIMEOUT = timedelta(days=365)
+LINGER = 10.0  # seconds for a failed rank to leave the process group
 
 
 class InputError(ValueError):
     """What is wrong with the inputs of some ranks; all ranks raise the same."""
 
 
+@dataclass
+class Progress:
+    step: int = 0  # the last that this rank has begun, for error messages
+
+
 @dataclass(frozen=True)
 class World:
+    """This rank among all ranks of the run."""
+
     rank: int
     size: int
     device: torch.device
-    board: Board = field(default_factory=Board)
+    progress: Progress = field(default_factory=Progress)
     signals: Signals = field(default_factory=Signals)
     closing: ExitStack = field(default_factory=ExitStack)  # closed when the process group is
     meshes: Meshes | None = None  # None: each rank has other rows, and a share of the weights
+    group: dist.ProcessGroup | None = None  # gloo, whose collectives may take any time
 
     @property
     def main(self) -> bool:
@@ -50,51 +69,55 @@ class World:
         return Place(self.rank, self.size) if self.meshes is None else self.meshes.data
 
     @property
-    def tells(self) -> bool:
-        """Whether it is the first of the ranks with the same rows, which know the same of them."""
+    def is_data_leader(self) -> bool:
+        """Whether this is the first of the ranks with the same rows."""
         return self.rank == self.data.rank * (self.size // self.data.size)
 
     @property
     def sizes(self) -> MeshSizes:
         return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
-    def say(self, *texts: str) -> None:
-        """Print each as a line."""
+    def log_rank0(self, *texts: str) -> None:
+        """Prints each text as a line, on the first rank."""
         if self.main:
-            with outlived(sys.stdout):
+            with ignore_closed_output(sys.stdout):
                 print(*map(one_line, texts), sep="\n", flush=True)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks with different rows, in place; of those with the same, each has
-        all values of them."""
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """All-reduces (sum) in place over the data-parallel ranks; ranks that share rows hold the
+        same values already."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 
-    def agreed(self, loss: Tensor) -> Tensor:
-        """The step's loss, the same on all ranks: the largest, or NaN if it is not finite on one of
-        them. Ranks with the same rows would else decide differently after a fault of one."""
-        if self.size == self.data.size:  # what `sum` returns is the same on all
+    def same_loss(self, loss: Tensor) -> Tensor:
+        """Returns one loss on all ranks: the largest, or NaN if one is not finite, so that ranks
+        with the same rows decide alike after a fault of one."""
+        if self.size == self.data.size:  # what `all_reduce_sum` returns is the same on all
             return loss
         finite = loss.isfinite()
         known = loss.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        bad, largest = self.top(torch.stack([(~finite).to(loss.dtype), known])).unbind()
+        bad, largest = self.all_reduce_max(torch.stack([(~finite).to(loss.dtype), known])).unbind()
         return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
 
-    def top(self, tensor: Tensor) -> Tensor:
-        """The largest over all ranks, in place."""
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """All-reduces (max) in place over all ranks."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def barrier(self) -> None:
         dist.barrier()
 
-    def most(self, number: int) -> int:
-        """The largest of all ranks' numbers. They are on the host: no GPU is waited for."""
-        return int(self.top(torch.tensor(number)))
+    def gather(self, text: str) -> list[str]:
+        """Returns the text of every rank, in their order, on all ranks."""
+        return gather_texts(text, self.group) if self.size > 1 else [text]
+
+    def all_reduce_max_int(self, number: int) -> int:
+        """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
+        return int(self.all_reduce_max(torch.tensor(number)))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Inputs that are wrong on some ranks end all of them, with the same InputError."""
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Raises the same InputError on all ranks if one raises in the `with` block."""
         problem = None
         try:
             yield
@@ -105,16 +128,13 @@ class World:
                 raise problem
             return
         text = "" if problem is None else str(problem) or type(problem).__name__
-        answers = self.board.gather(text, **({"late": LATE} if text else {}))
-        if problems := told(answers):
-            self.board.close()
+        if problems := format_rank_errors(self.gather(text)):
             raise InputError(problems) from None
 
 
 @contextmanager
-def outlived(output: TextIO) -> Iterator[None]:
-    """A run goes on where nobody reads what it says, such as a `tee` that Ctrl-C has ended, and
-    where the disk of its log is full."""
+def ignore_closed_output(output: TextIO) -> Iterator[None]:
+    """Keeps training when stdout is closed, as by `tee` after Ctrl-C, or its disk is full."""
     try:
         yield
     except OSError:
@@ -181,20 +201,26 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    with ended_with_parent():
-        if started:
-            join_ranks(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        rank, size = dist.get_rank(), dist.get_world_size()
-        board = Board(rank, size)
+    if started:
+        join_ranks(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    rank, size = dist.get_rank(), dist.get_world_size()
     try:
-        check_settings(board, settings or {})
+        group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT) if size > 1 else None
+        check_settings(group, settings or {})
         meshes = Meshes.of(device.type, sizes)
         with ExitStack() as closing:
-            yield World(rank, size, device, board, signals or Signals(), closing, meshes)
+            yield World(
+                rank,
+                size,
+                device,
+                signals=signals or Signals(),
+                closing=closing,
+                meshes=meshes,
+                group=group,
+            )
     finally:
-        board.close()
         gc.collect()  # gloo's threads abort the process if they still hold tensors when it exits
         dist.destroy_process_group()
 
@@ -212,12 +238,14 @@ def join_ranks(backend: str) -> None:
         ) from None
 
 
-def check_settings(board: Board, settings: Mapping[str, Any]) -> None:
+def check_settings(group: dist.ProcessGroup | None, settings: Mapping[str, Any]) -> None:
     """Raises InputError if ranks have other settings than the first one, before a collective that
     some of them would wait for without end."""
+    if group is None:
+        return
     own = {name: json.dumps(value, default=str) for name, value in settings.items()}
     own |= {"tigon": __version__}
-    first, *others = (json.loads(answer or "{}") for answer in board.gather(json.dumps(own)))
+    first, *others = map(json.loads, gather_texts(json.dumps(own), group))
     for rank, other in enumerate(others, start=1):
         if names := [n for n in first | other if first.get(n) != other.get(n)]:
             raise InputError(
@@ -278,3 +306,73 @@ def reshard(model: CausalLM) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def format_rank_errors(errors: Sequence[str]) -> str:
+    """Returns the errors of ranks as lines, "" if none has one; one that all ranks have is said
+    once."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(errors):
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    if len(by_text) == 1 and len(next(iter(by_text.values()))) == len(errors):
+        return next(iter(by_text))
+    return "\n  ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in by_text.items()
+    )
+
+
+def record_error(text: str) -> None:
+    """Write the error file of this rank, whose text the agent's summary repeats."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": text, "timestamp": int(time.time())}
+        with suppress(OSError), open(path, "w") as file:
+            json.dump(message, file)
+
+
+def end_soon(code: int) -> None:
+    """End this process after LINGER: leaving a group of which a rank is dead may never end."""
+
+    def end() -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
+
+    timer = threading.Timer(LINGER, end)
+    timer.daemon = True
+    timer.start()
+
+
+# After torch's time limit of a collective, ten minutes, NCCL's flight recorder writes the last
+# collectives of every rank into run_dir/flight-recorder/rank-N, which `torchfrtrace` reads.
+FOLDER = "flight-recorder"
+
+
+def prepare_flight_recorder(config: Config) -> None:
+    """Before the process group is made. What the environment says already stays."""
+    folder = Path(config.run_dir).absolute() / FOLDER
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank-")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+@contextmanager
+def flight_recorder(config: Config, world: World) -> Iterator[None]:
+    """The folder that dumps go to, which is there no longer than it has to be."""
+    if world.size == 1 or world.device.type == "cpu":
+        yield
+        return
+    folder = Path(config.run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, or another rank was faster
+            folder.rmdir()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.models import CausalLM, prepare_adapter, prepare_save, write_adapter, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.parallel import World
+from tigon.train.distributed import World
 from tigon.weights import Entry, RankError, Writers, copied, named_if_full
 
 
@@ -82,7 +82,7 @@ class Exporter(checkpoint.InBackground):
         except Exception as error:  # whatever stopped it, memory too
             why = error if isinstance(error, OSError | RankError) else repr(error)
             raise checkpoint.SaveError(f"{target} was not written: {why}") from error
-        self.world.say(f"exported to {target}")
+        self.world.log_rank0(f"exported to {target}")
 
     @property
     def failed(self) -> bool:

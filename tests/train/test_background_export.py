@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 import tigon
 from tests.train.checkpoints import State
 from tests.train.ranks import Ranks
-from tigon.train import checkpoint, exporter
-from tigon.train.checkpoint import memory
-from tigon.train.exporter import Exporter
-from tigon.train.parallel import start
+from tigon.train import background_export, checkpoint
+from tigon.train.background_export import Exporter
+from tigon.train.checkpoint import saver
+from tigon.train.distributed import start
 from tigon.weights import RankError
 
 
@@ -87,14 +87,14 @@ def test_too_little_memory_to_write_is_said_of_the_export(state, tmp_path, monke
     def no_memory(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(exporter, "write_model", no_memory)
+    monkeypatch.setattr(background_export, "write_model", no_memory)
     with pytest.raises(checkpoint.SaveError) as caught, Exporter(state.world) as to:
         export(to, state, tmp_path / "a")
     assert str(caught.value) == f"{tmp_path}/a was not written: {error!r}"
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda: 1000)
+    monkeypatch.setattr(saver, "available", lambda: 1000)
     with Exporter(state.world) as to:
         export(to, state, tmp_path / "a")
         assert_same(exported(tmp_path / "a"), weights(state))
@@ -124,7 +124,7 @@ def on_ranks(model, target):
 
         with pytest.MonkeyPatch.context() as patch:
             if world.rank:
-                patch.setattr(exporter, "copied", no_memory)
+                patch.setattr(background_export, "copied", no_memory)
             with pytest.raises((MemoryError, RankError), match="for the copy"):
                 export(to, state, target)
         export(to, state, target)

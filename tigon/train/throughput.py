@@ -12,6 +12,8 @@ functions, the loss or the optimizer. What is frozen has no gradient of its weig
 nothing trained comes before has none of its input.
 """
 
+import resource
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
+from tigon.models import CausalLM
+from tigon.train.distributed import World
 
 # Products of 16-bit floats with sums in float32, without sparsity, in 10^12 a second, by words of a
 # GPU's name; the first that fits. Source: NVIDIA's data sheets.
@@ -55,14 +59,14 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What training on sequences takes: `Cost.of(model)(lengths)` operations."""
+    """What training on sequences takes: `Cost.from_model(model)(lengths)` operations."""
 
     per_token: float = 0.0  # of the matrix products with parameters
     # Of attention, for each position that a token sees: by window, None where it sees all before
     per_position: dict[int | None, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
+    def from_model(cls, model: nn.Module) -> Self:
         """Modules are in the order in which they compute."""
         per_token, per_position = 0.0, dict[int | None, float]()
         trained = False  # anything so far, so that gradients go on to it
@@ -101,7 +105,7 @@ class Cost:
 
 def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
     """Operations that forward and backward of the model need for sequences of these lengths."""
-    return Cost.of(model)(sequences)
+    return Cost.from_model(model)(sequences)
 
 
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
@@ -134,3 +138,57 @@ def named_peak(name: str) -> float | None:
 def _product(weight: Tensor, input_gradient: bool) -> float:
     """For each token; the parameter may be a DTensor, which has its whole size."""
     return (2.0 + 2.0 * weight.requires_grad + 2.0 * input_gradient) * weight.numel()
+
+
+class Meter:
+    """What metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
+
+    def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
+        # Ranks of tensor parallelism have a share of each product
+        self.cost, self.ranks = Cost.from_model(model), world.size // world.sizes.tensor
+        self.world = world
+        self.peak = peak_flops(world.device, dtype)  # of one GPU, in FLOPs a second
+        self.dtype = str(dtype).removeprefix("torch.")
+
+    @property
+    def convention(self) -> str | None:
+        """What MFU is a share of; None on a CPU, where nobody asks."""
+        if self.world.device.type != "cuda":
+            return None
+        gpu = torch.cuda.get_device_name(self.world.device)
+        if self.peak is None:
+            return f"MFU: not known, for there is no figure of what {gpu} can do in {self.dtype}"
+        return (
+            f"MFU: of {self.peak / 1e12:g} TFLOP/s ({gpu}, {self.dtype}, dense); 6 FLOPs for each "
+            "parameter of a product and token, attention only where a token sees, nothing twice"
+        )
+
+    def __call__(
+        self, lengths: np.ndarray, before: np.ndarray, targets: int, seconds: float, waited: float
+    ) -> dict[str, Any]:
+        """Of a step over sequences of these lengths, which go on from so many tokens of others, on
+        all ranks together; `waited` for data."""
+        tokens, mfu = int(lengths.sum()), None
+        if self.peak is not None:
+            mfu = self.cost(lengths, before) / seconds / (self.peak * self.ranks)
+        return {
+            "tokens": tokens,
+            "supervised_tokens": targets,
+            "step_seconds": seconds,
+            "data_seconds": waited,
+            "data_share": waited / seconds,
+            "tokens_per_second": tokens / seconds,
+            "mfu": mfu,
+            **peak_memory(self.world.device),
+        }
+
+
+def peak_memory(device: torch.device) -> dict[str, float | None]:
+    """The most so far, in GiB: that tensors had and that the allocator took of the GPU; on a CPU
+    what this process had."""
+    if device.type == "cuda":
+        had, taken = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"memory_gib": had / 2**30, "memory_reserved_gib": taken / 2**30}
+    unit = 1 if sys.platform == "darwin" else 1024
+    had = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"memory_gib": had / 2**30, "memory_reserved_gib": None}

@@ -29,7 +29,7 @@ from tigon.kernels import _attention_backends as backends
 from tigon.train import load, start
 from tigon.train.build import make_run, read_inputs
 from tigon.train.config import Config
-from tigon.train.estimate.steps import random_model
+from tigon.train.dry_run import random_model
 from tigon.train.loop import update
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.parallel import World, local

@@ -14,6 +14,7 @@ from tigon.generation.settings import file_prefix
 from tigon.info import dtype_name
 from tigon.model_arguments import check_no_base, device_of, dtype_of, load, tokenizer_of
 from tigon.models import MODELS, CausalLM, convert, from_pretrained, split_gguf
+from tigon.plan import format_plan, make_plan, read_job
 from tigon.shared_chat import talk_on_ranks
 from tigon.shared_commands import run_shared, together
 from tigon.terminal import one_line
@@ -21,7 +22,6 @@ from tigon.tokenizer import Tokenizer
 from tigon.train.export import as_directory, convert_checkpoint, find_checkpoint
 from tigon.train.merge import as_merged_directory, export_merged, is_adapter
 from tigon.train.parallel import World
-from tigon.train.plan import make_plan, read_job, show
 from tigon.train.push import push as push_folder
 from tigon.weights import Repository, check_free
 
@@ -125,7 +125,7 @@ def plan(args: Namespace) -> int:
     if args.most < 1:
         raise ValueError(f"--most {args.most} must be at least 1")
     job = read_job(args.model, args.gpus, args.gpu, args.seq_len, args.batch_tokens, args.settings)
-    print(show(make_plan(job, args.most)))
+    print(format_plan(make_plan(job, args.most)))
     return 0
 
 

@@ -10,10 +10,9 @@ import torch
 
 from tests.train.test_estimate import B, tiny
 from tigon.layers import offload as offloading
-from tigon.train import main
+from tigon.train import main, memory
 from tigon.train.config_file import load
-from tigon.train.estimate import budget
-from tigon.train.estimate.budget import GIB, Choice, choose, spread
+from tigon.train.memory import GIB, CheckpointingChoice, choose_checkpointing, spaced_blocks
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
 
@@ -32,7 +31,7 @@ def weigh(recomputed: Iterable[int], away: bool = False, **changes: Any) -> int:
     config = load(None, given(**changes))
     model.activation_checkpointing, model.activation_offload = recomputed, away
     objective = find_objective("pretrain")(config, WORLD)
-    return budget.estimate(model, objective, config, 1, torch.bfloat16).total
+    return memory.estimate(model, objective, config, 1, torch.bfloat16).total
 
 
 def given(**changes: Any) -> list[str]:
@@ -43,23 +42,25 @@ def given(**changes: Any) -> list[str]:
     return [f"{key}={value}" for key, value in (values | changes).items()]
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any) -> Choice:
-    monkeypatch.setattr(budget, "outline", lambda *_: outlined())
+def decided(
+    monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any
+) -> CheckpointingChoice:
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(activation_checkpointing="auto", **more, **changes))
     objective = find_objective("pretrain")(config, WORLD)
     here: Any = SimpleNamespace(main=True, device=WORLD.device, most=int, together=WORLD.together)
-    found = budget.decide(config, here, objective, None, 1, torch.device("cpu"))
+    found = memory.resolve_checkpointing(config, here, objective, None, 1, torch.device("cpu"))
     assert found is not None
     return found
 
 
 def test_the_least_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [weigh(spread(n, LAYERS)) for n in range(LAYERS + 1)]
+    sizes = [weigh(spaced_blocks(n, LAYERS)) for n in range(LAYERS + 1)]
     assert all(more > less for more, less in pairwise(sizes))
     for n in (0, 3):
         found = decided(monkeypatch, sizes[n])
-        assert (found.blocks, found.of, found.offload) == (n, LAYERS, False)
+        assert (found.blocks, found.layers, found.offload) == (n, LAYERS, False)
         assert found.total == sizes[n]
         if n:  # a byte less, and one block more has to be computed again
             assert decided(monkeypatch, sizes[n - 1] - 64).blocks == n
@@ -79,11 +80,11 @@ def test_host_memory_comes_last_and_then_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_spread_blocks_need_less_than_others() -> None:
-    assert [sorted(spread(n, 5)) for n in range(6)] == [
+    assert [sorted(spaced_blocks(n, 5)) for n in range(6)] == [
         [], [0], [0, 2], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4],
     ]  # fmt: skip
-    assert spread(3, LAYERS) == set(range(0, LAYERS, 2))
-    spread_out = weigh(spread(3, LAYERS))
+    assert spaced_blocks(3, LAYERS) == set(range(0, LAYERS, 2))
+    spread_out = weigh(spaced_blocks(3, LAYERS))
     assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
@@ -95,15 +96,15 @@ def test_few_are_tried(least: int) -> None:
         tried.append(n)
         return 100 - 10 * n
 
-    found = choose(weigh, 6, 100 - 10 * least, offload=False)
+    found = choose_checkpointing(weigh, 6, 100 - 10 * least, offload=False)
     assert (found.blocks, found.total) == (least, 100 - 10 * least) and len(tried) <= 5
 
 
 def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU with the least memory."""
     rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
-    monkeypatch.setattr(budget, "memory_of", lambda device: rooms[device.index])
-    monkeypatch.setattr(budget, "outline", lambda *_: outlined())
+    monkeypatch.setattr(memory, "memory_of", lambda device: rooms[device.index])
+    monkeypatch.setattr(memory, "outline", lambda *_: outlined())
     config = load(None, given(activation_checkpointing="auto"))
     objective = find_objective("pretrain")(config, WORLD)
 
@@ -118,7 +119,7 @@ def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) 
 
         device = torch.device("cuda", index)
         here = SimpleNamespace(main=index == 0, device=device, most=most, together=WORLD.together)
-        return budget.decide(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
+        return memory.resolve_checkpointing(config, here, objective, None, 2, torch.device("cuda"))  # type: ignore[arg-type]
 
     told: list[int] = []
     of_first = rank(0, [-rooms[1], -1, -1, -1])
@@ -157,9 +158,9 @@ def test_runs_and_dry_runs_say_what_was_chosen(workspace, capsys) -> None:
     config = load(None, workspace.settings("auto", memory_budget=1, **auto))
     objective = find_objective(config.task)(config, WORLD)
     for n in (0, 1):
-        model = budget.outline(config, torch.float32)
-        model.activation_checkpointing = spread(n, 2)
-        sizes[n] = budget.estimate(model, objective, config, 1, torch.float32).total
+        model = memory.outline(config, torch.float32)
+        model.activation_checkpointing = spaced_blocks(n, 2)
+        sizes[n] = memory.estimate(model, objective, config, 1, torch.float32).total
     few, none = sizes[1] / GIB, sizes[0] / GIB
     main(workspace.settings("auto", steps=1, memory_budget=few, **auto))
     said = capsys.readouterr().out

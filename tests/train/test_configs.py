@@ -13,8 +13,8 @@ from tests.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
 from tigon.models import count_parameters
 from tigon.train import load, main
-from tigon.train.estimate.memory import estimate
 from tigon.train.frozen import outline_of
+from tigon.train.memory import estimate
 from tigon.train.model import held_dtype, outline
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World

@@ -19,14 +19,12 @@ from tigon.kernels import _triton, use
 from tigon.layers import offload
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT, MeshSizes
-from tigon.train import main
+from tigon.train import dry_run, main, memory
 from tigon.train.config import Config, sizes_of
-from tigon.train.estimate import memory, report
-from tigon.train.estimate.gathering import Gathering, Group
-from tigon.train.estimate.memory import Estimate, estimate, stand_in
-from tigon.train.estimate.meter import Ledger, Meter, tensors_of
-from tigon.train.estimate.steps import measure
+from tigon.train.dry_run import time_steps
 from tigon.train.flops import model_flops
+from tigon.train.memory import Estimate, dummy_batch, estimate
+from tigon.train.memory_tracker import FSDPGroup, FSDPTracker, Ledger, MemoryTracker, model_tensors
 from tigon.train.model import finish, projections
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World
@@ -59,7 +57,7 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
 
 def saved_by(model: CausalLM, device: str) -> int:
     """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
-    own = {t.untyped_storage()._cdata for t in tensors_of(model)}
+    own = {t.untyped_storage()._cdata for t in model_tensors(model)}
     kept: dict[int, Any] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -115,7 +113,7 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
     model = tiny("llama", "plain")
     config = settings()
     objective = find_objective("pretrain")(config, WORLD)
-    ledger = memory._weigh(
+    ledger = memory.simulate_step(
         model.to(torch.bfloat16), objective, config, MeshSizes(), None, torch.bfloat16
     )
     gc.collect()
@@ -129,7 +127,7 @@ def test_the_ledger_is_empty_but_for_gradients() -> None:
 def test_the_meter_knows_what_is_alive() -> None:
     ledger = Ledger()
     weight = torch.ones(64, 64, device="meta", requires_grad=True)
-    with Meter(ledger, [weight]):
+    with MemoryTracker(ledger, [weight]):
         x = torch.ones(1024, 64, device="meta")
         y = x @ weight  # 256 KiB each
         del x  # autograd keeps it for the gradient of the weight
@@ -143,17 +141,17 @@ def test_the_meter_knows_what_is_alive() -> None:
 def test_gathered_weights_and_reduced_gradients_by_hand() -> None:
     for sums, item in ((torch.float32, 4), (torch.bfloat16, 2)):
         weights = [nn.Parameter(torch.empty(5, 3, device="meta"))]
-        group = Group(weights, 2, torch.bfloat16, sums)
+        group = FSDPGroup(weights, 2, torch.bfloat16, sums)
         sizes = group.gathered, group.reduced, group.shard
         assert sizes == (6 * 3 * 2, 6 * 3 * item, 6 * 3 * item // 2)
 
 
 def test_two_ranks_of_one_micro_batch_reduce_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2 is told to: half of the bytes."""
-    made: list[Gathering] = []
-    begin = Gathering.begin
+    made: list[FSDPTracker] = []
+    begin = FSDPTracker.begin
     monkeypatch.setattr(
-        Gathering, "begin", lambda self, **given: (made.append(self), begin(self, **given))
+        FSDPTracker, "begin", lambda self, **given: (made.append(self), begin(self, **given))
     )
 
     def sums(gpus: int, rows: int, **changes: Any) -> set[torch.dtype]:
@@ -259,7 +257,7 @@ def test_whole_weights_and_what_is_reduced() -> None:
 
 
 def test_batches_stand_in_for_full_rows() -> None:
-    batch = stand_in(3, 8)
+    batch = dummy_batch(3, 8)
     assert batch.input_ids.is_meta and batch.input_ids.shape == (3, 8)
 
 
@@ -400,7 +398,7 @@ def test_a_dry_run_for_gpus_notes_what_the_run_would(workspace, capsys, monkeypa
 
 def test_a_dry_run_makes_steps_where_it_can(workspace, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tigon.models._load.load_weights", pytest.fail)  # none are read
-    monkeypatch.setattr("tigon.train.estimate.report.peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr("tigon.train.dry_run.peak_flops", lambda *_: 1e9)
     main(["--dry-run", *workspace.settings("dry")])
     said = capsys.readouterr().out
     assert "a step, measured: " in said and "all steps: about" in said
@@ -417,12 +415,12 @@ def test_a_dry_run_of_a_stream_that_goes_on(workspace, capsys, monkeypatch) -> N
 
     def noted(run: Any) -> Any:
         model = run.model
-        found.append(measure(run))
+        found.append(time_steps(run))
         both = [run.data.lengths(step)[0] for step in (4, 5)]
         expected.append(sum(model_flops(model, lengths) for lengths in both) / 2)
         return found[0]
 
-    monkeypatch.setattr("tigon.train.estimate.report.measure", noted)
+    monkeypatch.setattr("tigon.train.dry_run.measure", noted)
     settings = {"streaming": "true", "shuffle_window": 8, "resume": "auto", "workers": 0}
     main(workspace.settings("stream", steps=2, **settings))
     main(["--dry-run", *workspace.settings("stream", steps=8, **settings)])
@@ -448,8 +446,8 @@ def test_a_dry_run_checks_what_a_run_checks(workspace, tmp_path: Path) -> None:
 
 
 def test_what_the_estimate_leaves_out_is_said() -> None:
-    assert report.not_counted(settings()) == []
-    found = report.not_counted(
+    assert dry_run.uncounted_memory(settings()) == []
+    found = dry_run.uncounted_memory(
         settings(param_dtype="float32", dtype="float32", activation_offload=True)
     )
     assert [notice.split()[0] for notice in found] == ["attention", "host"]
@@ -460,9 +458,9 @@ def test_advice_names_only_what_saves_memory() -> None:
     total = {2: 30, True: 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            report, "plan", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
+            dry_run, "plan", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
         )
-        lines = report.advice(config, None, 1)  # type: ignore[arg-type]
+        lines = dry_run.memory_advice(config, None, 1)  # type: ignore[arg-type]
     assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
 
 
@@ -477,18 +475,18 @@ def test_advice_to_share_rows() -> None:
                 raise ValueError("ranks")
             return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
 
-        patch.setattr(report, "plan", total)
-        assert "      2.50 GiB with parallel.context=4" in report.advice(config, None, 8)
+        patch.setattr(dry_run, "plan", total)
+        assert "      2.50 GiB with parallel.context=4" in dry_run.memory_advice(config, None, 8)
         for ranks, gpus in ((2, 2), (4, 8)):
             config = settings(batch_size=8, parallel=Parallel(context=ranks))
-            assert not any("context" in line for line in report.advice(config, None, gpus))
+            assert not any("context" in line for line in dry_run.memory_advice(config, None, gpus))
 
 
 def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
-    monkeypatch.setattr("tigon.train.estimate.report.measure", full)
+    monkeypatch.setattr("tigon.train.dry_run.measure", full)
     with pytest.raises(SystemExit) as caught:
         main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
     text = str(caught.value)

@@ -18,9 +18,8 @@ from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, take_part
 from tigon.train import main
 from tigon.train.config import Config
-from tigon.train.estimate.budget import Choice, decide
-from tigon.train.estimate.memory import Estimate, estimate
 from tigon.train.lora import add_lora
+from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
 from tigon.train.objectives import find_objective
 from tigon.train.parallel import World, start
 from tigon.train.parallel_settings import Parallel
@@ -163,9 +162,9 @@ def test_recomputation_makes_room_for_the_teacher(folder: Folder) -> None:
     tight = (planned(alone).total + 2**16) / 2**30
     given: Any = {"model": model, "activation_checkpointing": "auto", "memory_budget": tight}
 
-    def chosen(config: Config) -> Choice | None:
+    def chosen(config: Config) -> CheckpointingChoice | None:
         objective = find_objective(config.task)(config, WORLD)
-        return decide(config, WORLD, objective, None, 1, torch.device("cuda"))
+        return resolve_checkpointing(config, WORLD, objective, None, 1, torch.device("cuda"))
 
     with start("cpu"):
         assert chosen(settings(task="sft", **given)).blocks == 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tigon.report.figures import duration as format_duration
 from tigon.report.page import page
 from tigon.report.read import RunFiles, read
 

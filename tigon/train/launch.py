@@ -13,7 +13,7 @@ from tigon.train.board import LAUNCHED, Failure, end_soon, report
 from tigon.train.build import prepare
 from tigon.train.config import Config, parallel_of, sizes_of
 from tigon.train.config_file import dump, load
-from tigon.train.estimate.report import dry_run
+from tigon.train.dry_run import dry_run
 from tigon.train.flight import flight_recorder, prepare_flight_recorder
 from tigon.train.loop import train
 from tigon.train.parallel import InputError, World, check_interfaces, launched, pick_device, start

@@ -1,32 +1,50 @@
-"""`tigon train CONFIG --dry-run`: what a run is, what it takes, and how long a step is."""
+"""`tigon train CONFIG --dry-run`: describes a run, estimates its memory and times a few steps."""
 
+import gc
+import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
 
 import torch
 
 from tigon.data.examples import counted
 from tigon.kernels._rebuilt import notes
-from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.layers import Attention, GatedMLP, QuantisedWeight, SparseMoE
 from tigon.layers.collectives import Ranks
 from tigon.layers.expert_shard import ExpertShard
 from tigon.layers.shared_attention import heads_sent
-from tigon.models import CausalLM, count_parameters
+from tigon.models import CausalLM, count_parameters, materialize
 from tigon.parallel import MeshSizes
-from tigon.report.figures import duration
-from tigon.train.build import Inputs, make_run, read_inputs, without_effect, without_fp8
+from tigon.report import format_duration
+from tigon.train.build import (
+    Inputs,
+    Run,
+    make_run,
+    read_inputs,
+    resolve_parallel,
+    without_effect,
+    without_fp8,
+)
 from tigon.train.config import Config, parallel_of, sizes_of
-from tigon.train.estimate.budget import GIB, Choice, decide, memory_of
-from tigon.train.estimate.memory import Estimate, estimate
-from tigon.train.estimate.steps import Measured, measure, random_model
-from tigon.train.flops import model_flops, peak_flops
-from tigon.train.model import compute_dtype, held_dtype, outline
+from tigon.train.flops import Cost, model_flops, peak_flops
+from tigon.train.loop import update
+from tigon.train.memory import (
+    GIB,
+    CheckpointingChoice,
+    Estimate,
+    estimate,
+    gpu_memory,
+    resolve_checkpointing,
+)
+from tigon.train.model import compute_dtype, divide, held_dtype, outline
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.parallel import InputError, World
-from tigon.train.plan.auto import settle
+from tigon.train.parallel import InputError, World, local
+from tigon.train.step import backward
 
 GPU = torch.device("cuda")
-# Settings that save memory, in the order of what they cost
+# Settings that save memory, the cheapest first
 SAVING: tuple[dict[str, object], ...] = (
     {"micro_batch_size": 1},
     {"activation_checkpointing": 2},
@@ -35,14 +53,75 @@ SAVING: tuple[dict[str, object], ...] = (
     {"activation_checkpointing": True, "micro_batch_size": 1, "activation_offload": True},
     {"param_dtype": "bfloat16"},
 )
+STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """The measurements of a step, equal on every rank."""
+
+    seconds: float
+    tokens: float  # of all ranks
+    flops: float  # of all ranks
+    peak: int  # bytes, the highest of all GPUs; 0 on CPUs
+
+
+def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
+    """Returns the model of a run, divided as by `build_model`, with random weights."""
+    model = outline(config, held_dtype(config, world.device), source)
+    divide(model, config, world)
+    materialize(model, world.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).normal_(std=0.02)
+        for module in model.modules():
+            if isinstance(module, QuantisedWeight):
+                module.fill()
+    return model
+
+
+def time_steps(run: Run, steps: int = STEPS) -> StepTiming:
+    """Times `steps` steps and averages the second half; raises torch.OutOfMemoryError."""
+    device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
+    run.objective.rehearse(run.model)
+    run.objective.begin(run.model)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    cost = Cost.of(run.model)
+    seconds, tokens, flops = [], [], []
+    with run.feed:
+        for step in range(first, first + steps):
+            began = time.perf_counter()
+            backward(run, step)
+            update(run, step)
+            run.optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            lengths, before, _ = run.data.lengths(step)
+            tokens.append(int(lengths.sum()))
+            flops.append(
+                cost(lengths, before) * run.world.sizes.tensor
+            )  # tensor ranks divide the model
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    half = slice(steps // 2, None)
+    time_of_one = fmean(seconds[half])
+    highest = run.world.top(torch.tensor([float(peak), time_of_one], dtype=torch.double))
+    return StepTiming(
+        seconds=float(highest[1]),
+        tokens=fmean(tokens[half]),
+        flops=fmean(flops[half]),
+        peak=int(highest[0]),
+    )
 
 
 def dry_run(config: Config, world: World, gpus: int) -> None:
-    """Print it; `gpus` is the number that the run is planned for, at least the world's.
+    """Prints the dry run of a run on `gpus` GPUs, at least those of the world.
 
-    Raises InputError where a step does not fit into memory.
+    Raises InputError if a step does not fit into memory.
     """
-    config, world = settle(config, world, gpus)
+    config, world = resolve_parallel(config, world, gpus)
     sizes = sizes_of(config, gpus)
     ranks = sizes.data
     if config.batch_size % (config.micro_batch_size * ranks):
@@ -52,51 +131,53 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         )
     with world.together():
         check_ranks(config, ranks)
-    here = world.device.type == "cuda" or not on_gpu(config)
+    here = world.device.type == "cuda" or not targets_gpu(config)
     inputs = read_inputs(config, world, here=here, sizes=sizes)
     config = inputs.config
     try:
         with world.together():
-            device = GPU if on_gpu(config) else world.device
+            device = GPU if targets_gpu(config) else world.device
             model = outline(config, held_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
-        world.say(*described(config, inputs, model, gpus))
+        world.say(*describe_run(config, inputs, model, gpus))
         idle = without_effect(config, inputs.steps(config), device)
         for notice in [*idle, *without_fp8(config, model)]:
             world.say(f"note: {notice}")
-        chosen = decide(config, world, inputs.objective, inputs.source, gpus, device)
+        chosen = resolve_checkpointing(config, world, inputs.objective, inputs.source, gpus, device)
         if chosen is not None:
             world.say(str(chosen))
         advised = False
-        if not on_gpu(config):
+        if not targets_gpu(config):
             world.say(
                 "memory is estimated for GPUs, and this run is on a CPU: `tigon plan` is for GPUs "
                 "elsewhere"
             )
         elif world.main:
-            found = plan(config, inputs, gpus, chosen)
-            world.say(*table(found, gpus, world.device))
-            for what in not_counted(config):
+            found = estimate_run(config, inputs, gpus, chosen)
+            world.say(*memory_table(found, gpus, world.device))
+            for what in uncounted_memory(config):
                 world.say(f"not in the sum: {what}")
-            room = memory_of(world.device)
+            room = gpu_memory(world.device)
             if advised := room is not None and found.total > room:
-                world.say(*advice(config, inputs, gpus))
-        if why := unmeasurable(config, world, gpus):
+                world.say(*memory_advice(config, inputs, gpus))
+        if why := timing_obstacle(config, world, gpus):
             world.say(f"time of a step: cannot be measured here: {why}")
             return
-        world.say(*timed(config, inputs, world, advised, chosen))
+        world.say(*time_run(config, inputs, world, advised, chosen))
     finally:
         inputs.data.close()
 
 
-def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
-    """Parameters, operations, tokens and steps."""
+def describe_run(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> list[str]:
+    """Returns lines with the parameters, operations, tokens and steps of a run."""
     data, steps = inputs.data, inputs.steps(config)
     first = inputs.start + inputs.state.offset  # step of the data
     every = count_parameters(model)
     trained = every - count_parameters(model, frozen=True)
-    active = every - sum(idle_parameters(m) for m in model.modules() if isinstance(m, SparseMoE))
+    active = every - sum(
+        inactive_parameters(m) for m in model.modules() if isinstance(m, SparseMoE)
+    )
     size = f"{every:,} parameters, {'all' if trained == every else f'{trained:,}'} of them trained"
     if active < every:
         size += f", {active:,} active for a token"
@@ -128,17 +209,17 @@ def described(config: Config, inputs: Inputs, model: CausalLM, gpus: int) -> lis
         f"the first has {sequences.sum():,} tokens{learned}",
         f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
-    return [*lines, *exchanged(config, model, sizes)]
+    return [*lines, *describe_communication(config, model, sizes)]
 
 
-def exchanged(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
-    """What ranks that share rows, layers or experts send each other."""
+def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
+    """Returns what ranks that divide rows, layers or experts send each other, a line each."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, own = -(-config.seq_len // context), "each of {} ranks has "
     numbers = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
 
     def sends(size: float, what: str, backward: float = 1.0) -> str:
-        """`backward`: how often it sends as much in the backward pass."""
+        """`backward`: bytes of the backward pass, in those of the forward pass."""
         forward = numbers * size / 2**20
         recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
         return (
@@ -176,15 +257,17 @@ def exchanged(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
     return lines
 
 
-def idle_parameters(layer: SparseMoE) -> int:
-    """Of the experts that a token does not take."""
+def inactive_parameters(layer: SparseMoE) -> int:
+    """Returns the parameters of the experts that a token is not routed to."""
     experts = len(layer.experts.down_proj)
     size = sum(p.numel() for p in layer.experts.parameters())
     return size - size * layer.per_token // experts
 
 
-def plan(config: Config, inputs: Inputs, gpus: int, chosen: Choice | None = None) -> Estimate:
-    """The estimate for a run of these settings on GPUs."""
+def estimate_run(
+    config: Config, inputs: Inputs, gpus: int, chosen: CheckpointingChoice | None = None
+) -> Estimate:
+    """Returns the memory of a run with these settings on GPUs."""
     compute = compute_dtype(config, GPU)
     model = outline(config, held_dtype(config, GPU), inputs.source)
     if chosen is not None:
@@ -192,109 +275,104 @@ def plan(config: Config, inputs: Inputs, gpus: int, chosen: Choice | None = None
     return estimate(model, inputs.objective, config, gpus, compute)
 
 
-def table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
-    """In GiB."""
+def memory_table(found: Estimate, gpus: int, device: torch.device) -> list[str]:
+    """Returns the estimate as a table in GiB."""
     owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
     lines = [f"memory of {owner} at its peak, estimated, GiB:"]
     lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in found.kinds.items()]
-    room = memory_of(device)
-    beside = f" of {room / GIB:.1f}: {torch.cuda.get_device_name(device)}" if room else ""
-    lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{beside}")
+    memory = gpu_memory(device)
+    gpu = f" of {memory / GIB:.1f}: {torch.cuda.get_device_name(device)}" if memory else ""
+    lines.append(f"  {'sum':18}{found.total / GIB:8.2f}{gpu}")
     lines.append(f"host memory of each rank, for weights and states: {found.host / GIB:.2f} GiB")
     return lines
 
 
-def not_counted(config: Config) -> list[str]:
-    """What the run will also take."""
-    found = []
-    if compute_dtype(config, GPU) == torch.float32:
-        found.append("attention in float32, which is not fused and may hold scores")
-    elif config.attention == "reference":
-        found.append("the scores that attention=reference holds")
-    if config.optimizer == "muon":
-        found.append(
-            "what muon's update holds, about 1 GiB, where that is more than a backward does"
-        )
-    if config.sample_prompts:
-        found.append("keys and values of samples, where they are more than a step's activations")
-    if config.predictions or config.eval_return_logits:
-        found.append("what an evaluation keeps of its logits")
-    if config.hooks:
-        found.append("what hooks are given and keep")
-    if config.cuda_graphs:
-        found.append(
-            "the activations of the first micro-batch of each further kind, which has no graph yet"
-        )
-    if config.reference and not config.streaming:
-        found.append(f"reference={config.reference}, which is there before the first step alone")
-    if config.activation_offload:
-        found.append("host memory for the activations of activation_offload")
-    return found
+def uncounted_memory(config: Config) -> list[str]:
+    """Returns what the run takes besides the estimate."""
+    full_precision = compute_dtype(config, GPU) == torch.float32
+    cases: dict[str, object] = {
+        "attention in float32, which is not fused and may hold scores": full_precision,
+        "the scores that attention=reference holds": config.attention == "reference"
+        and not full_precision,
+        "what muon's update holds, about 1 GiB, where that is more than a backward does": (
+            config.optimizer == "muon"
+        ),
+        "keys and values of samples, where they are more than a step's activations": (
+            config.sample_prompts
+        ),
+        "what an evaluation keeps of its logits": config.predictions or config.eval_return_logits,
+        "what hooks are given and keep": config.hooks,
+        "the activations of the first micro-batch of each further kind, which has no graph yet": (
+            config.cuda_graphs
+        ),
+        f"reference={config.reference}, which is there before the first step alone": (
+            config.reference and not config.streaming
+        ),
+        "host memory for the activations of activation_offload": config.activation_offload,
+    }
+    return [what for what, applies in cases.items() if applies]
 
 
-def advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
-    """Which settings save how much."""
-    lines, present = ["less memory:"], plan(config, inputs, gpus).total
+def memory_advice(config: Config, inputs: Inputs, gpus: int) -> list[str]:
+    """Returns the memory with each change of settings that saves some."""
+    lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
     for change in SAVING:
+        changes = change | ({"memory_budget": None} if "activation_checkpointing" in change else {})
         try:
-            own = {"memory_budget": None} if "activation_checkpointing" in change else {}
-            other = replace(config, **own, **change)  # type: ignore[arg-type]
+            other = replace(config, **changes)  # type: ignore[arg-type]
         except ValueError:
             continue
-        if other != config:
-            total = plan(other, inputs, gpus).total
-            if total >= present:
-                continue
+        if other != config and (total := estimate_run(other, inputs, gpus).total) < present:
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
     parallel = parallel_of(config)
     shared = replace(parallel, context=2 * parallel.context)
-    with suppress(ValueError):  # of ranks that cannot be divided so
+    with suppress(ValueError):  # the ranks may be indivisible
         shared.sizes(gpus)
-        total = plan(replace(config, parallel=shared), inputs, gpus).total
+        total = estimate_run(replace(config, parallel=shared), inputs, gpus).total
         if total < present:
             lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
     fixed = parallel.fsdp is not None
     rows = 2 * sizes_of(config, gpus).data * config.micro_batch_size
     if not fixed and config.batch_size % rows == 0:
-        total = plan(config, inputs, 2 * gpus).total
+        total = estimate_run(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
     return lines
 
 
-def on_gpu(config: Config) -> bool:
-    """Whether the run is for GPUs, wherever it is planned."""
+def targets_gpu(config: Config) -> bool:
+    """Whether the run is for GPUs, even if this machine has none."""
     return config.device != "cpu"
 
 
-def unmeasurable(config: Config, world: World, gpus: int) -> str | None:
-    """Why no step can be made on this machine."""
-    if on_gpu(config) and world.device.type == "cpu":
+def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
+    """Returns why no step can run on this machine, or None."""
+    if targets_gpu(config) and world.device.type == "cpu":
         return "there is no GPU"
     if gpus != world.size:
         return f"it has {torch.cuda.device_count()} of {gpus} GPUs"
     return None
 
 
-def timed(
-    config: Config, inputs: Inputs, world: World, advised: bool, chosen: Choice | None
+def time_run(
+    config: Config, inputs: Inputs, world: World, advised: bool, chosen: CheckpointingChoice | None
 ) -> list[str]:
-    """A few steps on random weights. `advised`: what saves memory has been said."""
+    """Returns lines with the time of a step on random weights; `advised` if advice is printed."""
     try:
         model = random_model(config, world, inputs.source)
         if chosen is not None:
             chosen.apply(model)
         optimizer = build_optimizer(model, config)
         run = make_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        found = measure(run)
+        found = time_steps(run)
     except torch.OutOfMemoryError as error:
-        lines = advice(config, inputs, world.size) if world.main and not advised else []
+        lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]
         raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
-    return answer(config, inputs, world, found)
+    return describe_timing(config, inputs, world, found)
 
 
-def answer(config: Config, inputs: Inputs, world: World, found: Measured) -> list[str]:
+def describe_timing(config: Config, inputs: Inputs, world: World, found: StepTiming) -> list[str]:
     speed = found.tokens / found.seconds
     line = f"a step, measured: {found.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))
@@ -303,4 +381,4 @@ def answer(config: Config, inputs: Inputs, world: World, found: Measured) -> lis
     if found.peak:
         line += f", {found.peak / GIB:.2f} GiB at its peak"
     left = max(0, inputs.steps(config) - inputs.start) * found.seconds
-    return [line, f"all steps: about {duration(left)}, without evaluations and checkpoints"]
+    return [line, f"all steps: about {format_duration(left)}, without evaluations and checkpoints"]

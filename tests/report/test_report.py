@@ -18,10 +18,10 @@ import yaml
 
 import tigon.report
 from tigon.cli import main
-from tigon.report.page import _digest
+
 from tigon.report.read import COLUMNS, read
-from tigon.report.series import Column, points
-from tigon.report.settings import UNKNOWN, plain, sections
+from tigon.report.charts import buckets
+from tigon.report.page import as_yaml, default_settings
 from tigon.train.config import SECTIONS
 from tigon.train.config_file import dump, load
 

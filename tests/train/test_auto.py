@@ -170,7 +170,7 @@ def test_every_rank_has_the_layout_that_the_first_chooses(workspace) -> None:
         given = workspace.settings("auto", **settings)
         said += Ranks(2, run_chosen, given, {"tensor": 2}).finish()
     assert said.count("parallel=auto: as I say") == 2
-    assert "before: None" in said and "before: [Layout(replicate=1, fsdp=1, context=1, t" in said
+    assert "before: []" in said and "before: [Layout(replicate=1, fsdp=1, context=1, t" in said
     assert ": steps 1 -> 2" in said and ": parallel " not in said
     config = load(workspace.root / "auto/config.yaml")
     assert config.parallel == Parallel(fsdp=1, tensor=2)
@@ -192,7 +192,7 @@ def test_a_run_that_goes_on_keeps_its_layout_while_it_can(configured, monkeypatc
     layout = {"replicate": 1, "fsdp": 4, "context": 2, "tensor": 1, "expert": 1}
     monkeypatch.setattr(auto_layout.checkpoint, "facts", lambda _: {"config": {"parallel": layout}})
     known = auto_layout.model_shapes
-    monkeypatch.setattr(auto_layout, "outlined", lambda c, _: known(c, None))
+    monkeypatch.setattr(auto_layout, "model_shapes", lambda c, _: known(c, None))
     config = configured(resume="auto")
     limit(monkeypatch, lambda x: True)
     parallel, why = auto_layout.choose_layout(config, CUDA, 8, ROOM)

@@ -103,7 +103,7 @@ def test_few_are_tried(least: int) -> None:
 def test_every_rank_takes_what_the_first_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the GPU with the least memory."""
     rooms, answers = {0: 20 * GIB, 1: 10 * GIB}, iter(())
-    monkeypatch.setattr(memory, "memory_of", lambda device: rooms[device.index])
+    monkeypatch.setattr(memory, "gpu_memory", lambda device: rooms[device.index])
     monkeypatch.setattr(memory, "outline", lambda *_: outlined())
     config = load(None, given(activation_checkpointing="auto"))
     objective = find_objective("pretrain")(config, WORLD)

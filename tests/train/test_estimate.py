@@ -420,7 +420,7 @@ def test_a_dry_run_of_a_stream_that_goes_on(workspace, capsys, monkeypatch) -> N
         expected.append(sum(model_flops(model, lengths) for lengths in both) / 2)
         return found[0]
 
-    monkeypatch.setattr("tigon.train.dry_run.measure", noted)
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", noted)
     settings = {"streaming": "true", "shuffle_window": 8, "resume": "auto", "workers": 0}
     main(workspace.settings("stream", steps=2, **settings))
     main(["--dry-run", *workspace.settings("stream", steps=8, **settings)])
@@ -458,7 +458,7 @@ def test_advice_names_only_what_saves_memory() -> None:
     total = {2: 30, True: 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            dry_run, "plan", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
+            dry_run, "estimate_run", lambda c, *_: Estimate({"sum": total[c.activation_checkpointing]}, 0)
         )
         lines = dry_run.memory_advice(config, None, 1)  # type: ignore[arg-type]
     assert lines[0] == "less memory:" and not any("=2" in line for line in lines)
@@ -475,7 +475,7 @@ def test_advice_to_share_rows() -> None:
                 raise ValueError("ranks")
             return Estimate({"sum": 2**30 * 10 // sizes.context}, 0)
 
-        patch.setattr(dry_run, "plan", total)
+        patch.setattr(dry_run, "estimate_run", total)
         assert "      2.50 GiB with parallel.context=4" in dry_run.memory_advice(config, None, 8)
         for ranks, gpus in ((2, 2), (4, 8)):
             config = settings(batch_size=8, parallel=Parallel(context=ranks))
@@ -486,7 +486,7 @@ def test_a_step_that_does_not_fit_is_an_answer(workspace, monkeypatch, capsys) -
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
-    monkeypatch.setattr("tigon.train.dry_run.measure", full)
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", full)
     with pytest.raises(SystemExit) as caught:
         main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
     text = str(caught.value)

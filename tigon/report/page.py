@@ -98,7 +98,7 @@ def figures(run: RunFiles) -> dict[str, str]:
 
 def show(value: Any) -> str:
     """Returns a setting as YAML on one line, without what is empty in entries of data."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
                  if isinstance(item, dict) else item for item in value]  # fmt: skip
     how: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False}
@@ -108,48 +108,31 @@ def show(value: Any) -> str:
 
 
 @cache
-def default_settings() -> dict[str, dict[str, Any]]:
-    """Returns the trainer's defaults by section, from its sources: importing them takes torch."""
+def default_settings() -> dict[str, Any]:
+    """Returns the trainer's defaults, from its sources: importing them would import torch."""
     nodes = [node for source in SOURCES for node in ast.parse(source.read_text()).body]
     classes = [n for n in nodes if isinstance(n, ast.ClassDef) and n.name.endswith("Settings")]
-    return {
-        (ast.get_docstring(node) or node.name).splitlines()[0].rstrip("."): {
-            line.target.id: as_yaml(ast.literal_eval(line.value.args[0]))
-            for line in node.body
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-            and isinstance(line.value, ast.Call)
-        }
-        for node in classes
-    }  # fmt: skip
+    lines = [line for node in classes for line in node.body]
+    options = [line for line in lines if isinstance(line, ast.AnnAssign)]
+    calls = {ast.unparse(o.target): o.value for o in options if isinstance(o.value, ast.Call)}
+    return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
 
 
-def as_yaml(value: Any) -> Any:
-    return [as_yaml(item) for item in value] if isinstance(value, tuple | list) else value
-
-
-def settings(run: RunFiles) -> Iterator[tuple[str, dict[bool, list[list[str]]]]]:
-    """Yields the title of a section and its rows, by whether they differ from the default."""
-    known = [name for section in default_settings().values() for name in section]
-    others = {"Other settings": {name: "" for name in run.config if name not in known}}
-    for title, section in (default_settings() | others).items():
-        rows: dict[bool, list[list[str]]] = {True: [], False: []}
-        for name, default in section.items():
-            if name in run.config:
-                changed = as_yaml(run.config[name]) != default
-                rows[changed].append([name, show(run.config[name]), show(default)])
-        if rows[True] or rows[False]:
-            yield title, rows
+def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns rows of the settings that differ from their defaults, and of the others."""
+    rows: tuple[list[list[str]], list[list[str]]] = [], []
+    for name, value in run.config.items():
+        texts = [show(value), show(default_settings().get(name, ""))]
+        rows[texts[0] == texts[1]].append([name, *texts])
+    return rows
 
 
 def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
     """Yields the settings that differ, with the value of each run."""
-    known = [name for section in default_settings().values() for name in section]
-    for name in dict.fromkeys([*known, *(name for run in runs for name in run.config)]):
+    for name in dict.fromkeys(name for run in runs for name in run.config):
         values = [show(run.config[name]) if name in run.config else "–" for run in runs]
         if len(set(values)) > 1 and name not in ("run_dir", "resume"):
             yield [name, *values]
-    if len({run.machine for run in runs} - {""}) > 1:
-        yield ["machine", *(run.machine for run in runs)]
 
 
 def spread(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:

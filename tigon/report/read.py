@@ -1,6 +1,5 @@
 """Reads the files of a run directory, however much of it is missing or damaged."""
 
-import errno
 import json
 import math
 from array import array
@@ -8,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tigon.headers import read_tensors
-from tigon.json_file import parse_object
+from tigon.json_file import parse_object, read_bytes, read_json
 from tigon.yaml_file import parse_yaml
 
 try:
@@ -21,7 +20,7 @@ except ImportError:  # on Windows no run is reported as running
 
 LARGEST_STEP = 1 << 53  # the largest exact integer of a float
 LARGEST = 1e100  # larger values count as infinite: their sums overflow
-BYTES = 1 << 18  # of a config, at most
+BYTES, LOG_BYTES = 1 << 18, 1 << 30  # of config.yaml and of metrics.jsonl, at most
 DAMAGED = (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
 
@@ -107,7 +106,7 @@ def read(path: Path) -> RunFiles:
         prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
         run.samples.setdefault(prompt, {})[row["step"]] = str(row.get("text", ""))
     with suppress(OSError, ValueError):
-        run.exported = int(_content(path / ".exported", 100))
+        run.exported = int(read_bytes(path / ".exported", 100))
     run.running = _is_locked(path / ".lock")
     _read_model(run)
     return run
@@ -115,7 +114,7 @@ def read(path: Path) -> RunFiles:
 
 def _read_config(run: RunFiles) -> None:
     try:
-        text = _content(run.path / "config.yaml").decode(errors="replace")
+        text = read_bytes(run.path / "config.yaml", BYTES).decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
         if not isinstance(config, dict):
             raise ValueError("it holds no settings")
@@ -126,21 +125,6 @@ def _read_config(run: RunFiles) -> None:
         run.problems.append("There is no config.yaml, so the settings are not known.")
     except (OSError, ValueError) as error:
         run.problems.append(f"config.yaml cannot be read: {error}.")
-
-
-def _open(path: Path) -> BinaryIO:
-    """Opens a regular file only: a pipe or a device may never end, a link may leave the run."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise OSError(errno.EINVAL, "it is no file")
-    return path.open("rb")
-
-
-def _content(path: Path, limit: int = BYTES) -> bytes:
-    with _open(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"it has more than {limit:,} bytes")
-    return content
 
 
 def _read_metrics(run: RunFiles) -> None:
@@ -173,35 +157,34 @@ def _number(value: Any) -> float:
 
 def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
     """Yields the readable rows, and counts those that a crash left damaged."""
-    lost = 0
+    lines, lost = list[bytes](), 0
     try:
-        with _open(run.path / name) as file:
-            for line in file:
-                row: dict[str, Any] = {}
-                with suppress(ValueError):
-                    row = parse_object(line, "row", nan=True)
-                if type(step := row.get("step")) is int and 0 <= step < LARGEST_STEP:
-                    yield row
-                else:
-                    lost += bool(line.strip())
+        lines = read_bytes(run.path / name, LOG_BYTES).splitlines()
     except FileNotFoundError:
-        return
-    except OSError as error:
-        run.problems.append(f"{name} cannot be read: {error.strerror}.")
+        pass
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{name} cannot be read: {error}.")
+    for line in filter(bytes.strip, lines):
+        row: dict[str, Any] = {}
+        with suppress(ValueError):
+            row = parse_object(line, "row", nan=True)
+        if type(step := row.get("step")) is int and 0 <= step < LARGEST_STEP:
+            yield row
+        else:
+            lost += 1
     if lost:
         run.problems.append(f"Left out of {name}: {lost} lines that cannot be read.")
 
 
 def _is_locked(path: Path) -> bool:
     """Whether a living process holds the run."""
-    try:
-        with _open(path) as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    if fcntl is None or not path.is_file():
         return False
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -211,8 +194,7 @@ def _read_model(run: RunFiles) -> None:
     newest = max(steps, default=None, key=lambda path: (len(path.name), path.name))
     for folder in filter(None, (run.path / "hf", newest)):
         with suppress(*DAMAGED):
-            text = _content(folder / "config.json")
-            config = parse_object(text, "config", nan=True)
+            config = read_json(folder / "config.json", nan=True)
             run.architecture = str((config.get("architectures") or [config["model_type"]])[0])
             names = (*folder.glob("model*.safetensors"), *folder.glob("weights-*.safetensors"))
             files = [name for name in names if name.is_file() and not name.is_symlink()]
